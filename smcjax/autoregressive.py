@@ -1,0 +1,195 @@
+"""Autoregressive decoding: the target model alone, one token a step, exactly from its law. The baseline of all others.
+
+The same life as `smcjax.smc`: begin → prefill → start → step … step → conclude, with one row a group.
+Temperature 0 is greedy; top_k and top_p are honoured (temperature, then k, then p).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import TRASH, KVCache, PagePool, make_room, pages_for, rebind
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import unembed
+from smcjax.model.paged import create_cache, paged_hidden_states
+from smcjax.model.params import Params
+from smcjax.prefill import admit, prefill_chunk
+from smcjax.sampling import Purpose, draw, forbid_stops, log_softmax_at, row_keys, truncate
+from smcjax.sequences import Population, Requests, Sequences, append, cut_block, population
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """Decoding by the target model alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that is static about a step. `truncates` is set where a request uses top_k or top_p: sorting a vocabulary
+    at every step is not for those who do not ask."""
+
+    target: ModelConfig
+    max_model_len: int
+    page_size: int = 16
+    truncates: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """T_max of the token buffer: the longest sequence and one token beyond it."""
+        return self.max_model_len + 1
+
+    @property
+    def max_pages(self) -> int:
+        """M, pages of the longest sequence."""
+        return pages_for(self.max_model_len, self.page_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What outlives a batch of requests."""
+
+    pool: PagePool
+    target: KVCache
+
+    @classmethod
+    def create(cls, program: Program, params: Params, num_pages: int) -> Memory:
+        """Empty memory of `num_pages` pages, the trash page included."""
+        cache = create_cache(program.target, params, num_pages=num_pages, page_size=program.page_size)
+        return cls(pool=PagePool.create(num_pages), target=cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """G requests in flight, one row each."""
+
+    requests: Requests
+    sequences: Sequences
+    cycle: Int[Array, " G"]
+    running: Bool[Array, " G"]
+    failed: Bool[Array, " G"]  # ended because the model gave NaN
+    memory: Memory
+
+    @property
+    def live(self) -> Bool[Array, " G"]:
+        """Rows that a step advances."""
+        return self.running & ~self.sequences.finished
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What one step reports."""
+
+    ran: Bool[Array, " G"]
+    done: Bool[Array, " G"]
+
+
+def begin(
+    program: Program, memory: Memory, prompts: Int[Array, "G L"], requests: Requests, present: Bool[Array, " G"]
+) -> State:
+    """Rows and pages for the prompts, no KV yet. Groups not `present` only fill up the batch and never run."""
+    groups = prompts.shape[0]
+    sequences = Sequences.create(groups, max_tokens=program.max_tokens, max_pages=program.max_pages)
+    prompt_length = jnp.where(present, requests.prompt_length, 0)
+    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size)
+    return State(
+        requests=requests,
+        sequences=sequences,
+        cycle=jnp.zeros(groups, jnp.int32),
+        running=present,
+        failed=jnp.zeros(groups, bool),
+        memory=dataclasses.replace(memory, pool=pool),
+    )
+
+
+def prefill(
+    program: Program,
+    params: Params,
+    state: State,
+    start_at: Int[Array, ""],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+) -> tuple[State, Float[Array, "G E"]]:
+    """Writes the KV of one chunk of the prompts; returns the hidden state at each prompt's end."""
+    cache, last_hidden = prefill_chunk(
+        program.target, params, state.memory.target, state.sequences, start_at, chunk, last_hidden
+    )
+    return dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache)), last_hidden
+
+
+def start(program: Program, params: Params, state: State, last_hidden: Float[Array, "G E"]) -> State:
+    """Draws the first token."""
+    return _sample_and_append(program, state, unembed(params, last_hidden), Purpose.FIRST)
+
+
+def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
+    """Advances every running request by one token."""
+    ran, sequences, memory = state.running, state.sequences, state.memory
+    position = sequences.length - 1
+    room = make_room(
+        memory.pool,
+        sequences.block_table,
+        position,
+        position,
+        state.live,
+        page_size=program.page_size,
+        max_width=1,
+    )
+    sequences = dataclasses.replace(sequences, block_table=room.block_table)
+    tokens = sequences.token_at(position)[:, None]
+    pages = sequences.write_pages(position[:, None], state.live[:, None], program.page_size)
+    hidden, cache = paged_hidden_states(
+        program.target, params, memory.target, tokens, position[:, None], sequences.block_table, pages
+    )
+    state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))
+    state = _sample_and_append(program, state, unembed(params, hidden[:, 0]), Purpose.DRAFT)
+    state = dataclasses.replace(state, cycle=state.cycle + ran)
+    return state, Info(ran=ran, done=~state.running)
+
+
+def run(program: Program, params: Params, state: State, num_steps: int) -> tuple[State, Info]:
+    """`num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
+    return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
+
+
+def _sample_and_append(program: Program, state: State, logits: Float[Array, "G V"], purpose: Purpose) -> State:
+    requests, sequences, live = state.requests, state.sequences, state.live
+    token_number = sequences.length - requests.prompt_length + 1
+    greedy = requests.temperature == 0
+    tempered = logits / jnp.where(greedy, 1.0, requests.temperature)[:, None]
+    tempered = forbid_stops(tempered, requests.stops, token_number, requests.min_tokens)
+    if program.truncates:
+        tempered = truncate(tempered, requests.top_k, requests.top_p)
+    drawn = draw(row_keys(requests.key, state.cycle, 1, purpose), tempered)
+    token = jnp.where(greedy, jnp.argmax(tempered, axis=1).astype(jnp.int32), drawn)[:, None]
+    block = cut_block(token, requests.stops, sequences.length, requests.limit)
+    logprob = log_softmax_at(tempered, token[:, 0])[:, None]
+    broken = jnp.isnan(logits).any(axis=1)
+    sequences = append(sequences, token, logprob, block, live & ~broken)
+    return dataclasses.replace(
+        state,
+        sequences=sequences,
+        failed=state.failed | (state.running & broken),
+        running=state.running & ~broken & ~sequences.finished,
+    )
+
+
+def conclude(program: Program, state: State) -> tuple[Population, Memory]:
+    """The ended sequences, and the memory with every page given back."""
+    groups = state.running.shape[0]
+    ended = population(
+        state.sequences,
+        log_weight=jnp.zeros((groups, 1)),
+        log_evidence=jnp.zeros(groups),
+        selected=jnp.zeros(groups, jnp.int32),
+        failed=state.failed,
+    )
+    table = state.sequences.block_table
+    pool = rebind(state.memory.pool, table, jnp.full_like(table, TRASH))
+    return ended, dataclasses.replace(state.memory, pool=pool)

@@ -1,0 +1,78 @@
+"""The least time a cycle can take on a device, from its configuration alone.
+
+    roofline = Σ over draft head, the other draft forwards, verify of  max(bytes / bandwidth, FLOPs / rate)
+
+bytes = weights that the forward streams + the KV that its queries see, each shared page counted once; FLOPs = two per
+weight and token. Both from the configuration; bandwidth from the datasheet, rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from smcjax.model.config import ModelConfig
+from smcjax.smc import SMC
+
+# Vendor datasheets, bytes per second.
+BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA B200": 8.0e12, "NVIDIA GH200 480GB": 4.0e12}
+
+
+def streamed_weights(config: ModelConfig) -> int:
+    """Weights that one forward reads: all but an untied embedding, of which it reads a few rows."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    attention = (config.num_heads + 2 * config.num_kv_heads) * d * e + config.num_heads * d * e
+    return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
+
+
+def itemsize(config: ModelConfig) -> int:
+    """Bytes of one weight, and of one KV number."""
+    return jnp.dtype(config.dtype).itemsize
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One kind of forward in a cycle."""
+
+    name: str
+    times: int  # forwards of this kind a cycle
+    weight_bytes: int  # a forward
+    kv_bytes: int  # a forward
+    flops: int  # a forward
+
+    def seconds(self, bandwidth: float, flop_rate: float) -> float:
+        """The bound of all `times` forwards."""
+        return self.times * max((self.weight_bytes + self.kv_bytes) / bandwidth, self.flops / flop_rate)
+
+
+def _phase(name: str, config: ModelConfig, times: int, tokens: int, kv_tokens: int) -> Phase:
+    weights = streamed_weights(config)
+    return Phase(
+        name=name,
+        times=times,
+        weight_bytes=weights * itemsize(config),
+        kv_bytes=kv_tokens * kv_bytes_per_token(config),
+        flops=2 * weights * tokens,
+    )
+
+
+def cycle_phases(target: ModelConfig, draft: ModelConfig, smc: SMC, *, groups: int, context: int) -> list[Phase]:
+    """The phases of one SMC cycle of `groups` requests whose particles share `context` tokens of KV."""
+    rows, kv_tokens = groups * smc.n_particles, groups * context
+    single_forwards = smc.gamma - 1 + (smc.bonus and not smc.defer_bonus)
+    return [
+        _phase("draft head", draft, 1, rows * (2 if smc.defers else 1), kv_tokens),
+        _phase("draft", draft, single_forwards, rows, kv_tokens),
+        _phase("verify", target, 1, rows * smc.tokens_per_cycle, kv_tokens),
+    ]
+
+
+def autoregressive_phases(target: ModelConfig, *, groups: int, context: int) -> list[Phase]:
+    """The one phase of a target-only step."""
+    return [_phase("step", target, 1, groups, groups * context)]

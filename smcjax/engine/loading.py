@@ -1,0 +1,73 @@
+"""From names to models: the target, the draft, their tokenizer, one vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+from pathlib import Path
+
+from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import Params
+from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
+from smcjax.tokenizer import Tokenizer
+
+BUNDLED = ("target", "draft")
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What `LLM` runs on. Draft fields are None where the decoder needs none."""
+
+    tokenizer: Tokenizer | None
+    target: ModelConfig
+    target_params: Params
+    draft: ModelConfig | None = None
+    draft_params: Params | None = None
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that every model was made for."""
+        lengths = [config.max_position_embeddings for config in (self.target, self.draft) if config is not None]
+        return min(lengths)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """From the target's configs; where they name none, the tokenizer's."""
+        if self.target.eos_token_ids or self.tokenizer is None or self.tokenizer.eos_token_id is None:
+            return self.target.eos_token_ids
+        return (self.tokenizer.eos_token_id,)
+
+
+def bundled_model(name: str) -> Path:
+    """Directory of a model of the bundled pair: "target" or "draft"."""
+    return Path(str(resources.files("smcjax.bundled") / name))
+
+
+def _path(name: str | None, bundled: str) -> Path:
+    return bundled_model(bundled) if name is None else resolve_model_path(name)
+
+
+def load_models(model: str | None, draft_model: str | None, *, needs_draft: bool, dtype: str) -> Models:
+    """Loads what the decoder needs; None names the bundled pair.
+
+    Padded vocabularies are cut to the ids that both models share. Raises ValueError for a pair that is only half
+    given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
+    """
+    if needs_draft and (model is None) != (draft_model is None):
+        missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
+        raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair.")
+    path = _path(model, "target")
+    tokenizer = Tokenizer.load(path)
+    if not needs_draft:
+        target, target_params = load_checkpoint(path, dtype)
+        return Models(tokenizer, target, target_params)
+
+    draft_path = _path(draft_model, "draft")
+    draft_tokenizer = Tokenizer.load(draft_path)
+    target, target_params = load_checkpoint(path, dtype)
+    draft, draft_params = load_checkpoint(draft_path, dtype)
+    size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
+    target, target_params = trim_vocabulary(target, target_params, size)
+    draft, draft_params = trim_vocabulary(draft, draft_params, size)
+    return Models(tokenizer, target, target_params, draft, draft_params)

@@ -1,0 +1,82 @@
+"""What a request returns. Plain host data: nothing here holds on to the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """The answer of a request."""
+
+    index: int
+    text: str  # without EOS or stop token, cut at the first stop string
+    token_ids: list[int]  # with the EOS or stop token that ended them
+    finish_reason: str  # "stop" | "length" | "error"
+    logprobs: list[float] | None = None  # log p_T of each token, when asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Particle:
+    """One weighted sequence of the final population."""
+
+    token_ids: list[int]
+    log_weight: float  # since the last resampling; softmax over the population is the selection law
+    finish_reason: str | None  # None: not at its end when the population's other weights made the choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One entry per cycle C that the request took part in."""
+
+    ess: np.ndarray  # [C] float32
+    resampled: np.ndarray  # [C] bool
+    ancestors: np.ndarray  # [C, N] int32, the row itself where nothing was resampled
+    log_weights: np.ndarray  # [C, N] float32, before resampling
+    lengths: np.ndarray  # [C, N] int32, generated tokens after the cycle
+    texts: list[str] | None = None  # [N] final texts, where there is a tokenizer
+    selected: int = 0  # the row that answered
+
+
+@dataclasses.dataclass(frozen=True)
+class SMCOutput:
+    """The population behind an answer."""
+
+    log_evidence: float  # log Ẑ, the closing term included
+    particles: list[Particle]
+    log_weights: np.ndarray  # [N] float32, after the last resampling
+    selected: int  # index of the particle that answered
+    trace: Trace | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetrics:
+    """Counts and times of one request."""
+
+    cycles: int  # decoding steps, the first token's draw not counted
+    resamples: int
+    generated_tokens: int  # of the answer
+    drafted: int  # tokens proposed by the draft, all particles
+    seconds: float  # from the start of the request's batch to its own end, compilation excluded
+    mean_ess: float | None = None  # over cycles; None without a population
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the answer over `seconds`."""
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """All of one request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    smc: SMCOutput | None = None
+    error: str | None = None  # why, where finish_reason is "error"

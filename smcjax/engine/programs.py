@@ -1,0 +1,65 @@
+"""Compiled programs: made once per shape, counted, timed, and kept on disk between processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+logger = logging.getLogger("smcjax")
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs under ~/.cache/smcjax, unless the process has chosen another place already."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(root / "smcjax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+class Programs:
+    """Executables by key. Calling one never compiles; `compile` does, and says so."""
+
+    def __init__(self) -> None:
+        self._executables: dict[Hashable, Any] = {}
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._executables)
+
+    def __getitem__(self, key: Hashable) -> Callable[..., Any]:
+        return self._executables[key]
+
+    def compile(self, what: str, jobs: dict[Hashable, tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]) -> None:
+        """Compiles what is missing of `jobs`: key → (function, donated argument numbers, abstract arguments).
+
+        XLA works outside the interpreter lock, so the jobs compile side by side.
+        """
+        missing = {key: job for key, job in jobs.items() if key not in self._executables}
+        if not missing:
+            return
+        began = time.perf_counter()
+        logger.info("Compiling %s …", what)
+
+        def build(job: tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]) -> Any:
+            function, donate, arguments = job
+            return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+
+        with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
+            self._executables.update(zip(missing, pool.map(build, missing.values()), strict=True))
+        elapsed = time.perf_counter() - began
+        self.seconds += elapsed
+        logger.info("Compiled %s: %d programs in %.1f s.", what, len(missing), elapsed)
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes and dtypes of a pytree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,0 +1,121 @@
+"""Prompts and parameters as users give them, checked before any work starts, and as a batch of host arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from smcjax.engine.batch import Batch
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request, checked. `limit` is the length at which its sequences are cut."""
+
+    request_id: str
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    limit: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    worst_case_pages: int
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list. Raises ValueError for anything else."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str | Mapping) for prompt in prompts):
+        raise ValueError(
+            f"prompts must be text, {{'prompt_token_ids': [...]}}, or a list of these, got {_short(prompts)}."
+        )
+    return list(prompts)
+
+
+def params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` a prompt, from one for all, a list, or None for the defaults."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {_short(params)}.")
+    if len(params) != count:
+        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts; give one, or one a prompt.")
+    return list(params)
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+    """Text and token ids of a prompt. Raises ValueError (one sentence) for what cannot be one."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the model directory has no tokenizer; pass {'prompt_token_ids': [...]} instead of text.")
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one character.")
+        text: str | None = prompt
+        token_ids = tokenizer.encode(prompt)
+    else:
+        if set(prompt) != {"prompt_token_ids"}:
+            raise ValueError(f"a prompt mapping has the one key 'prompt_token_ids', got {sorted(map(str, prompt))}.")
+        text, token_ids = None, prompt["prompt_token_ids"]
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, list | tuple) or not all(
+            isinstance(token, int | np.integer) and not isinstance(token, bool) for token in token_ids
+        ):
+            raise ValueError(f"prompt_token_ids must be a list of whole numbers, got {_short(token_ids)}.")
+        token_ids = [int(token) for token in token_ids]
+    if not token_ids:
+        raise ValueError("the prompt has no tokens; give at least one.")
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"prompt_token_ids holds {token}; ids of this model are 0 to {vocab_size - 1}.")
+    return text, token_ids
+
+
+def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -> int:
+    """Length at which the request's sequences are cut. Raises ValueError if nothing can be generated."""
+    if len(token_ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}; "
+            "shorten the prompt or raise max_model_len."
+        )
+    longest = max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+    limit = min(longest, max_model_len)
+    if params.min_tokens > limit - len(token_ids):
+        raise ValueError(
+            f"min_tokens is {params.min_tokens} and only {limit - len(token_ids)} tokens fit max_model_len "
+            f"{max_model_len}; lower min_tokens."
+        )
+    return limit
+
+
+def make_batch(requests: Sequence[Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:
+    """The requests as arrays for a batch of `size` groups; the groups beyond them are absent."""
+    batch = Batch.empty(size, max_model_len=max_model_len, vocab_size=vocab_size)
+    for group, request in enumerate(requests):
+        params = request.params
+        batch.prompts[group, : len(request.token_ids)] = request.token_ids
+        batch.prompt_length[group] = len(request.token_ids)
+        batch.limit[group] = request.limit
+        batch.min_tokens[group] = params.min_tokens
+        batch.temperature[group] = params.temperature
+        batch.top_k[group] = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+        batch.top_p[group] = params.top_p
+        batch.stops[group, list(request.stop_ids)] = True
+        batch.seed[group] = request.seed
+        batch.present[group] = True
+    return batch
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

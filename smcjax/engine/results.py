@@ -1,0 +1,134 @@
+"""From an ended batch to what users read: text, reasons, weights, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from smcjax.engine.batch import BatchResult
+from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
+from smcjax.engine.requests import Request
+from smcjax.smc import SMC
+from smcjax.tokenizer import Tokenizer
+
+
+def assemble(
+    request: Request, group: int, result: BatchResult, smc: SMC | None, tokenizer: Tokenizer | None
+) -> RequestOutput:
+    """The output of the request that ran as group `group` of the batch. `smc` is None for decoders without weights."""
+    population = result.population
+    start = len(request.token_ids)
+    selected = int(population.selected[group])
+    failed = bool(population.failed[group])
+    sequences = [
+        [int(token) for token in population.tokens[group, row, start : population.length[group, row]]]
+        for row in range(population.tokens.shape[1])
+    ]
+    ran = [info for info in result.infos if info.ran[group]]
+    completion, error = _completion(request, sequences[selected], failed, tokenizer)
+    if request.params.logprobs and completion.finish_reason != "error":
+        logprobs = population.logprobs[group, selected, start : start + len(completion.token_ids)]
+        completion = CompletionOutput(
+            completion.index, completion.text, completion.token_ids, completion.finish_reason, [float(x) for x in logprobs]
+        )
+    weighted = None
+    if smc is not None:
+        weighted = SMCOutput(
+            log_evidence=float(population.log_evidence[group]),
+            particles=[
+                Particle(
+                    token_ids=sequences[row],
+                    log_weight=float(population.log_weight[group, row]),
+                    finish_reason=_reason(request, sequences[row]) if population.finished[group, row] else None,
+                )
+                for row in range(smc.n_particles)
+            ],
+            log_weights=population.log_weight[group].copy(),
+            selected=selected,
+            trace=_trace(request, ran, group, sequences, selected, tokenizer) if smc.trace else None,
+        )
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.token_ids,
+        outputs=[completion],
+        finished=True,
+        metrics=RequestMetrics(
+            cycles=len(ran),
+            resamples=0 if smc is None else sum(bool(info.resampled[group]) for info in ran),
+            generated_tokens=len(completion.token_ids),
+            drafted=0 if smc is None else len(ran) * smc.n_particles * smc.gamma,
+            seconds=float(result.seconds[group]),
+            mean_ess=None if smc is None or not ran else float(np.mean([info.ess[group] for info in ran])),
+        ),
+        smc=weighted,
+        error=error,
+    )
+
+
+def _reason(request: Request, token_ids: list[int]) -> str:
+    """Why a finished sequence ended; a stop token at the cap counts as a stop."""
+    return "stop" if token_ids and token_ids[-1] in request.stop_ids else "length"
+
+
+def _completion(
+    request: Request, token_ids: list[int], failed: bool, tokenizer: Tokenizer | None
+) -> tuple[CompletionOutput, str | None]:
+    if failed:
+        error = (
+            "no particle has a usable weight left (all are zero, or the model gave NaN); "
+            "check the model's weights and the dtype"
+        )
+        return CompletionOutput(0, "", [], "error"), error
+    reason = _reason(request, token_ids)
+    shown = token_ids[:-1] if reason == "stop" else token_ids
+    text = "" if tokenizer is None else tokenizer.decode(shown)
+    if tokenizer is not None and request.params.stop_strings:
+        cut = first_stop(text, request.params.stop_strings)
+        if cut is not None:
+            return CompletionOutput(0, text[:cut], _tokens_up_to(shown, text, cut, request, tokenizer), "stop"), None
+    return CompletionOutput(0, text, token_ids, reason), None
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string begins, None without one."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found, default=None)
+
+
+def _tokens_up_to(
+    token_ids: list[int], text: str, cut: int, request: Request, tokenizer: Tokenizer
+) -> list[int]:
+    """The fewest leading tokens whose text holds the stop string that begins at `cut`."""
+    low, high = 0, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        at = first_stop(tokenizer.decode(token_ids[:middle]), request.params.stop_strings)
+        low, high = (low, middle) if at is not None and at <= cut else (middle + 1, high)
+    return token_ids[:low]
+
+
+def _trace(
+    request: Request,
+    infos: list,
+    group: int,
+    sequences: list[list[int]],
+    selected: int,
+    tokenizer: Tokenizer | None,
+) -> Trace:
+    n = len(sequences)
+
+    def stacked(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        rows = [getattr(info, name)[group] for info in infos]
+        return np.stack(rows).astype(dtype) if rows else np.zeros((0, *shape), dtype)
+
+    return Trace(
+        ess=stacked("ess", (), np.float32),
+        resampled=stacked("resampled", (), np.bool_),
+        ancestors=stacked("ancestors", (n,), np.int32),
+        log_weights=stacked("log_weight", (n,), np.float32),
+        lengths=stacked("length", (n,), np.int32) - len(request.token_ids),
+        texts=None if tokenizer is None else [tokenizer.decode(tokens) for tokens in sequences],
+        selected=selected,
+    )

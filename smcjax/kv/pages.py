@@ -1,0 +1,133 @@
+"""Reference-counted pages: who owns which page of the KV cache, as integers on the device.
+
+A *page* is a physical block of B token slots, the same page number naming the same slots in every layer of every
+model. A *block table* row lists the pages of one sequence in order. Sharing a prefix means naming the same pages;
+forking and resampling rewrite tables and counts and never touch keys or values.
+
+    refcount[p] = number of block-table entries that name p          (the invariant; the trash page excepted)
+    free pages  = pages with refcount 0                              (kept as a stack: free[:num_free])
+
+Everything is functional, has static shapes and runs inside jit. Page 0 is the *trash page*: it stands for "no page"
+in tables, takes the writes of rows that must write nowhere, is never counted and never allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+TRASH = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagePool:
+    """The allocator. P pages, the trash page included; every field int32."""
+
+    refcount: Int[Array, " P"]
+    free: Int[Array, " P"]  # a stack; entries from `num_free` on are stale
+    num_free: Int[Array, ""]
+
+    @classmethod
+    def create(cls, num_pages: int) -> PagePool:
+        """All pages free but the trash page. `num_pages` ≥ 2."""
+        return cls(
+            refcount=jnp.zeros(num_pages, jnp.int32),
+            free=jnp.arange(num_pages, dtype=jnp.int32)[::-1],  # page 1 on top, the trash page out of reach below
+            num_free=jnp.asarray(num_pages - 1, jnp.int32),
+        )
+
+
+def allocate(pool: PagePool, needed: Bool[Array, "*shape"]) -> tuple[PagePool, Int[Array, "*shape"]]:
+    """Pops one page, with reference count 1, for every true entry; the others get `TRASH`.
+
+    The caller guarantees enough free pages (admission accounts for the worst case). Were there too few, the last
+    entries would get `TRASH`: their KV would be lost, nobody else's damaged.
+    """
+    flat = needed.reshape(-1)
+    rank = jnp.cumsum(flat) - 1
+    granted = flat & (rank < pool.num_free)
+    pages = jnp.where(granted, pool.free[jnp.maximum(pool.num_free - 1 - rank, 0)], TRASH)
+    refcount = pool.refcount.at[pages].add(granted.astype(jnp.int32))
+    pool = PagePool(refcount, pool.free, pool.num_free - jnp.sum(granted, dtype=jnp.int32))
+    return pool, pages.reshape(needed.shape)
+
+
+def _adjust(pool: PagePool, delta: Int[Array, " P"]) -> PagePool:
+    """Adds `delta` to the counts and pushes the pages that have become free."""
+    refcount = (pool.refcount + delta).at[TRASH].set(0)
+    freed = (pool.refcount > 0) & (refcount == 0)
+    num_pages = refcount.shape[0]
+    slot = jnp.where(freed, pool.num_free + jnp.cumsum(freed) - 1, num_pages)  # num_pages is out of range: dropped
+    free = pool.free.at[slot].set(jnp.arange(num_pages, dtype=jnp.int32), mode="drop")
+    return PagePool(refcount, free, pool.num_free + jnp.sum(freed, dtype=jnp.int32))
+
+
+def release(pool: PagePool, pages: Int[Array, "*shape"]) -> PagePool:
+    """Takes one reference from each entry of `pages` (`TRASH` entries count for nothing)."""
+    return _adjust(pool, jnp.zeros_like(pool.refcount).at[pages.reshape(-1)].add(-1))
+
+
+def rebind(pool: PagePool, old: Int[Array, "R M"], new: Int[Array, "R M"]) -> PagePool:
+    """The pool after block tables change from `old` to `new`: forks, resampling, release (`new` all `TRASH`)."""
+    delta = jnp.zeros_like(pool.refcount).at[new.reshape(-1)].add(1).at[old.reshape(-1)].add(-1)
+    return _adjust(pool, delta)
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens (host arithmetic)."""
+    return -(-num_tokens // page_size)
+
+
+def page_of(block_table: Int[Array, "R M"], positions: Int[Array, "R T"], page_size: int) -> Int[Array, "R T"]:
+    """Physical page of each position; positions outside the table are clipped into it, so mask them."""
+    logical = jnp.clip(positions // page_size, 0, block_table.shape[1] - 1)
+    return jnp.take_along_axis(block_table, logical, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Where a block of new tokens goes: what `make_room` decided."""
+
+    pool: PagePool
+    block_table: Int[Array, "R M"]
+    copy_from: Int[Array, " R"]  # page to copy before writing, `TRASH` for none
+    copy_to: Int[Array, " R"]
+
+
+def make_room(
+    pool: PagePool,
+    block_table: Int[Array, "R M"],
+    first: Int[Array, " R"],
+    last: Int[Array, " R"],
+    live: Bool[Array, " R"],
+    *,
+    page_size: int,
+    max_width: int,
+) -> Room:
+    """Gives every live row pages of its own for positions `first`…`last` (at most `max_width` of them).
+
+    Positions before `first` are already in pages. A page that `first` enters half-way and that others share is
+    replaced by a copy (copy-on-write); the old reference is dropped before new pages are popped, so a population
+    never needs more pages than its rows' own worst case.
+    """
+    rows, table_width = block_table.shape
+    touched = (max_width + page_size - 2) // page_size + 1
+    logical = first[:, None] // page_size + jnp.arange(touched)
+    in_use = live[:, None] & (logical <= last[:, None] // page_size)
+    row = jnp.arange(rows)[:, None]
+    current = block_table[row, jnp.minimum(logical, table_width - 1)]
+
+    entered_half_way = (first % page_size > 0)[:, None] & (jnp.arange(touched) == 0)
+    shared = pool.refcount[current] > 1
+    needed = in_use & (~entered_half_way | shared)
+    replaced = jnp.where(needed & entered_half_way, current, TRASH)[:, 0]
+
+    pool = release(pool, replaced)
+    pool, fresh = allocate(pool, needed)
+    target = jnp.where(needed, logical, table_width)  # out of range: dropped
+    block_table = block_table.at[row, target].set(fresh, mode="drop")
+    return Room(pool, block_table, replaced, jnp.where(replaced == TRASH, TRASH, fresh[:, 0]))

@@ -1,0 +1,18 @@
+"""Decoders of the Llama family: configuration, weights, forward pass, checkpoints."""
+
+from smcjax.model.checkpoint import load_checkpoint
+from smcjax.model.config import ModelConfig, RopeScaling
+from smcjax.model.decoder import logits
+from smcjax.model.export import save_checkpoint
+from smcjax.model.params import LayerParams, Params, init_params
+
+__all__ = [
+    "LayerParams",
+    "ModelConfig",
+    "Params",
+    "RopeScaling",
+    "init_params",
+    "load_checkpoint",
+    "logits",
+    "save_checkpoint",
+]

@@ -1,0 +1,292 @@
+"""Hugging Face directories: found, checked against their config.json, and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from smcjax.errors import CheckpointError
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import LayerParams, Params, param_shapes
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
+_ROWS = 4096  # compared at a time
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The Hugging Face tensors that one array of `Params` stacks along its first axis, each with its rows."""
+
+    parts: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _TensorFile:
+    """One open .safetensors file: names and shapes are known, tensors are read when asked for."""
+
+    path: Path
+    handle: Any
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, path: Path) -> _TensorFile:
+        try:
+            handle = safetensors.safe_open(path, framework="numpy")
+            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); check that file and its permissions") from None
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({error}); download or convert it again"
+            ) from None
+        return cls(path, handle, shapes)
+
+    def rows(self, name: str) -> Any:
+        """A lazy view of one tensor: `rows(name)[begin:end]` reads those rows."""
+        rows = self.handle.get_slice(name)
+        if rows.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.path} has dtype {rows.get_dtype()}, but only {', '.join(_DTYPES)} are "
+                "read; use a checkpoint that is not quantised"
+            )
+        return rows
+
+
+def tensor_names(config: ModelConfig) -> Params:
+    """A tree like `param_shapes(config)`, whose leaves say which checkpoint tensors make up each array."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * d, config.num_kv_heads * d
+
+    def layer(index: int) -> LayerParams:
+        def stack(*parts: tuple[str, int], suffix: str = "weight") -> Stack:
+            return Stack(tuple((f"model.layers.{index}.{name}.{suffix}", rows) for name, rows in parts))
+
+        qkv = ("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)
+        gate_up = ("mlp.gate_proj", f), ("mlp.up_proj", f)
+        o, down = ("self_attn.o_proj", e), ("mlp.down_proj", e)
+        return LayerParams(
+            attn_norm=stack(("input_layernorm", e)),
+            qkv=stack(*qkv),
+            qkv_bias=stack(*qkv, suffix="bias") if config.qkv_bias else None,
+            q_norm=stack(("self_attn.q_norm", d)) if config.qk_norm else None,
+            k_norm=stack(("self_attn.k_norm", d)) if config.qk_norm else None,
+            o=stack(o),
+            o_bias=stack(o, suffix="bias") if config.o_bias else None,
+            mlp_norm=stack(("post_attention_layernorm", e)),
+            gate_up=stack(*gate_up),
+            gate_up_bias=stack(*gate_up, suffix="bias") if config.mlp_bias else None,
+            down=stack(down),
+            down_bias=stack(down, suffix="bias") if config.mlp_bias else None,
+        )
+
+    return Params(
+        embed=Stack(((_EMBED, config.vocab_size),)),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=Stack((("model.norm.weight", e),)),
+        lm_head=None if config.tie_embeddings else Stack(((_LM_HEAD, config.vocab_size),)),
+    )
+
+
+def resolve_model_path(name: str | os.PathLike[str]) -> Path:
+    """The directory that `name` means: itself, or the locally cached snapshot of that hub id. Never the network."""
+    if not os.fspath(name):
+        raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    if exists:
+        raise CheckpointError(f"{path} is a file; pass the directory that holds config.json and the weights")
+    if not _HUB_ID.fullmatch(str(name)):
+        raise CheckpointError(f"{path} does not exist; pass a model directory or a hub id such as org/name")
+    import huggingface_hub  # half a second, and only hub ids need it
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), local_files_only=True))
+    except (OSError, ValueError):  # huggingface_hub's own errors derive from these
+        raise CheckpointError(
+            f"{name} is neither a directory nor a hub id in the local cache; "
+            f"fetch it with 'hf download {name}' or pass a directory"
+        ) from None
+
+
+def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
+    """`ModelConfig` from config.json and, where there is one, generation_config.json."""
+    directory = resolve_model_path(directory)
+    config = _read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    generation_config = _read_json(generation) if generation.exists() else None
+    try:
+        return ModelConfig.from_hf(config, generation_config)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+
+
+def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tuple[ModelConfig, Params]:
+    """The model of a Hugging Face directory (or locally cached hub id), weights on the default device.
+
+    `dtype` is that of every weight: "float32", "bfloat16" or the jnp dtype; None and "auto" mean bfloat16, on CPU
+    float32. Files may hold float16, bfloat16, float32 or float64, in one file or in shards. Every tensor of the
+    files and of the config is accounted for: none missing, left over or of another shape, else CheckpointError.
+
+    Host memory beyond the files' page cache is one matrix at a time.
+    """
+    target = _weights_dtype(dtype)
+    directory = resolve_model_path(directory)
+    config = dataclasses.replace(load_config(directory), dtype=target.name)
+    tensors = _open_tensors(directory)
+    config, aliases = _resolve_tying(config, tensors)
+    stacks, treedef = jax.tree.flatten(tensor_names(config))
+    shapes = jax.tree.leaves(param_shapes(config, target))
+    _account_for_names(directory, stacks, shapes, aliases, tensors)
+
+    leaves = []
+    for stack, shape in zip(stacks, shapes, strict=True):
+        buffer, start = np.empty(shape.shape, target), 0
+        for name, rows in stack.parts:
+            name = aliases.get(name, name)
+            buffer[start : start + rows] = tensors[name].rows(name)[:]
+            start += rows
+        leaves.append(jax.device_put(buffer).block_until_ready())
+    return config, jax.tree.unflatten(treedef, leaves)
+
+
+def _weights_dtype(dtype: Any) -> np.dtype:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    try:
+        resolved = jnp.dtype(dtype)
+    except TypeError:
+        resolved = None
+    if resolved not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"dtype is {dtype!r}, but weights are float32 or bfloat16; pass one of them or 'auto'")
+    return resolved
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; a model directory needs it, so fetch or convert it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    except ValueError as error:  # undecodable bytes and JSON errors alike
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or write it again") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is not valid JSON (nested too deeply); fetch or write it again") from None
+
+
+def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
+    """Every tensor name of the directory, with the file that holds it."""
+    if (directory / _WEIGHTS).exists():
+        file = _TensorFile.open(directory / _WEIGHTS)
+        return dict.fromkeys(file.shapes, file)
+    if not (directory / _INDEX).exists():
+        if any(directory.glob("pytorch_model*.bin*")):
+            raise CheckpointError(
+                f"{directory} holds pickled weights (pytorch_model.bin) only; convert them to safetensors, "
+                "for example with save_pretrained of transformers"
+            )
+        raise CheckpointError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; fetch the weights")
+
+    index_path = directory / _INDEX
+    index = _read_json(index_path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} has no weight_map from tensor to file; fetch it again")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index_path} names {shard!r}, which is no safetensors file beside it; fetch it again"
+            )
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).exists():
+            raise CheckpointError(f"{directory / shard} is missing, but {_INDEX} names it; fetch that shard")
+        shards[shard] = _TensorFile.open(directory / shard)
+    for shard, file in shards.items():
+        listed = {name for name, where in weight_map.items() if where == shard}
+        if listed != file.shapes.keys():
+            raise CheckpointError(
+                f"{file.path} and {_INDEX} disagree about {_some(sorted(listed ^ file.shapes.keys()))}; "
+                "fetch both again"
+            )
+    return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _resolve_tying(config: ModelConfig, tensors: dict[str, _TensorFile]) -> tuple[ModelConfig, dict[str, str]]:
+    """What tied embeddings mean for these files, as transformers 5 reads them, and under which name to look.
+
+    Of two equal tensors the embedding is used; two different ones are not tied, whatever the config says; the head
+    alone serves as both.
+    """
+    if not config.tie_embeddings or _LM_HEAD not in tensors:
+        return config, {}
+    if _EMBED not in tensors:
+        return config, {_EMBED: _LM_HEAD}
+    embed, head = tensors[_EMBED].rows(_EMBED), tensors[_LM_HEAD].rows(_LM_HEAD)
+    if embed.get_shape() == head.get_shape() == [config.vocab_size, config.hidden_size] and all(
+        np.array_equal(embed[begin:end], head[begin:end])
+        for begin, end in ((row, min(row + _ROWS, config.vocab_size)) for row in range(0, config.vocab_size, _ROWS))
+    ):
+        return config, {}
+    return dataclasses.replace(config, tie_embeddings=False), {}
+
+
+def _account_for_names(
+    directory: Path,
+    stacks: Iterable[Stack],
+    shapes: Iterable[jax.ShapeDtypeStruct],
+    aliases: dict[str, str],
+    tensors: dict[str, _TensorFile],
+) -> None:
+    """Compare what the config calls for with what the files hold, before a byte of weights is read."""
+    wanted = {
+        aliases.get(name, name): (rows, *shape.shape[1:])
+        for stack, shape in zip(stacks, shapes, strict=True)
+        for name, rows in stack.parts
+    }
+    missing = sorted(wanted.keys() - tensors.keys())
+    # Old Llama files carry the rotary frequencies; a tied head that equals the embedding needs no second copy.
+    unexpected = sorted(
+        name
+        for name in tensors.keys() - wanted.keys()
+        if not name.endswith("rotary_emb.inv_freq") and name not in (_EMBED, _LM_HEAD)
+    )
+    reshaped = [
+        f"{name} is {list(tensors[name].shapes[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shapes[name] != shape
+    ]
+    problems = [
+        f"{label} {_some(names)}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {directory} are not those of its config.json: {'; '.join(problems)}; "
+            "use the config.json that belongs to them"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """The first three names and the count of all."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown}, … ({len(names)} in all)"

@@ -1,0 +1,63 @@
+"""What a decoder of the Llama family is made of, as one frozen, hashable value.
+
+A `ModelConfig` is static: it is closed over by jitted programs and never traced. It holds only what the forward
+pass reads; `from_hf` refuses by name whatever a Hugging Face config asks for beyond that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent stretching of rotary positions ("llama3" in Hugging Face configs)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and variant of one decoder.
+
+    Letters used in shapes: V `vocab_size`, E `hidden_size`, F `intermediate_size`, L `num_layers`, H `num_heads`,
+    Hkv `num_kv_heads`, D `head_dim`. H is a multiple of Hkv (1 = multi-query, H = multi-head).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The configuration that a parsed config.json asks for, old or new spelling; see `smcjax.model.hf_config`.
+
+        End-of-sequence ids are those of `config`, then those that only `generation_config` names; its sampling
+        defaults are the request's business and are not read. Raises ValueError, naming key and value, for what is
+        inconsistent and for whatever this decoder would not compute.
+        """
+        # Imported here because hf_config builds a ModelConfig.
+        from smcjax.model.hf_config import parse
+
+        return parse(config, generation_config)

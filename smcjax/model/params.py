@@ -1,0 +1,102 @@
+"""The weights of one decoder as a pytree, and their shapes.
+
+Matrices keep the row-major [out, in] layout in which Hugging Face stores them, so that loading never transposes and
+a product streams whole rows. Projections that read the same input are stored as one matrix: query, key and value
+stacked in that order along `out`, gate above up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from smcjax.model.config import ModelConfig
+
+Array = Any  # jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerParams:
+    """One decoder layer. Letters: ModelConfig; a `None` field is a variant that the config does not have."""
+
+    attn_norm: Array  # [E]
+    qkv: Array  # [(H + 2·Hkv)·D, E]
+    qkv_bias: Array | None  # [(H + 2·Hkv)·D]
+    q_norm: Array | None  # [D]
+    k_norm: Array | None  # [D]
+    o: Array  # [E, H·D]
+    o_bias: Array | None  # [E]
+    mlp_norm: Array  # [E]
+    gate_up: Array  # [2·F, E]
+    gate_up_bias: Array | None  # [2·F]
+    down: Array  # [E, F]
+    down_bias: Array | None  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A whole decoder."""
+
+    embed: Array  # [V, E]
+    layers: tuple[LayerParams, ...]
+    final_norm: Array  # [E]
+    lm_head: Array | None  # [V, E]; None when tied to `embed`
+
+    @property
+    def unembed(self) -> Array:
+        """The matrix that makes logits, [V, E]."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+
+def param_shapes(config: ModelConfig, dtype: Any) -> Params:
+    """The pytree of `jax.ShapeDtypeStruct` that `config` calls for."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * d
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    layer = LayerParams(
+        attn_norm=array(e),
+        qkv=array(qkv, e),
+        qkv_bias=array(qkv) if config.qkv_bias else None,
+        q_norm=array(d) if config.qk_norm else None,
+        k_norm=array(d) if config.qk_norm else None,
+        o=array(e, config.num_heads * d),
+        o_bias=array(e) if config.o_bias else None,
+        mlp_norm=array(e),
+        gate_up=array(2 * f, e),
+        gate_up_bias=array(2 * f) if config.mlp_bias else None,
+        down=array(e, f),
+        down_bias=array(e) if config.mlp_bias else None,
+    )
+    return Params(
+        embed=array(config.vocab_size, e),
+        layers=(layer,) * config.num_layers,
+        final_norm=array(e),
+        lm_head=None if config.tie_embeddings else array(config.vocab_size, e),
+    )
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random weights: norms 1, biases 0, matrices Gaussian with standard deviation 1/√(fan-in), 0.02 for the
+    embedding; what a training run starts from and what a speed benchmark runs on."""
+    shapes = param_shapes(config, dtype)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = []
+    for (path, leaf), leaf_key in zip(flat, jax.random.split(key, len(flat)), strict=True):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name:
+            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
+        elif "bias" in name:
+            leaves.append(jnp.zeros(leaf.shape, leaf.dtype))
+        else:
+            scale = 0.02 if name == ".embed" else 1.0 / math.sqrt(leaf.shape[-1])
+            leaves.append((jax.random.normal(leaf_key, leaf.shape, jnp.float32) * scale).astype(leaf.dtype))
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,75 @@
+"""From prompts to rows: pages for the prompt, its KV, and the hidden state that predicts the first token.
+
+The prompt's pages are allocated once per group and named by all its rows (fan-out is integers), and its KV is
+written once, through the first row of each group, in chunks of a fixed length so that no prompt length compiles
+anything new.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smcjax.kv import KVCache, PagePool, allocate, rebind
+from smcjax.model.config import ModelConfig
+from smcjax.model.paged import paged_hidden_states
+from smcjax.model.params import Params
+from smcjax.sequences import Sequences
+
+
+def admit(
+    pool: PagePool, prompts: Int[Array, "G L"], prompt_length: Int[Array, " G"], sequences: Sequences, page_size: int
+) -> tuple[PagePool, Sequences]:
+    """Puts each group's prompt into its rows and gives it pages, shared by all rows of the group.
+
+    `sequences` are empty rows (R = G·N) without pages. L ≤ T_max; columns beyond `prompt_length` are ignored.
+    """
+    groups = prompt_length.shape[0]
+    rows, table_width = sequences.block_table.shape
+    fan_out = rows // groups
+
+    first_token = jnp.arange(table_width) * page_size
+    pool, leaders = allocate(pool, first_token < prompt_length[:, None])
+    table = jnp.repeat(leaders, fan_out, axis=0)
+    pool = rebind(pool, sequences.block_table.at[::fan_out].set(leaders), table)
+
+    tokens = sequences.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, fan_out, axis=0))
+    return pool, Sequences(
+        tokens=tokens,
+        length=jnp.maximum(jnp.repeat(prompt_length, fan_out), 1),  # every query must see a key, even of no prompt
+        finished=jnp.zeros(rows, bool),
+        logprobs=jnp.zeros_like(sequences.logprobs),
+        block_table=table,
+    )
+
+
+def prefill_chunk(
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    leaders: Sequences,
+    start: Int[Array, ""],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+) -> tuple[KVCache, Float[Array, "G E"]]:
+    """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
+
+    Returns the cache and `last_hidden` with the rows whose last prompt token lies in this chunk filled in.
+    """
+    positions = jnp.broadcast_to(start + jnp.arange(chunk), (leaders.length.shape[0], chunk))
+    in_prompt = positions < leaders.length[:, None]
+    tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
+    pages = leaders.write_pages(positions, in_prompt, cache.page_size)
+    hidden, cache = paged_hidden_states(config, params, cache, tokens, positions, leaders.block_table, pages)
+
+    last = leaders.length - 1 - start
+    found = (last >= 0) & (last < chunk)
+    candidate = jnp.take_along_axis(hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
+    return cache, jnp.where(found[:, None], candidate, last_hidden)
+
+
+def leaders_of(sequences: Sequences, groups: int) -> Sequences:
+    """The first row of each group."""
+    fan_out = sequences.length.shape[0] // groups
+    return jax.tree.map(lambda x: x[::fan_out], sequences)

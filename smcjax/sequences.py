@@ -1,0 +1,149 @@
+"""What decoders keep of requests and of the token rows that serve them, on the device.
+
+A *group* is one request in flight; a *row* is one sequence of it (one particle, or the only one). Rows of a group are
+consecutive: R = G·N, group of row r = r // N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smcjax.kv import TRASH, page_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What each group was asked for. All of it is traced: no value here ever recompiles a program."""
+
+    prompt_length: Int[Array, " G"]  # ≥ 1
+    limit: Int[Array, " G"]  # prompt + generated tokens at which a row is cut: min(max_model_len, prompt + max_tokens)
+    min_tokens: Int[Array, " G"]  # stop tokens are impossible within the first `min_tokens` generated
+    temperature: Float[Array, " G"]  # 0 = greedy, where a decoder allows it
+    top_k: Int[Array, " G"]  # ≥ V = off
+    top_p: Float[Array, " G"]  # 1 = off
+    stops: Bool[Array, "G V"]  # token ids that end a row
+    key: Key[Array, " G"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The rows. T_max holds the longest sequence and one block beyond it, so a block is always written whole."""
+
+    tokens: Int[Array, "R T_max"]  # prompt and generated tokens; beyond `length` stale
+    length: Int[Array, " R"]  # committed tokens, the frontier (newest, no KV yet) included
+    finished: Bool[Array, " R"]
+    logprobs: Float[Array, "R T_max"]  # log p_T of each generated token
+    block_table: Int[Array, "R M"]
+
+    @classmethod
+    def create(cls, num_rows: int, *, max_tokens: int, max_pages: int) -> Sequences:
+        """Empty rows, finished, with no pages."""
+        return cls(
+            tokens=jnp.zeros((num_rows, max_tokens), jnp.int32),
+            length=jnp.ones(num_rows, jnp.int32),
+            finished=jnp.ones(num_rows, bool),
+            logprobs=jnp.zeros((num_rows, max_tokens), jnp.float32),
+            block_table=jnp.full((num_rows, max_pages), TRASH, jnp.int32),
+        )
+
+    def token_at(self, position: Int[Array, " R"]) -> Int[Array, " R"]:
+        """The token at one position of each row; out-of-range positions are clipped."""
+        position = jnp.clip(position, 0, self.tokens.shape[1] - 1)
+        return jnp.take_along_axis(self.tokens, position[:, None], axis=1)[:, 0]
+
+    def write_pages(
+        self, positions: Int[Array, "R T"], writable: Bool[Array, "R T"], page_size: int
+    ) -> Int[Array, "R T"]:
+        """Physical page for the KV at `positions`, the trash page where nothing may be written."""
+        return jnp.where(writable, page_of(self.block_table, positions, page_size), TRASH)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """What is left when groups have ended: N weighted rows each (N = 1 and weight 1 without weights)."""
+
+    tokens: Int[Array, "G N T_max"]
+    length: Int[Array, "G N"]
+    finished: Bool[Array, "G N"]
+    logprobs: Float[Array, "G N T_max"]
+    log_weight: Float[Array, "G N"]  # since the last resampling
+    log_evidence: Float[Array, " G"]
+    selected: Int[Array, " G"]  # the row that answers
+    failed: Bool[Array, " G"]
+
+
+def population(
+    sequences: Sequences,
+    *,
+    log_weight: Float[Array, "G N"],
+    log_evidence: Float[Array, " G"],
+    selected: Int[Array, " G"],
+    failed: Bool[Array, " G"],
+) -> Population:
+    """Rows [R, …] arranged by group [G, N, …]."""
+
+    def by_group(rows: jax.Array) -> jax.Array:
+        return rows.reshape(*log_weight.shape, *rows.shape[1:])
+
+    return Population(
+        tokens=by_group(sequences.tokens),
+        length=by_group(sequences.length),
+        finished=by_group(sequences.finished),
+        logprobs=by_group(sequences.logprobs),
+        log_weight=log_weight,
+        log_evidence=log_evidence,
+        selected=selected,
+        failed=failed,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """How far each row gets with a block of C new tokens."""
+
+    counted: Bool[Array, "R C"]  # columns that belong to the row: up to its first stop token or its cap
+    ended: Bool[Array, " R"]  # a stop token or the cap is among them
+
+
+def cut_block(
+    tokens: Int[Array, "R C"], stops: Bool[Array, "R V"], length: Int[Array, " R"], limit: Int[Array, " R"]
+) -> Block:
+    """Cuts blocks at the first stop token or at the cap, whichever is earlier in the row.
+
+    `length` is the rows' length before the block, so column j makes the row `length + j + 1` long. Tokens past the
+    cut are neither part of the output nor of the weight (ALGORITHM.md, "Ends").
+    """
+    columns = tokens.shape[1]
+    is_stop = jnp.take_along_axis(stops, tokens, axis=1)
+    at_cap = length[:, None] + jnp.arange(1, columns + 1) >= limit[:, None]
+    ends = is_stop | at_cap
+    ended_before = jnp.cumsum(ends, axis=1) - ends > 0
+    return Block(counted=~ended_before, ended=ends.any(axis=1))
+
+
+def append(
+    sequences: Sequences,
+    tokens: Int[Array, "R C"],
+    logprobs: Float[Array, "R C"],
+    block: Block,
+    live: Bool[Array, " R"],
+) -> Sequences:
+    """Commits a block to the live rows; the others stay as they are."""
+    rows, columns = tokens.shape
+    row = jnp.arange(rows)[:, None]
+    position = sequences.length[:, None] + jnp.arange(columns)
+    position = jnp.where(live[:, None], position, sequences.tokens.shape[1])  # out of range: dropped
+    return dataclasses.replace(
+        sequences,
+        tokens=sequences.tokens.at[row, position].set(tokens, mode="drop"),
+        logprobs=sequences.logprobs.at[row, position].set(logprobs, mode="drop"),
+        length=jnp.where(live, sequences.length + jnp.sum(block.counted, axis=1, dtype=jnp.int32), sequences.length),
+        finished=sequences.finished | (live & block.ended),
+    )

@@ -1,0 +1,270 @@
+"""The SMC cycle: draft, verify, weigh, resample, as one pure function of (params, state).
+
+    propose    K tokens a particle from the draft model
+    verify     all of them in one target forward, which also draws the bonus token
+    weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end
+    resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
+
+Every shape depends on the program only; nothing reads a value on the host. A group whose population has ended is
+frozen: its rows go through the forwards like all others, write to the trash page, and change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import TRASH, KVCache, make_room, rebind
+from smcjax.model.decoder import unembed
+from smcjax.model.paged import paged_hidden_states
+from smcjax.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.sequences import Block, append, cut_block
+from smcjax.smc.resampling import resample as resample_ancestors
+from smcjax.smc.state import Info, PairParams, Program, State
+from smcjax.smc.weights import (
+    bonus_increment,
+    draft_increment,
+    effective_sample_size,
+    log_mean_weight,
+    must_resample,
+)
+
+
+DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # the cache, drafts and their log q so far
+
+
+def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
+    """Advances every live particle by one cycle of `program.smc.tokens_per_cycle` tokens."""
+    ran = state.running
+    state = reserve(program, state)
+    state, drafts, draft_logprobs = propose(program, params, state)
+    state, proposal = verify(program, params, state, drafts, draft_logprobs)
+    state = weigh(state, proposal)
+    state, info = resample(program, state)
+    state = dataclasses.replace(state, cycle=state.cycle + ran)
+    return state, dataclasses.replace(info, ran=ran, done=~state.running)
+
+
+def run(program: Program, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
+    """`num_cycles` cycles in one program; Info fields get a leading [num_cycles] axis. Ended groups stay frozen."""
+    return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
+
+
+def reserve(program: Program, state: State) -> State:
+    """Pages of their own for the positions that live rows are about to write, copying a shared part-filled page."""
+    sequences, memory = state.sequences, state.memory
+    first = sequences.length - 1  # the frontier
+    width = program.smc.tokens_per_cycle
+    # The cap's own token is never scored after, so nothing past it needs a page.
+    last = jnp.minimum(first + width - 1, state.per_row(state.requests.limit) - 1)
+    room = make_room(
+        memory.pool,
+        sequences.block_table,
+        first,
+        last,
+        state.live,
+        page_size=program.page_size,
+        max_width=width,
+    )
+    target, draft = memory.target, memory.draft
+    if program.page_size > 1:  # pages of one token are never part-filled
+        target = target.copy_pages(room.copy_from, room.copy_to)
+        draft = draft.copy_pages(room.copy_from, room.copy_to)
+    return dataclasses.replace(
+        state,
+        sequences=dataclasses.replace(sequences, block_table=room.block_table),
+        memory=dataclasses.replace(memory, pool=room.pool, target=target, draft=draft),
+    )
+
+
+def _pages(program: Program, state: State, positions: Int[Array, "R T"]) -> Int[Array, "R T"]:
+    """Where the KV of these positions goes; nowhere for rows that are not live and positions beyond the cap."""
+    within = positions < state.per_row(state.requests.limit)[:, None]
+    return state.sequences.write_pages(positions, state.live[:, None] & within, program.page_size)
+
+
+def _tempered(
+    state: State, logits: Float[Array, "R C V"], temperature: Float[Array, " R"], columns: Int[Array, " C"]
+) -> Float[Array, "R C V"]:
+    """ℓ/T for these columns of the block, with stop tokens impossible where the request's minimum says so."""
+    requests = state.requests
+    generated = state.sequences.length - state.per_row(requests.prompt_length)
+    return forbid_stops(
+        logits / temperature[:, None, None],
+        state.per_row(requests.stops)[:, None],
+        generated[:, None] + 1 + columns,
+        state.per_row(requests.min_tokens)[:, None],
+    )
+
+
+def propose(program: Program, params: PairParams, state: State) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
+    """Draws K draft tokens a row and returns them with log q. Writes the draft KV of all but the last."""
+    smc, sequences = program.smc, state.sequences
+    rows, frontier_at = sequences.length.shape[0], sequences.length - 1
+    keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.DRAFT)
+    temperature = state.per_row(state.requests.temperature)
+    if smc.draft_temperature is not None:
+        temperature = jnp.full_like(temperature, smc.draft_temperature)
+
+    def forward(cache: KVCache, tokens: jax.Array, positions: jax.Array, pages: jax.Array) -> tuple[jax.Array, KVCache]:
+        hidden, cache = paged_hidden_states(
+            program.draft, params.draft, cache, tokens, positions, sequences.block_table, pages
+        )
+        return hidden[:, -1:], cache
+
+    def sample(hidden: jax.Array, column: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = _tempered(state, unembed(params.draft, hidden), temperature, jnp.asarray([column]))[:, 0]
+        tokens = draw(column_keys(keys, column), logits)
+        return tokens, log_softmax_at(logits, tokens)
+
+    # The head: the frontier, and before it `prev` where the last cycle's bonus was deferred.
+    frontier = sequences.token_at(frontier_at)
+    positions = frontier_at[:, None]
+    pages = _pages(program, state, positions)
+    tokens = frontier[:, None]
+    if smc.defers:
+        # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
+        at_start = sequences.length == state.per_row(state.requests.prompt_length) + 1
+        previous = jnp.where(at_start[:, None], TRASH, _pages(program, state, positions - 1))
+        tokens = jnp.stack([sequences.token_at(frontier_at - 1), frontier], axis=1)
+        positions = jnp.concatenate([positions - 1, positions], axis=1)
+        pages = jnp.concatenate([previous, pages], axis=1)
+    hidden, cache = forward(state.memory.draft, tokens, positions, pages)
+    token, logprob = sample(hidden, 0)
+    drafts = jnp.zeros((rows, smc.gamma), jnp.int32).at[:, 0].set(token)
+    logprobs = jnp.zeros((rows, smc.gamma), jnp.float32).at[:, 0].set(logprob)
+
+    def write_only(cache: KVCache, token: jax.Array, column: int | jax.Array) -> tuple[jax.Array, KVCache]:
+        positions = (frontier_at + column)[:, None]
+        return forward(cache, token[:, None], positions, _pages(program, state, positions))
+
+    def draft_one(column: jax.Array, carry: DraftCarry) -> DraftCarry:
+        cache, drafts, logprobs = carry
+        hidden, cache = write_only(cache, drafts[:, column - 1], column)
+        token, logprob = sample(hidden, column)
+        return cache, drafts.at[:, column].set(token), logprobs.at[:, column].set(logprob)
+
+    cache, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, (cache, drafts, logprobs))
+    if smc.bonus and not smc.defer_bonus:
+        _, cache = write_only(cache, drafts[:, -1], smc.gamma)
+    return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A block of C new tokens a row, C = `tokens_per_cycle`: the drafts and, with bonus, the bonus token."""
+
+    tokens: Int[Array, "R C"]
+    increments: Float[Array, "R C"]  # what each adds to the log weight
+    logprobs: Float[Array, "R C"]  # log p_T
+
+
+def verify(
+    program: Program, params: PairParams, state: State, drafts: Int[Array, "R K"], draft_logprobs: Float[Array, "R K"]
+) -> tuple[State, Proposal]:
+    """Scores the drafts in one target forward over [frontier, d₀ …], writing its KV, and draws the bonus token."""
+    smc, sequences = program.smc, state.sequences
+    width = smc.tokens_per_cycle
+    frontier_at = sequences.length - 1
+    tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
+    positions = frontier_at[:, None] + jnp.arange(width)
+    hidden, cache = paged_hidden_states(
+        program.target,
+        params.target,
+        state.memory.target,
+        tokens,
+        positions,
+        sequences.block_table,
+        _pages(program, state, positions),
+    )
+    temperature = state.per_row(state.requests.temperature)
+    logits = _tempered(state, unembed(params.target, hidden), temperature, jnp.arange(width))
+    logprobs = log_softmax_at(logits[:, : smc.gamma], drafts)
+    increments = draft_increment(smc.power, logprobs, draft_logprobs)
+    block = drafts
+    if smc.bonus:
+        last = logits[:, -1]
+        keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS)
+        bonus = draw(keys, smc.power * last)
+        block = jnp.concatenate([drafts, bonus[:, None]], axis=1)
+        increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
+        logprobs = jnp.concatenate([logprobs, log_softmax_at(last, bonus)[:, None]], axis=1)
+    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
+    return state, Proposal(tokens=block, increments=increments, logprobs=logprobs)
+
+
+def block_weight(increments: Float[Array, "R C"], block: Block) -> Float[Array, " R"]:
+    """Sum of the increments that count: what lies past a row's end is not part of its weight."""
+    return jnp.sum(jnp.where(block.counted, increments, 0.0), axis=1)
+
+
+def weigh(state: State, proposal: Proposal) -> State:
+    """Commits the block to the live rows and their weights; ends groups that have failed or have all finished."""
+    requests, live = state.requests, state.live
+    block = cut_block(
+        proposal.tokens, state.per_row(requests.stops), state.sequences.length, state.per_row(requests.limit)
+    )
+    increment = jnp.where(live, block_weight(proposal.increments, block), 0.0)
+    log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
+    sequences = append(state.sequences, proposal.tokens, proposal.logprobs, block, live)
+    return settle(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
+
+
+def settle(state: State) -> State:
+    """Stops the groups whose weights are unusable (any NaN or +inf, or all −inf) or whose rows have all finished."""
+    log_weight = state.log_weight
+    broken = (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
+    finished = state.sequences.finished.reshape(log_weight.shape) | jnp.isneginf(log_weight)
+    return dataclasses.replace(
+        state,
+        failed=state.failed | (state.running & broken),
+        running=state.running & ~broken & ~finished.all(axis=1),
+    )
+
+
+def resample(program: Program, state: State) -> tuple[State, Info]:
+    """Resamples the running groups whose ESS is low."""
+    smc, log_weight = program.smc, state.log_weight
+    groups, n = log_weight.shape
+    ess = effective_sample_size(log_weight)
+    needed = state.running & must_resample(ess, n, smc.ess_threshold)
+    keys = group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE)
+    # A frozen group may have no weight to draw from; its draw is discarded.
+    usable = jnp.where(needed[:, None], log_weight, 0.0)
+    ancestors = jnp.where(needed[:, None], resample_ancestors(keys, usable, smc.resampling), jnp.arange(n))
+
+    resampled = fork(state, needed, ancestors)
+    info = Info(
+        ran=state.running,
+        ess=ess,
+        resampled=needed,
+        ancestors=ancestors,
+        log_weight=log_weight,
+        length=resampled.sequences.length.reshape(groups, n),
+        finished=resampled.sequences.finished.reshape(groups, n),
+        done=~resampled.running,
+    )
+    return resampled, info
+
+
+def fork(state: State, groups: Bool[Array, " G"], ancestors: Int[Array, "G N"]) -> State:
+    """Makes every row of `groups` a copy of its ancestor and moves their mean weight into log Ẑ.
+
+    Integers move, keys and values do not. Rows of the other groups are their own ancestors.
+    """
+    num_groups, n = ancestors.shape
+    source = (jnp.arange(num_groups)[:, None] * n + ancestors).reshape(-1)
+    sequences = jax.tree.map(lambda rows: rows[source], state.sequences)
+    pool = rebind(state.memory.pool, state.sequences.block_table, sequences.block_table)
+    return settle(
+        dataclasses.replace(
+            state,
+            sequences=sequences,
+            log_weight=jnp.where(groups[:, None], 0.0, state.log_weight),
+            log_evidence=state.log_evidence + jnp.where(groups, log_mean_weight(state.log_weight), 0.0),
+            memory=dataclasses.replace(state.memory, pool=pool),
+        )
+    )

@@ -1,0 +1,136 @@
+"""From prompts to a running population, and from a population to an answer.
+
+    begin → prefill (chunk by chunk) → start → step … step → conclude
+
+`init` does the first three at once, for research code; the engine calls them one by one, so that prompts of any
+length run through programs of fixed shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import TRASH, rebind
+from smcjax.model.decoder import unembed
+from smcjax.prefill import admit, leaders_of, prefill_chunk
+from smcjax.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.sequences import Population, Requests, Sequences, population
+from smcjax.smc.cycle import Proposal, weigh
+from smcjax.smc.state import Memory, PairParams, Program, State
+from smcjax.smc.weights import bonus_increment, log_mean_weight
+
+
+def begin(
+    program: Program, memory: Memory, prompts: Int[Array, "G L"], requests: Requests, present: Bool[Array, " G"]
+) -> State:
+    """Rows and pages for the prompts, no KV yet. Groups not `present` only fill up the batch and never run."""
+    groups, n = prompts.shape[0], program.smc.n_particles
+    sequences = Sequences.create(groups * n, max_tokens=program.max_tokens, max_pages=program.max_pages)
+    prompt_length = jnp.where(present, requests.prompt_length, 0)
+    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size)
+    return State(
+        requests=requests,
+        sequences=sequences,
+        log_weight=jnp.zeros((groups, n), jnp.float32),
+        log_evidence=jnp.zeros(groups, jnp.float32),
+        cycle=jnp.zeros(groups, jnp.int32),
+        running=present,
+        failed=jnp.zeros(groups, bool),
+        memory=dataclasses.replace(memory, pool=pool),
+    )
+
+
+def prefill(
+    program: Program,
+    params: PairParams,
+    state: State,
+    start_at: Int[Array, ""],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+) -> tuple[State, Float[Array, "G E"]]:
+    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end."""
+    leaders, memory = leaders_of(state.sequences, state.running.shape[0]), state.memory
+    target, last_hidden = prefill_chunk(
+        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden
+    )
+    unused = jnp.zeros((last_hidden.shape[0], program.draft.hidden_size), params.draft.embed.dtype)
+    draft, _ = prefill_chunk(program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused)
+    return dataclasses.replace(state, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden
+
+
+def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
+    """Draws x₀ for every particle from the target's prefill logits, by the bonus rule."""
+    smc, requests, sequences = program.smc, state.requests, state.sequences
+    logits = state.per_row(unembed(params.target, last_hidden))
+    logits = forbid_stops(
+        logits / state.per_row(requests.temperature)[:, None],
+        state.per_row(requests.stops),
+        jnp.ones_like(sequences.length),
+        state.per_row(requests.min_tokens),
+    )
+    keys = row_keys(requests.key, state.cycle, smc.n_particles, Purpose.FIRST)
+    first = draw(keys, smc.power * logits)
+    proposal = Proposal(
+        tokens=first[:, None],
+        increments=bonus_increment(smc.power, logits)[:, None],
+        logprobs=log_softmax_at(logits, first)[:, None],
+    )
+    return weigh(state, proposal)
+
+
+def init(
+    program: Program,
+    params: PairParams,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    *,
+    num_pages: int | None = None,
+    memory: Memory | None = None,
+) -> State:
+    """A population ready for `step`: pages taken, prompts prefilled, x₀ drawn. Pure and jit-able (program static).
+
+    `prompts` are padded on the right; `requests.prompt_length` says how much of each row counts. Give `memory` to
+    reuse one, or `num_pages` for a new one (default: what all rows need when none of their pages is shared).
+    """
+    groups, length = prompts.shape
+    if memory is None:
+        rows = groups * program.smc.n_particles
+        memory = Memory.create(program, params, num_pages or rows * program.max_pages + 1)
+    state = begin(program, memory, prompts, requests, jnp.ones(groups, bool))
+    last_hidden = jnp.zeros((groups, program.target.hidden_size), params.target.embed.dtype)
+    state, last_hidden = prefill(program, params, state, jnp.asarray(0, jnp.int32), length, last_hidden)
+    return start(program, params, state, last_hidden)
+
+
+def log_evidence(state: State) -> Float[Array, " G"]:
+    """log Ẑ of each group, the closing term LSE(log w) − log N included."""
+    return state.log_evidence + log_mean_weight(state.log_weight)
+
+
+def select(program: Program, state: State) -> Int[Array, " G"]:
+    """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row."""
+    if program.smc.select == "best":
+        return jnp.argmax(state.log_weight, axis=1).astype(jnp.int32)
+    return draw(group_keys(state.requests.key, state.cycle, Purpose.SELECT), state.log_weight)
+
+
+def release_all(state: State) -> Memory:
+    """The memory with every page of the batch given back."""
+    table = state.sequences.block_table
+    pool = rebind(state.memory.pool, table, jnp.full_like(table, TRASH))
+    return dataclasses.replace(state.memory, pool=pool)
+
+
+def conclude(program: Program, state: State) -> tuple[Population, Memory]:
+    """The ended populations with the rows that answer, and the memory with every page given back."""
+    ended = population(
+        state.sequences,
+        log_weight=state.log_weight,
+        log_evidence=log_evidence(state),
+        selected=select(program, state),
+        failed=state.failed,
+    )
+    return ended, release_all(state)

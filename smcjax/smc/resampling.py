@@ -1,0 +1,93 @@
+"""Resampling: from weights to ancestors.
+
+A scheme turns uniforms into offspring counts through one shared inverse CDF, with E[count of i] = N·W_i:
+
+    systematic   one u;  positions (u + k)/N           stratified   N uniforms;  positions (u_k + k)/N
+    multinomial  N uniforms;  positions u_k            residual     ⌊N·W_i⌋ copies, the rest multinomial by N·W_i − ⌊·⌋
+
+Counts become ancestors by the fewest moves: a survivor stays in its own row, only dead rows receive copies. The
+expectation therefore holds for counts, not for what a given row receives.
+
+Sources: Doucet & Johansen (2011), §3.4; Douc & Cappé (2005).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smcjax.smc.weights import normalized_weights
+
+SCHEMES = ("systematic", "stratified", "multinomial", "residual")
+
+
+def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> Int[Array, " K"]:
+    """First i with position < W_0 + … + W_i, and the last i of positive weight where rounding leaves none.
+
+    The strict comparison never picks a weight of zero, not even at position 0.
+    """
+    index = jnp.sum(jnp.cumsum(weights) <= positions[:, None], axis=1)
+    last = weights.shape[0] - 1 - jnp.argmax(weights[::-1] > 0)
+    return jnp.minimum(index, last)
+
+
+def num_uniforms(method: str, n: int) -> int:
+    """How many uniforms a scheme consumes for n particles."""
+    return 1 if method == "systematic" else n
+
+
+def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, " N"]) -> Int[Array, " N"]:
+    """Offspring counts, summing to N. `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N)."""
+    n = weights.shape[0]
+    if method == "residual":
+        kept = jnp.floor(n * weights).astype(jnp.int32)
+        rest = n * weights - kept
+        total = jnp.sum(rest)
+        # With nothing left over (total 0) no draw is used; W only keeps the division defined.
+        drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
+        used = jnp.arange(n) < n - jnp.sum(kept)
+        return kept.at[drawn].add(used.astype(jnp.int32))
+    if method == "multinomial":
+        positions = uniforms
+    else:  # systematic (one uniform for all strata) and stratified
+        positions = (uniforms + jnp.arange(n)) / n
+    return jnp.zeros(n, jnp.int32).at[inverse_cdf(positions, weights)].add(1)
+
+
+def ancestors_from_counts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Ancestor of each row: itself if it has offspring, else the next surplus copy in row order."""
+    surplus = jnp.cumsum(jnp.maximum(counts - 1, 0))
+    dead = counts == 0
+    rank = jnp.cumsum(dead) - 1  # which surplus copy a dead row receives
+    source = jnp.sum(surplus <= rank[:, None], axis=1)
+    return jnp.where(dead, source, jnp.arange(counts.shape[0])).astype(jnp.int32)
+
+
+def ancestors(method: str, uniforms: Float[Array, " U"], log_weights: Float[Array, " N"]) -> Int[Array, " N"]:
+    """Ancestors of one population for given uniforms: the deterministic part of `resample`."""
+    return ancestors_from_counts(offspring(method, uniforms, normalized_weights(log_weights)))
+
+
+def resample(
+    key: jax.Array, log_weights: Float[Array, "*batch N"], method: str = "systematic"
+) -> Int[Array, "*batch N"]:
+    """Ancestors [..., N] int32 of populations with log weights [..., N].
+
+    `key` is one key, split over the leading axes, or an array of keys of the shape of the leading axes (one each, so
+    that a population's draw does not depend on its neighbours). At least one weight must be above −inf.
+    Raises ValueError for an unknown method.
+    """
+    if method not in SCHEMES:
+        raise ValueError(f"method must be one of {', '.join(SCHEMES)}, got {method!r}.")
+    log_weights = jnp.asarray(log_weights)
+    batch, n = log_weights.shape[:-1], log_weights.shape[-1]
+    keys = jnp.asarray(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if keys.shape != batch:
+        keys = jax.random.split(keys, batch)
+
+    def one(key: jax.Array, log_weights: jax.Array) -> jax.Array:
+        uniforms = jax.random.uniform(key, (num_uniforms(method, n),), log_weights.dtype)
+        return ancestors(method, uniforms, log_weights)
+
+    return jax.vmap(one)(keys.reshape(-1), log_weights.reshape(-1, n)).reshape(*batch, n)

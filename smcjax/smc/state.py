@@ -1,0 +1,111 @@
+"""The state of SMC decoding: what a cycle carries, apart from what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import KVCache, PagePool, pages_for
+from smcjax.model.config import ModelConfig
+from smcjax.model.paged import create_cache
+from smcjax.model.params import Params
+from smcjax.sequences import Requests, Sequences
+from smcjax.smc.config import SMC
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that is static about a cycle. Hashable: pass it to `jax.jit` as a static argument or close over it."""
+
+    smc: SMC
+    target: ModelConfig
+    draft: ModelConfig
+    max_model_len: int
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.target.vocab_size != self.draft.vocab_size:
+            raise ValueError(
+                f"target and draft must have one vocabulary, got {self.target.vocab_size} and "
+                f"{self.draft.vocab_size} ids; trim the padded one with smcjax.model.trim_vocabulary."
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """T_max of the token buffer: the longest sequence and one block beyond it."""
+        return self.max_model_len + self.smc.tokens_per_cycle
+
+    @property
+    def max_pages(self) -> int:
+        """M, pages of the longest sequence."""
+        return pages_for(self.max_model_len, self.page_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairParams:
+    """Weights of both models."""
+
+    target: Params
+    draft: Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What outlives a batch of requests: the pages of both models under one allocator."""
+
+    pool: PagePool
+    target: KVCache
+    draft: KVCache
+
+    @classmethod
+    def create(cls, program: Program, params: PairParams, num_pages: int) -> Memory:
+        """Empty memory of `num_pages` pages, the trash page included, in each model's dtype."""
+        return cls(
+            pool=PagePool.create(num_pages),
+            target=create_cache(program.target, params.target, num_pages=num_pages, page_size=program.page_size),
+            draft=create_cache(program.draft, params.draft, num_pages=num_pages, page_size=program.page_size),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """G groups of N particles in flight. Frontier and `prev` are the last two committed tokens of a row."""
+
+    requests: Requests
+    sequences: Sequences  # R = G·N rows
+    log_weight: Float[Array, "G N"]  # since the last resampling
+    log_evidence: Float[Array, " G"]  # log Ẑ without the closing term
+    cycle: Int[Array, " G"]  # the group's own cycle: 0 draws x₀
+    running: Bool[Array, " G"]  # a group that is not is frozen
+    failed: Bool[Array, " G"]  # ended because no weight is left or one is NaN
+    memory: Memory
+
+    @property
+    def live(self) -> Bool[Array, " R"]:
+        """Rows that a cycle advances."""
+        return self.per_row(self.running) & ~self.sequences.finished
+
+    def per_row(self, per_group: Array) -> Array:
+        """A [G, …] array repeated for every row: [R, …]."""
+        return jnp.repeat(per_group, self.log_weight.shape[1], axis=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What one cycle reports. For groups that were frozen when it began, `ran` is false and the rest is stale."""
+
+    ran: Bool[Array, " G"]
+    ess: Float[Array, " G"]
+    resampled: Bool[Array, " G"]
+    ancestors: Int[Array, "G N"]  # the row itself where nothing was resampled
+    log_weight: Float[Array, "G N"]  # before resampling
+    length: Int[Array, "G N"]  # after resampling, as `finished`
+    finished: Bool[Array, "G N"]
+    done: Bool[Array, " G"]  # no longer running

@@ -1,0 +1,55 @@
+"""Importance weights in log space (ALGORITHM.md, "One cycle", steps 4 to 6).
+
+    draft token d:  α·log p_T(d) − log q(d)
+    bonus token:    log Σ_v p_T(v)^α  =  LSE(α·ℓ/T) − α·LSE(ℓ/T)
+
+All functions keep the dtype that they are given, so tests can run them in float64.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def draft_increment(
+    power: float, target_logprob: Float[Array, "*shape"], draft_logprob: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """What a draft token adds to its particle's log weight: α·log p_T − log q."""
+    return power * target_logprob - draft_logprob
+
+
+def bonus_increment(power: float, logits: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
+    """What a token drawn from softmax(α·logits) adds: the log normaliser of p_T^α; 0 at α = 1.
+
+    `logits` are tempered (ℓ_p/T_p). NaN logits give NaN at any α, so that a broken model is never taken for a sample.
+    """
+    plain = jax.nn.logsumexp(logits, axis=-1)
+    if power == 1.0:
+        return jnp.where(jnp.isnan(plain), plain, 0.0)
+    return jax.nn.logsumexp(power * logits, axis=-1) - power * plain
+
+
+def normalized_weights(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
+    """softmax; all zeros where every weight is −inf."""
+    top = jnp.max(log_weights, axis=-1, keepdims=True)
+    weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0.0, 1.0, total)
+
+
+def effective_sample_size(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
+    """ESS = 1/Σ W² of the normalised weights: N when equal, 1 when one holds all, 0 when all are −inf."""
+    squares = jnp.sum(normalized_weights(jnp.asarray(log_weights)) ** 2, axis=-1)
+    return jnp.where(squares == 0.0, 0.0, 1.0 / jnp.where(squares == 0.0, 1.0, squares))
+
+
+def log_mean_weight(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
+    """LSE(log w) − log N: the term that a resampling, or the end, adds to log Ẑ."""
+    return jax.nn.logsumexp(log_weights, axis=-1) - jnp.log(log_weights.shape[-1]).astype(log_weights.dtype)
+
+
+def must_resample(ess: Float[Array, "*batch"], n_particles: int, threshold: float) -> Array:
+    """ESS < threshold·N, with a factor that keeps equal weights from firing at threshold 1 by rounding."""
+    return ess < threshold * n_particles * (1.0 - 1e-6)

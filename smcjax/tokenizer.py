@@ -1,0 +1,151 @@
+"""Text to token ids and back, by the tokenizer files of a model directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smcjax.errors import CheckpointError
+
+_CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_FILES = (*_CONTENTS, "tokenizer_config.json")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' remarks (no PyTorch, class names, text lengths) out of the user's terminal."""
+    if "transformers" not in sys.modules:
+        # Its logger is set up on import, from this variable; afterwards the level goes back to the library's own.
+        before = os.environ.get("TRANSFORMERS_VERBOSITY")
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        try:
+            import transformers
+        finally:
+            if before is None:
+                del os.environ["TRANSFORMERS_VERBOSITY"]
+            else:
+                os.environ["TRANSFORMERS_VERBOSITY"] = before
+        if before is None:
+            transformers.logging.set_verbosity_warning()
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class Tokenizer:
+    """What the package needs of a tokenizer; `load` makes one."""
+
+    def __init__(self, inner: Any, vocab: dict[str, int]) -> None:
+        self._inner = inner
+        self.vocab = vocab  # every token, special and added ones too, to its id
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:
+        """The tokenizer of a model directory, or None where it has no tokenizer files. Never the network.
+
+        A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it:
+        the class that config.json would make transformers choose may rebuild the pre-tokenizer by its own rule.
+        Only without that file is the choice left to AutoTokenizer. Raises CheckpointError for files that are corrupt.
+        """
+        directory = Path(directory)
+        if not any((directory / name).exists() for name in _FILES):
+            return None
+        if not any((directory / name).exists() for name in _CONTENTS):
+            raise CheckpointError(
+                f"{directory} has tokenizer_config.json but no vocabulary; fetch tokenizer.json, or remove that file "
+                "to work with token ids"
+            )
+        try:
+            with _quiet():
+                import transformers
+
+                kind: Any = transformers.AutoTokenizer
+                if (directory / "tokenizer.json").exists():
+                    kind = transformers.PreTrainedTokenizerFast
+                inner = kind.from_pretrained(str(directory), local_files_only=True)
+                return cls(inner, inner.get_vocab())
+        except Exception as error:  # tokenizers raises bare Exception, transformers whatever it came across
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"the tokenizer files in {directory} cannot be read ({type(error).__name__}: {reason}); "
+                "fetch them again, with tokenizer.json among them"
+            ) from error
+
+    def __len__(self) -> int:
+        """The number of tokens, special and added ones included; ids may have gaps, so no bound on them."""
+        return len(self.vocab)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._inner.eos_token_id
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._inner.bos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._inner.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the BOS where the tokenizer's own rule adds one.
+
+        A text that already begins with the BOS token, as a rendered chat does, gets no second one.
+        """
+        with _quiet():
+            ids: list[int] = self._inner(text)["input_ids"]
+        bos = self.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and text.startswith(self._inner.bos_token):
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without special tokens; ids that no token has (padding of the embedding) are skipped.
+
+        Spaces are left as the tokens have them: cleaning them up would change text that a stream has already shown.
+        """
+        return self._inner.decode(
+            [int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant is to speak.
+
+        The template alone decides on the BOS. Raises ValueError where there is no template or it rejects `messages`.
+        """
+        if not self.has_chat_template:
+            raise ValueError(
+                "this tokenizer has no chat template; use generate with a plain prompt, or add chat_template.jinja to "
+                "the model directory"
+            )
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(
+                f"messages is {messages!r}, but must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; wrap it"
+            )
+        if not messages:
+            raise ValueError("messages is empty; pass at least one message")
+        import jinja2
+
+        try:
+            with _quiet():
+                ids = self._inner.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=True,
+                    add_generation_prompt=True,
+                    return_dict=False,
+                )
+        except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"the chat template rejects these messages ({reason}); change them to what it expects"
+            ) from error
+        return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)

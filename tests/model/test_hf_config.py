@@ -1,0 +1,316 @@
+"""config.json → ModelConfig: what is understood, what is refused, and that nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hf_oracle import FAMILY, make_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smcjax.model import ModelConfig, RopeScaling
+from smcjax.model.export import hf_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_a_llama_3_2_instruct_config() -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    }
+    generation = {"eos_token_id": [128009, 128001, 5], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    assert ModelConfig.from_hf(config, generation) == ModelConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        tie_embeddings=True,
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009, 5),
+        dtype="bfloat16",
+    )
+
+
+def test_published_configs_of_the_other_families() -> None:
+    qwen2 = ModelConfig.from_hf(
+        make_config(
+            "qwen2",
+            sliding_window=32768,
+            max_window_layers=24,
+            use_sliding_window=False,
+            use_mrope=False,
+            rope_theta=1e6,
+        )
+    )
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.rope_theta) == (True, False, False, 1e6)
+    qwen3 = ModelConfig.from_hf(
+        make_config("qwen3", sliding_window=None, rope_scaling=None, max_window_layers=28, attention_bias=False)
+    )
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 16)
+    mistral = ModelConfig.from_hf(make_config("mistral", sliding_window=None))
+    assert (mistral.qkv_bias, mistral.o_bias, mistral.qk_norm) == (False, False, False)
+    assert ModelConfig.from_hf(make_config("mistral", sliding_window=256)) == mistral  # = max_position_embeddings
+    smol = make_config("llama", is_llama_config=True, rope_interleaved=False, **{"transformers.js_config": {"a": 1}})
+    assert ModelConfig.from_hf(smol) == ModelConfig.from_hf(make_config("llama"))
+    both = ModelConfig.from_hf(make_config("llama", attention_bias=True, mlp_bias=True, hidden_act="swish"))
+    assert (both.qkv_bias, both.o_bias, both.mlp_bias) == (True, True, True)
+
+
+def test_old_and_new_spelling_are_the_same_model() -> None:
+    old = make_config("llama", rope_scaling=LLAMA3, rope_theta=5e5, torch_dtype="torch.bfloat16")
+    new = make_config("llama", rope_parameters={**LLAMA3, "rope_theta": 5e5}, dtype="bfloat16")
+    older = make_config("llama", rope_scaling={**LLAMA3, "type": "llama3"}, rope_theta=5e5, dtype="bfloat16")
+    del new["rope_theta"], older["rope_scaling"]["rope_type"]
+    parsed = ModelConfig.from_hf(old)
+    assert parsed.rope_scaling is not None
+    assert parsed == ModelConfig.from_hf(new) == ModelConfig.from_hf(older)
+    assert parsed == ModelConfig.from_hf({**old, **new})
+    plain = ModelConfig.from_hf(make_config("llama", rope_scaling={"type": "default"}))
+    assert plain == ModelConfig.from_hf(make_config("llama"))
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 2}
+    raw = {"model_type": model_type, "num_attention_heads": 32, **sizes}
+    if model_type == "mistral":
+        raw["sliding_window"] = None  # its default is a window of 4096, which is refused
+    theirs = getattr(transformers, f"{FAMILY[model_type]}Config")(**raw)
+    ours = ModelConfig.from_hf(raw)
+    eos = theirs.eos_token_id
+    assert ours == ModelConfig(
+        **{key: sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        num_layers=2,
+        num_heads=32,
+        num_kv_heads=theirs.num_key_value_heads,
+        head_dim=getattr(theirs, "head_dim", 128 // 32),
+        max_position_embeddings=theirs.max_position_embeddings,
+        rms_norm_eps=theirs.rms_norm_eps,
+        rope_theta=theirs.rope_parameters["rope_theta"],
+        tie_embeddings=theirs.tie_word_embeddings,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        bos_token_id=theirs.bos_token_id,
+        eos_token_ids=() if eos is None else (eos,),
+    )
+
+
+def test_null_num_key_value_heads_is_multi_head() -> None:
+    for model_type in FAMILY:
+        raw = make_config(model_type, num_key_value_heads=None, sliding_window=None)
+        assert ModelConfig.from_hf(raw).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([5, 2, 5], None, (5, 2)),
+        (2, {"eos_token_id": [7, 2]}, (2, 7)),
+        (None, {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": None}, ()),
+        (None, {}, ()),
+        ("absent", {"eos_token_id": 7}, (7,)),
+        ("absent", {}, (2,)),  # Llama's own default
+    ],
+)
+def test_eos_ids(config_eos: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    raw = make_config("llama", eos_token_id=config_eos)
+    if config_eos == "absent":
+        del raw["eos_token_id"]
+    assert ModelConfig.from_hf(raw, generation).eos_token_ids == expected
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [
+    # model type, change, key that the message names, value that it shows
+    ("llama", {"architectures": ["GPT2LMHeadModel"]}, "architectures", ["GPT2LMHeadModel"]),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures", "Sequence"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "architectures", "LlamaForCausalLM"),
+    ("llama", {"architectures": [["LlamaForCausalLM"]]}, "architectures", "LlamaForCausalLM"),
+    ("llama", {"architectures": None, "model_type": "gemma"}, "model_type", "gemma"),
+    ("llama", {"model_type": "mistral"}, "model_type", "mistral"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type", "linear"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type", "dynamic"),
+    ("qwen2", {"rope_scaling": YARN}, "rope_scaling.rope_type", "yarn"),
+    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4}}, "rope_parameters.rope_type", "yarn"),
+    ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.type", "longrope"),
+    ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_scaling.type", "mrope"),
+    ("llama", {"rope_scaling": {**LLAMA3, "type": "yarn"}}, "rope_scaling.type", "yarn"),
+    ("llama", {"rope_scaling": {**LLAMA3, "beta_fast": 32}}, "rope_scaling.beta_fast", 32),
+    ("llama", {"rope_scaling": {**LLAMA3, "factor": 0.5}}, "rope_scaling.factor", 0.5),
+    ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "rope_scaling.factor", None),
+    ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor", 1.0),
+    ("llama", {"rope_scaling": "llama3"}, "rope_scaling", "llama3"),
+    ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, "rope_scaling", "llama3"),
+    ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta", 5e5),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention", 1e4),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor", 0.5),
+    ("llama", {"rope_theta": float("nan")}, "rope_theta", "nan"),
+    ("llama", {"rope_theta": "10000"}, "rope_theta", "10000"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta", 1),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act", "gelu"),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config", "gptq"),
+    ("llama", {"is_causal": False}, "is_causal", False),
+    ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder", True),
+    ("llama", {"logits_scaling": 8.0}, "logits_scaling", 8.0),
+    ("llama", {"use_qk_norm": True}, "use_qk_norm", True),
+    ("llama", {"attention_chunk_size": 8192}, "attention_chunk_size", 8192),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config", 8),
+    ("llama", {"sliding_window": 128}, "sliding_window", 128),
+    ("qwen2", {"attention_bias": True}, "attention_bias", True),
+    ("mistral", {"sliding_window": 64}, "sliding_window", 64),
+    ("mistral", {"max_position_embeddings": 32768}, "sliding_window", 4096),  # Mistral's default window
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window", True),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types", ["full_attention"]),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads", 3),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads", 0),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1}, "hidden_size", 32),
+    ("llama", {"head_dim": 7}, "head_dim", 7),
+    ("qwen3", {"head_dim": None}, "head_dim", None),
+    ("llama", {"hidden_size": "32"}, "hidden_size", "32"),
+    ("llama", {"hidden_size": None}, "hidden_size", None),
+    ("llama", {"vocab_size": True}, "vocab_size", True),
+    ("llama", {"intermediate_size": 48.0}, "intermediate_size", 48.0),
+    ("llama", {"num_hidden_layers": -1}, "num_hidden_layers", -1),
+    ("llama", {"max_position_embeddings": 0}, "max_position_embeddings", 0),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps", 0),
+    ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps", "1e-6"),
+    ("llama", {"tie_word_embeddings": "true"}, "tie_word_embeddings", "true"),
+    ("llama", {"attention_bias": 1}, "attention_bias", 1),
+    ("llama", {"eos_token_id": 96}, "eos_token_id", 96),
+    ("llama", {"eos_token_id": [2, -1]}, "eos_token_id", -1),
+    ("llama", {"eos_token_id": "2"}, "eos_token_id", "2"),
+    ("llama", {"eos_token_id": [True]}, "eos_token_id", True),
+    ("llama", {"bos_token_id": [1, 2]}, "bos_token_id", [1, 2]),
+    ("llama", {"dtype": "int8"}, "dtype", "int8"),
+    ("llama", {"torch_dtype": ["float32"]}, "torch_dtype", ["float32"]),
+]
+
+
+def check_sentence(message: str) -> None:
+    assert "\n" not in message
+    assert not message.endswith(".")
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(("model_type", "change", "key", "value"), REFUSED)
+def test_refusals_name_key_and_value(model_type: str, change: dict[str, Any], key: str, value: Any) -> None:
+    raw = make_config(model_type)
+    ModelConfig.from_hf({**raw, "sliding_window": None})  # without the change it is a good config
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")) as caught:
+        ModelConfig.from_hf({**raw, **change})
+    assert str(value) in str(caught.value)
+    check_sentence(str(caught.value))
+
+
+def test_refusals_of_the_generation_config() -> None:
+    with pytest.raises(ValueError, match=r"eos_token_id is 900 in generation_config\.json"):
+        ModelConfig.from_hf(make_config("llama"), {"eos_token_id": 900})
+    with pytest.raises(ValueError, match="generation config must be a JSON object"):
+        ModelConfig.from_hf(make_config("llama"), [2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config must be a JSON object, but it is a list"):
+        ModelConfig.from_hf([])  # type: ignore[arg-type]
+
+
+@st.composite
+def model_configs(draw: st.DrawFn) -> ModelConfig:
+    num_kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    vocab_size = draw(st.integers(1, 300_000))
+    ids = st.integers(0, vocab_size - 1)
+    positive = st.floats(1e-9, 1e9)
+    low = draw(st.floats(0.1, 10))
+    kind = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
+    bias = draw(st.booleans())
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=draw(st.integers(1, 8192)),
+        intermediate_size=draw(st.integers(1, 8192)),
+        num_layers=draw(st.integers(1, 100)),
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_dim=2 * draw(st.integers(1, 128)),
+        max_position_embeddings=draw(st.integers(1, 10**7)),
+        rms_norm_eps=draw(positive),
+        rope_theta=draw(positive),
+        rope_scaling=draw(
+            st.none()
+            | st.builds(
+                RopeScaling,
+                st.floats(1, 100),
+                st.just(low),
+                st.floats(low, 100, exclude_min=True),
+                st.integers(1, 10**6),
+            )
+        ),
+        tie_embeddings=draw(st.booleans()),
+        qkv_bias=bias or kind == "qwen2",
+        o_bias=bias and kind != "qwen2",
+        mlp_bias=draw(st.booleans()) and kind == "llama",
+        qk_norm=kind == "qwen3",
+        bos_token_id=draw(st.none() | ids),
+        eos_token_ids=tuple(draw(st.lists(ids, max_size=4, unique=True))),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(model_configs())
+def test_a_config_survives_being_written(config: ModelConfig) -> None:
+    assert ModelConfig.from_hf(json.loads(json.dumps(hf_config(config)))) == config
+
+
+def test_what_no_model_class_has_is_not_written() -> None:
+    config = ModelConfig.from_hf(make_config("llama"))
+    changes: list[dict[str, bool]] = [
+        {"o_bias": True},
+        {"qk_norm": True, "qkv_bias": True},
+        {"qkv_bias": True, "mlp_bias": True},
+    ]
+    for change in changes:
+        with pytest.raises(ValueError, match="set") as caught:
+            hf_config(dataclasses.replace(config, **change))  # type: ignore[arg-type]
+        check_sentence(str(caught.value))
