@@ -303,6 +303,25 @@ def test_a_config_survives_being_written(config: ModelConfig) -> None:
     assert ModelConfig.from_hf(json.loads(json.dumps(hf_config(config)))) == config
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "silu", "float32", "default", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor", "x"]), inner),
+    max_leaves=4,
+)
+KEYS = sorted({*hf_config(ModelConfig.from_hf(make_config("qwen3"))), *(next(iter(case[1])) for case in REFUSED)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FAMILY)), st.sampled_from(KEYS), JSON)
+def test_any_value_is_read_or_refused_with_a_value_error(model_type: str, key: str, value: Any) -> None:
+    try:
+        config = ModelConfig.from_hf({**make_config(model_type), "sliding_window": None, key: value})
+    except ValueError as error:
+        check_sentence(str(error))
+    else:
+        assert hash(config) == hash(ModelConfig.from_hf(hf_config(config)))
+
+
 def test_what_no_model_class_has_is_not_written() -> None:
     config = ModelConfig.from_hf(make_config("llama"))
     changes: list[dict[str, bool]] = [

@@ -1,0 +1,25 @@
+"""Shared by all tests: shapes and types checked at run time, and which tests need which machine."""
+
+from __future__ import annotations
+
+from jaxtyping import install_import_hook
+
+# Before the first import of smcjax: every jaxtyping annotation of the package becomes a run-time check.
+install_import_hook("smcjax", "beartype.beartype")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
+settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("laws")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped only where there is no GPU."""
+    if any(device.platform == "gpu" for device in jax.devices()):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
