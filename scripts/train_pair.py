@@ -132,17 +132,15 @@ def row_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """(weights, -log p) of every next token of `tokens` [B, T]: 1 in the solution, from the newline that begins it to
     <eos>; `question_weight` in the question; 0 in the padding."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    # Whole multiples of 16 columns: the last input column predicts nothing, but even widths run faster.
-    inputs = jnp.pad(inputs, ((0, 0), (0, 1)))
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=data.PAD)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = functools.partial(causal_attention, kind)
     embedded = dataclasses.replace(params, embed=LookUp(params.embed))
-    hidden = hidden_states(config, embedded, inputs, positions, lambda _, q, k, v: attend(q, k, v))
-    logits = unembed(params, hidden[:, :-1])
-    chosen = jnp.where(targets[..., None] == jnp.arange(logits.shape[-1])[None, None], logits, 0.0).sum(
-        -1
-    )  # a gather, but fused
+    hidden = hidden_states(config, embedded, tokens, positions, lambda _, q, k, v: attend(q, k, v))
+    logits = unembed(params, hidden)
+    # logits[targets], written so that it fuses in both directions.
+    is_target = targets[..., None] == jnp.arange(config.vocab_size)[None, None]
+    chosen = jnp.where(is_target, logits, 0.0).sum(-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     solution = jnp.cumsum(targets == newline, axis=1) > 0
     weights = jnp.where(targets == data.PAD, 0.0, jnp.where(solution, 1.0, question_weight))
@@ -331,11 +329,11 @@ def measure(directory: Path, tokenizer: Tokenizer, args: Any) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=BUNDLED, help="where the directories target and draft go")
     parser.add_argument("--target", default="256x8", help="hidden size x layers, or '' to leave the target as it is")
-    parser.add_argument("--draft", nargs="*", default=["128x2"], help="as --target; further ones go to draft-ExL")
+    parser.add_argument("--draft", nargs="*", default=["64x2"], help="as --target; further ones go to draft-ExL")
     parser.add_argument("--time-limit-target", type=float, default=300, help="seconds of training")
     parser.add_argument("--time-limit-draft", type=float, default=60, help="seconds of training")
     parser.add_argument("--max-steps", type=int, default=1_000_000)
@@ -352,15 +350,19 @@ def main() -> None:
     parser.add_argument("--attention", choices=("auto", "cudnn", "xla"), default="auto")
     parser.add_argument("--eval-problems", type=int, default=2048)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--show-failures", type=int, default=4)
+    parser.add_argument("--show-failures", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="everything tiny: does the whole path work?")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.smoke:
         args.target, args.draft, args.problems, args.workers, args.vocab_size = "64x2", ["32x1"], 400, 1, 512
         args.max_steps, args.chunk, args.batch_rows, args.warmup, args.eval_problems = 12, 3, 6, 3, 4
         args.show_failures = 0
+    return args
 
+
+def main() -> None:
+    args = parse()
     begin = time.perf_counter()
     tokenizer_file = args.output / "target" / "tokenizer.json"
     if args.target:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 from smcjax.errors import CheckpointError
 
@@ -108,7 +108,7 @@ class Tokenizer:
             return ids[1:]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of `ids` without special tokens; ids that no token has (padding of the embedding) are skipped.
 
         Spaces are left as the tokens have them: cleaning them up would change text that a stream has already shown.
@@ -117,8 +117,8 @@ class Tokenizer:
             [int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant is to speak.
+    def apply_chat_template(self, messages: Any) -> list[int]:
+        """Token ids of a conversation, a list of {"role", "content"} dicts, up to where the assistant is to speak.
 
         The template alone decides on the BOS. Raises ValueError where there is no template or it rejects `messages`.
         """
@@ -127,7 +127,7 @@ class Tokenizer:
                 "this tokenizer has no chat template; use generate with a plain prompt, or add chat_template.jinja to "
                 "the model directory"
             )
-        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(
                 f"messages is {messages!r}, but must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; wrap it"
             )

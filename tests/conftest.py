@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from jaxtyping import install_import_hook
 
-# Before the first import of smcjax: every jaxtyping annotation of the package becomes a run-time check.
-install_import_hook("smcjax", "beartype.beartype")
+# Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
+# define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).
+CHECKED = ("kv.attention", "model.decoder", "model.paged", "prefill", "sampling", "smc.cycle", "smc.lifecycle")
+CHECKED += ("smc.resampling", "smc.weights")
+install_import_hook([f"smcjax.{module}" for module in CHECKED], "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -43,10 +43,25 @@ def tiny_params(config: ModelConfig, seed: int, sharpness: float = 1.5) -> Param
     return dataclasses.replace(params, lm_head=params.lm_head * sharpness)
 
 
-def tiny_pair(vocab_size: int = 5, **changes: Any) -> tuple[ModelConfig, smc.PairParams]:
-    """A target and a draft of one configuration."""
-    config = tiny_config(vocab_size, **changes)
-    return config, smc.PairParams(tiny_params(config, 1), tiny_params(config, 2))
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two different models over one vocabulary."""
+
+    target: ModelConfig
+    draft: ModelConfig
+    params: smc.PairParams
+
+    def program(self, max_model_len: int, page_size: int = 4, **config: Any) -> smc.Program:
+        """Few particles and drafts where `config` says nothing."""
+        config = {"n_particles": 3, "gamma": 3, **config}
+        return smc.Program(smc.SMC(**config), self.target, self.draft, max_model_len, page_size)
+
+
+def tiny_pair(vocab_size: int = 5, target_layers: int = 2) -> Pair:
+    """A target of `target_layers` layers and a one-layer draft of other widths."""
+    target = tiny_config(vocab_size, num_layers=target_layers)
+    draft = tiny_config(vocab_size, num_layers=1, hidden_size=6, num_heads=1, head_dim=6)
+    return Pair(target, draft, smc.PairParams(tiny_params(target, 1), tiny_params(draft, 2)))
 
 
 @dataclasses.dataclass(frozen=True)

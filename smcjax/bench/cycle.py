@@ -9,6 +9,7 @@ waiting, so the host's dispatch is in the figure only where the device waits for
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from typing import Any
@@ -21,10 +22,10 @@ from smcjax import autoregressive, smc
 from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.engine.batch import Batch, BatchRunner
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.memory import device_memory, worst_case_pages
 from smcjax.engine.programs import Programs
 from smcjax.model.config import ModelConfig
-from smcjax.model.params import Params, init_params
+from smcjax.model.params import Params, init_params, param_shapes
 from smcjax.smc import SMC
 
 WARMUP = 4  # the first runs of a program on a GPU are eager, then record the graph
@@ -113,14 +114,15 @@ def bench_cycle(
             f"{max_model_len}; raise max_model_len or lower context."
         )
     target_config, draft_config = SHAPES[target], SHAPES[draft]
-    target_params = random_params(target_config, 0)
+    _require_room(target_config, *(() if decoding is None else (draft_config,)))
     phases: list[Phase]
     if decoding is None:
-        runner = _runner(autoregressive, autoregressive.Program(target_config, max_model_len, page_size), target_params, groups, 1)
+        alone = autoregressive.Program(target_config, max_model_len, page_size)
+        runner = _runner(autoregressive, alone, random_params(target_config, 0), groups, 1)
         phases = autoregressive_phases(target_config, groups=groups, context=context)
     else:
         program = smc.Program(decoding, target_config, draft_config, max_model_len, page_size)
-        params = smc.PairParams(target_params, random_params(draft_config, 1))
+        params = smc.PairParams(random_params(target_config, 0), random_params(draft_config, 1))
         runner = _runner(smc, program, params, groups, decoding.n_particles)
         phases = cycle_phases(target_config, draft_config, decoding, groups=groups, context=context)
 
@@ -157,6 +159,21 @@ def bench_cycle(
         roofline_fraction=roofline / ms,
         compile_seconds=runner.programs.seconds,
     )
+
+
+def _require_room(*configs: ModelConfig) -> None:
+    """Raises ValueError where the weights alone are more than the device's memory."""
+    needed = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for config in configs
+        for leaf in jax.tree.leaves(param_shapes(config, config.dtype))
+    )
+    if needed > device_memory():
+        held = device_memory() / 1e9
+        raise ValueError(
+            f"the weights of these shapes take {needed / 1e9:.1f} GB and the device has {held:.1f} GB; "
+            "use smaller ones, such as tiny-target and tiny-draft."
+        )
 
 
 def _runner(decoder: Any, program: Any, params: Any, groups: int, rows: int) -> BatchRunner:

@@ -16,7 +16,12 @@ from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
 # Vendor datasheets, bytes per second.
-BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA B200": 8.0e12, "NVIDIA GH200 480GB": 4.0e12}
+BANDWIDTH = {
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA B200": 8.0e12,
+    "NVIDIA GH200 480GB": 4.0e12,
+}
 
 
 def streamed_weights(config: ModelConfig) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from smcjax.model.config import ModelConfig, RopeScaling
 
-_LLAMA3_ROPE = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
-
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": ModelConfig(
         vocab_size=128_256,
@@ -18,7 +16,9 @@ SHAPES: dict[str, ModelConfig] = {
         rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
         tie_embeddings=True,
         dtype="bfloat16",
-        **_LLAMA3_ROPE,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
     ),
     "llama-3.1-8b": ModelConfig(
         vocab_size=128_256,
@@ -30,7 +30,9 @@ SHAPES: dict[str, ModelConfig] = {
         head_dim=128,
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
         dtype="bfloat16",
-        **_LLAMA3_ROPE,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
     ),
     "tiny-draft": ModelConfig(
         vocab_size=512,

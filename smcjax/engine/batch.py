@@ -79,7 +79,8 @@ class BatchRunner:
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
-        self.memory = self._create_memory()
+        # The newest KV and pages: every program donates the last and returns the next. None after a failure.
+        self.memory: Any = self._create_memory()
         self._chunk = min(PREFILL_CHUNK, program.max_model_len)
         self._lag = 0 if jax.default_backend() == "cpu" else 1
 
@@ -88,11 +89,25 @@ class BatchRunner:
 
     def free_pages(self) -> int:
         """Pages that nobody holds."""
-        return int(self.memory.pool.num_free)
+        return self.num_pages - 1 if self.memory is None else int(self.memory.pool.num_free)
+
+    def close(self) -> None:
+        """Deletes weights and KV from the device, whoever else still refers to them."""
+        self._discard_memory()
+        _delete(self.params)
+
+    def _discard_memory(self) -> None:
+        memory, self.memory = self.memory, None
+        _delete(memory)
 
     def compile(self, batch: Batch, program: Any) -> None:
-        """Compiles the five programs of this batch size, unless they are there."""
-        params, key = abstract(self.params), (program, batch.size)
+        """Compiles the five programs of this batch size, unless they are there. Makes the memory if it is missing."""
+        if self.memory is None:
+            self.memory = self._create_memory()
+        key = (program, batch.size)
+        if (*key, "step") in self.programs:
+            return
+        params = abstract(self.params)
         begin, prefill, start, step, conclude = self._functions(program)
         arrays, memory = abstract(dataclasses.asdict(batch)), abstract(self.memory)
         state, hidden = jax.eval_shape(begin, memory, arrays)
@@ -116,7 +131,9 @@ class BatchRunner:
             named = {field.name: batch[field.name] for field in dataclasses.fields(Requests) if field.name != "key"}
             requests = Requests(**named, key=jax.vmap(jax.random.key)(batch["seed"]))
             state = decoder.begin(program, memory, batch["prompts"], requests, batch["present"])
-            hidden = jnp.zeros((batch["prompts"].shape[0], program.target.hidden_size), state.memory.target.keys[0].dtype)
+            hidden = jnp.zeros(
+                (batch["prompts"].shape[0], program.target.hidden_size), state.memory.target.keys[0].dtype
+            )
             return state, hidden
 
         def prefill(params: Any, state: Any, at: jax.Array, hidden: jax.Array) -> Any:
@@ -134,14 +151,18 @@ class BatchRunner:
         return begin, prefill, start, step, conclude
 
     def prefilled(self, batch: Batch, program: Any) -> Any:
-        """State of the batch with its first tokens drawn. Takes the memory: `conclude` brings it back."""
+        """State of the batch with its first tokens drawn. The batch holds pages until `conclude`."""
         state, hidden = self._call(program, batch, "begin")(self.memory, dataclasses.asdict(batch))
+        self.memory = state.memory
         for at in range(0, int(batch.prompt_length[batch.present].max()), self._chunk):
             state, hidden = self._call(program, batch, "prefill")(self.params, state, np.int32(at), hidden)
-        return self._call(program, batch, "start")(self.params, state, hidden)
+            self.memory = state.memory
+        state = self._call(program, batch, "start")(self.params, state, hidden)
+        self.memory = state.memory
+        return state
 
     def conclude(self, batch: Batch, program: Any, state: Any) -> Population:
-        """The populations of an ended batch; takes the memory back."""
+        """The populations of an ended batch, whose pages are given back."""
         conclude = self._call(program, batch, "conclude")
         population, self.memory = conclude(dataclasses.replace(state, memory=None), state.memory)
         return jax.device_get(population)
@@ -151,8 +172,10 @@ class BatchRunner:
         self.compile(batch, program)
         try:
             return self._run(batch, program, on_done)
-        except BaseException:  # interrupted half-way: the donated memory is gone, the next batch gets a new one
-            self.memory = self._create_memory()
+        except BaseException:
+            # Interrupted half-way, its pages will never be given back: the next batch gets new memory. The traceback
+            # keeps the old one referenced, so it is deleted, not only dropped.
+            self._discard_memory()
             raise
 
     def _call(self, program: Any, batch: Batch, name: str) -> Callable[..., Any]:
@@ -178,9 +201,16 @@ class BatchRunner:
         observe(~np.asarray(state.running))
         while running.any():
             state, info = step(self.params, state)
+            self.memory = state.memory
             in_flight.append(info)
             if len(in_flight) > self._lag:
                 infos.append(jax.device_get(in_flight.popleft()))
                 observe(infos[-1].done)
         # Cycles still in flight began after every group had ended, and so changed nothing.
         return BatchResult(self.conclude(batch, program, state), infos, seconds)
+
+
+def _delete(arrays: Any) -> None:
+    for leaf in jax.tree.leaves(arrays):
+        if not leaf.is_deleted():
+            leaf.delete()

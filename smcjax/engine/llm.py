@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,11 +15,11 @@ from tqdm import tqdm
 from smcjax import autoregressive, smc
 from smcjax.autoregressive import Autoregressive
 from smcjax.engine.batch import BatchRunner
-from smcjax.engine.loading import Models, load_models
-from smcjax.engine.memory import CPU_KV_BYTES, buckets, choose_num_pages, worst_case_pages
+from smcjax.engine.loading import load_models
+from smcjax.engine.memory import buckets, choose_num_pages, worst_case_pages
 from smcjax.engine.outputs import RequestOutput
 from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.requests import Prompt, Request, limit_of, listed, make_batch, params_for_each, tokenize
+from smcjax.engine.requests import Prompt, Request, limit_of, listed, make_batch, params_for_each, short, tokenize
 from smcjax.engine.results import assemble
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.smc import SMC
@@ -50,9 +51,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
-        draft_model: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
         decoding: SMC | Autoregressive | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -66,6 +67,8 @@ class LLM:
         self.decoding = SMC() if decoding is None else decoding
         if not isinstance(self.decoding, SMC | Autoregressive):
             raise ValueError(f"decoding must be SMC(...) or Autoregressive(), got {decoding!r}.")
+        _check_path("model", model)
+        _check_path("draft_model", draft_model)
         _check_range("max_num_seqs", max_num_seqs, 1, 4096)
         _check_range("page_size", page_size, 1, 64)
         _check_range("seed", seed, 0, MAX_SEED)
@@ -73,12 +76,10 @@ class LLM:
             _check_range("max_model_len", max_model_len, 2, 1 << 20)
         if num_pages is not None:
             _check_range("num_pages", num_pages, 2, 1 << 30)
-        if tensor_parallel_size != 1:
+        if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
-        if not (isinstance(gpu_memory_utilization, float) and 0 < gpu_memory_utilization <= 1):
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}."
-            )
+        if not _is_share(gpu_memory_utilization):
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
 
         enable_compilation_cache()
         self._smc = self.decoding if isinstance(self.decoding, SMC) else None
@@ -96,7 +97,7 @@ class LLM:
 
         decoder, program, params = self._decoder()
         self._rows = self._smc.n_particles if self._smc else 1
-        self.num_pages = self._budget(params, num_pages, gpu_memory_utilization)
+        self.num_pages = self._num_pages(params, num_pages, gpu_memory_utilization)
         self._programs = Programs()
         self._runner: BatchRunner | None = BatchRunner(decoder, program, params, self.num_pages, self._programs)
 
@@ -111,31 +112,22 @@ class LLM:
         alone = autoregressive.Program(models.target, self.max_model_len, self.page_size)
         return autoregressive, alone, models.target_params
 
-    def _budget(self, params: Any, num_pages: int | None, utilization: float) -> int:
-        largest = worst_case_pages(1, self.max_model_len, self._rows, self.page_size)
-        token_bytes = sum(
+    def _num_pages(self, params: Any, num_pages: int | None, gpu_memory_utilization: float) -> int:
+        page_bytes = self.page_size * sum(
             2 * config.num_layers * config.num_kv_heads * config.head_dim * jax.numpy.dtype(config.dtype).itemsize
             for config in (self.models.target, self.models.draft)
             if config is not None
         )
-        page_bytes = token_bytes * self.page_size
-        if num_pages is None:
-            stats = jax.devices()[0].memory_stats() or {}
-            if "bytes_limit" in stats:
-                weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-                available = int(stats["bytes_limit"] * utilization) - weights
-            else:
-                available = max(CPU_KV_BYTES, page_bytes * (largest + 1))
-            num_pages = choose_num_pages(
-                page_bytes=page_bytes,
-                largest_request=largest,
-                max_num_seqs=self.max_num_seqs,
-                available_bytes=available,
-            )
-        logger.info(
-            "KV cache: %d pages of %d tokens, %.2f GiB.", num_pages, self.page_size, num_pages * page_bytes / 2**30
+        chosen = choose_num_pages(
+            num_pages,
+            page_bytes=page_bytes,
+            largest_request=worst_case_pages(1, self.max_model_len, self._rows, self.page_size),
+            max_num_seqs=self.max_num_seqs,
+            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+            gpu_memory_utilization=gpu_memory_utilization,
         )
-        return num_pages
+        logger.info("KV cache: %d pages of %d tokens, %.2f GiB.", chosen, self.page_size, chosen * page_bytes / 2**30)
+        return chosen
 
     def generate(
         self,
@@ -170,11 +162,15 @@ class LLM:
         """Answers a conversation, or a list of them, through the tokenizer's chat template."""
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise ValueError(f"messages must be a list of {{'role': …, 'content': …}} mappings, got {messages!r}.")
-        single = isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        prompts = [{"prompt_token_ids": self.tokenizer.apply_chat_template(one)} for one in conversations]
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(f"messages must be a list of {{'role': …, 'content': …}} mappings, got {short(messages)}.")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append({"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)})
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def metrics(self) -> dict[str, float]:
@@ -191,8 +187,10 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Frees the device memory. The object cannot be used afterwards."""
-        self._runner = None
+        """Frees the device memory. The object cannot be used afterwards; closing again does nothing."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def __enter__(self) -> LLM:
         return self
@@ -274,6 +272,15 @@ class LLM:
 def _check_range(name: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike | None):
+        raise ValueError(f"{name} must be a model directory or a hub id, or None for the bundled pair, got {value!r}.")
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:

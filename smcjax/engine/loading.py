@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -44,11 +45,13 @@ def bundled_model(name: str) -> Path:
     return Path(str(resources.files("smcjax.bundled") / name))
 
 
-def _path(name: str | None, bundled: str) -> Path:
+def _path(name: str | os.PathLike[str] | None, bundled: str) -> Path:
     return bundled_model(bundled) if name is None else resolve_model_path(name)
 
 
-def load_models(model: str | None, draft_model: str | None, *, needs_draft: bool, dtype: str) -> Models:
+def load_models(
+    model: str | os.PathLike[str] | None, draft_model: str | os.PathLike[str] | None, *, needs_draft: bool, dtype: str
+) -> Models:
     """Loads what the decoder needs; None names the bundled pair.
 
     Padded vocabularies are cut to the ids that both models share. Raises ValueError for a pair that is only half

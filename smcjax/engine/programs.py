@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from smcjax.engine.memory import device_memory
 
 logger = logging.getLogger("smcjax")
 
@@ -35,13 +37,19 @@ class Programs:
     def __len__(self) -> int:
         return len(self._executables)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._executables
+
     def __getitem__(self, key: Hashable) -> Callable[..., Any]:
         return self._executables[key]
 
-    def compile(self, what: str, jobs: dict[Hashable, tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]) -> None:
+    def compile(
+        self, what: str, jobs: dict[Hashable, tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]
+    ) -> None:
         """Compiles what is missing of `jobs`: key → (function, donated argument numbers, abstract arguments).
 
-        XLA works outside the interpreter lock, so the jobs compile side by side.
+        XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
+        where one of them would need more memory than the device has.
         """
         missing = {key: job for key, job in jobs.items() if key not in self._executables}
         if not missing:
@@ -54,10 +62,28 @@ class Programs:
             return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 
         with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
-            self._executables.update(zip(missing, pool.map(build, missing.values()), strict=True))
+            made = dict(zip(missing, pool.map(build, missing.values()), strict=True))
+        _require_memory(what, made.values())
+        self._executables.update(made)
         elapsed = time.perf_counter() - began
         self.seconds += elapsed
         logger.info("Compiled %s: %d programs in %.1f s.", what, len(missing), elapsed)
+
+
+def _require_memory(what: str, executables: Iterable[Any]) -> None:
+    """Raises ValueError where a program's arguments, results and temporaries together exceed the device."""
+    needed = 0
+    for executable in executables:
+        sizes = executable.memory_analysis()
+        if sizes is not None:  # a backend need not know
+            held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            needed = max(needed, held + sizes.temp_size_in_bytes)
+    limit = device_memory()
+    if needed > limit:
+        raise ValueError(
+            f"a program {what} needs {needed / 2**30:.1f} GiB and the device has {limit / 2**30:.1f} GiB; "
+            "lower max_num_seqs, n_particles, gamma or max_model_len."
+        )
 
 
 def abstract(tree: Any) -> Any:

@@ -35,9 +35,18 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str | Mapping) for prompt in prompts):
         raise ValueError(
-            f"prompts must be text, {{'prompt_token_ids': [...]}}, or a list of these, got {_short(prompts)}."
+            f"prompts must be text, {{'prompt_token_ids': [...]}}, or a list of these, got {short(prompts)}."
         )
     return list(prompts)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which stand for undecodable bytes of a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -47,7 +56,7 @@ def params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, co
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {_short(params)}.")
+        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {short(params)}.")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts; give one, or one a prompt.")
     return list(params)
@@ -60,6 +69,8 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
             raise ValueError("the model directory has no tokenizer; pass {'prompt_token_ids': [...]} instead of text.")
         if not prompt:
             raise ValueError("the prompt is empty; give at least one character.")
+        if not is_unicode(prompt):
+            raise ValueError(f"the prompt must be valid Unicode, got {short(prompt)}; decode it from its own encoding.")
         text: str | None = prompt
         token_ids = tokenizer.encode(prompt)
     else:
@@ -71,7 +82,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
         if not isinstance(token_ids, list | tuple) or not all(
             isinstance(token, int | np.integer) and not isinstance(token, bool) for token in token_ids
         ):
-            raise ValueError(f"prompt_token_ids must be a list of whole numbers, got {_short(token_ids)}.")
+            raise ValueError(f"prompt_token_ids must be a list of whole numbers, got {short(token_ids)}.")
         token_ids = [int(token) for token in token_ids]
     if not token_ids:
         raise ValueError("the prompt has no tokens; give at least one.")
@@ -116,6 +127,7 @@ def make_batch(requests: Sequence[Request], size: int, *, max_model_len: int, vo
     return batch
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """repr of a value in an error message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +31,7 @@ def assemble(
     completion, error = _completion(request, sequences[selected], failed, tokenizer)
     if request.params.logprobs and completion.finish_reason != "error":
         logprobs = population.logprobs[group, selected, start : start + len(completion.token_ids)]
-        completion = CompletionOutput(
-            completion.index, completion.text, completion.token_ids, completion.finish_reason, [float(x) for x in logprobs]
-        )
+        completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     weighted = None
     if smc is not None:
         weighted = SMCOutput(
@@ -44,7 +44,7 @@ def assemble(
                 )
                 for row in range(smc.n_particles)
             ],
-            log_weights=population.log_weight[group].copy(),
+            log_weights=np.array(population.log_weight[group]),
             selected=selected,
             trace=_trace(request, ran, group, sequences, selected, tokenizer) if smc.trace else None,
         )
@@ -97,9 +97,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
-def _tokens_up_to(
-    token_ids: list[int], text: str, cut: int, request: Request, tokenizer: Tokenizer
-) -> list[int]:
+def _tokens_up_to(token_ids: list[int], text: str, cut: int, request: Request, tokenizer: Tokenizer) -> list[int]:
     """The fewest leading tokens whose text holds the stop string that begins at `cut`."""
     low, high = 0, len(token_ids)
     while low < high:
@@ -111,7 +109,7 @@ def _tokens_up_to(
 
 def _trace(
     request: Request,
-    infos: list,
+    infos: list[Any],
     group: int,
     sequences: list[list[int]],
     selected: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 MAX_SEED = 2**32 - 1
 
@@ -67,7 +66,7 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):
             raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, or None, got {self.seed!r}.")
-        if self.logprobs not in (None, 0, 1) or isinstance(self.logprobs, bool):
+        if self.logprobs is not None and not (_is_int(self.logprobs, 0) and self.logprobs <= 1):
             raise ValueError(f"logprobs must be None or 1 (of the chosen tokens only), got {self.logprobs!r}.")
 
     @property
@@ -88,4 +87,4 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)  # comparisons refuse NaN and infinities

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.numerics import product_precision
+
 
 def attention(
     q: Float[Array, "R T H D"],
@@ -24,9 +26,11 @@ def attention(
     rows, columns, heads, dim = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("rthgd,rshd->rhgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(dim)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rhgts,rshd->rthgd", weights.astype(v.dtype), v).reshape(rows, columns, heads, dim)
+    precision = product_precision(q.dtype)
+    scores = jnp.einsum("rthgd,rshd->rhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores / math.sqrt(dim), -jnp.inf), axis=-1)
+    out = jnp.einsum("rhgts,rshd->rthgd", weights.astype(v.dtype), v, precision=precision)
+    return out.reshape(rows, columns, heads, dim)
 
 
 def paged_attention(

@@ -7,7 +7,6 @@ pass reads; `from_hf` refuses by name whatever a Hugging Face config asks for be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -50,8 +49,10 @@ class ModelConfig:
     dtype: str = "float32"
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_hf(cls, config: Any, generation_config: Any = None) -> ModelConfig:
         """The configuration that a parsed config.json asks for, old or new spelling; see `smcjax.model.hf_config`.
+
+        Both arguments are what json.loads made of the files, unchecked; without a generation_config.json pass None.
 
         End-of-sequence ids are those of `config`, then those that only `generation_config` names; its sampling
         defaults are the request's business and are not read. Raises ValueError, naming key and value, for what is

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.kv import attention
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, Params
+from smcjax.numerics import product_precision
 
 # (layer index, q [R, T, H, D], k [R, T, Hkv, D], v [R, T, Hkv, D]) -> attention output [R, T, H, D]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -42,7 +43,7 @@ def linear(
     x: Float[Array, "*shape I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None
 ) -> Float[Array, "*shape O"]:
     """weight · x + bias with f32 accumulation, in x's dtype."""
-    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=product_precision(x.dtype))
     return y if bias is None else y + bias
 
 
@@ -119,11 +120,15 @@ def hidden_states(
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:
     """Logits in f32, whatever the weights' dtype."""
     return jax.lax.dot_general(
-        hidden, params.unembed, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        hidden,
+        params.unembed,
+        (((hidden.ndim - 1,), (1,)), ((), ())),
+        precision=product_precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
     )
 
 
-def logits(config: ModelConfig, params: Params, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+def logits(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
     """Logits of every position, dense and without a cache: what everything else is compared with.
 
     Position t attends to positions 0…t; `token_ids` int32 in [0, V). Returns float32.

@@ -122,7 +122,7 @@ class _Keys:
                 )
 
 
-def parse(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+def parse(config: Any, generation_config: Any = None) -> ModelConfig:
     """`ModelConfig.from_hf`."""
     if not isinstance(config, Mapping):
         raise ValueError(f"the model's config must be a JSON object, but it is a {type(config).__name__}")
@@ -318,7 +318,7 @@ def _token_ids(key: str, keys: _Keys, values: Mapping[str, Any], default: int | 
 def _eos_token_ids(
     keys: _Keys,
     config: Mapping[str, Any],
-    generation_config: Mapping[str, Any] | None,
+    generation_config: Any,
     family: _Family,
     vocab_size: int,
 ) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Sequential Monte Carlo speculative decoding: weights, resampling, the cycle, and a population's life.
 
-    program = Program(SMC(n_particles=8, gamma=4), target_config, draft_config, max_model_len=512)
-    state = init(program, PairParams(target_params, draft_params), prompts, requests)
-    state, info = step(program, params, state)              # one cycle
-    state, infos = run(program, params, state, 16)          # many, in one program
+program = Program(SMC(n_particles=8, gamma=4), target_config, draft_config, max_model_len=512)
+state = init(program, PairParams(target_params, draft_params), prompts, requests)
+state, info = step(program, params, state)              # one cycle
+state, infos = run(program, params, state, 16)          # many, in one program
 """
 
 from smcjax.smc.config import SMC

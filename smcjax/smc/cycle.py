@@ -32,7 +32,6 @@ from smcjax.smc.weights import (
     must_resample,
 )
 
-
 DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # the cache, drafts and their log q so far
 
 

@@ -1,4 +1,4 @@
-"""The words that word problems are dressed in. Both splits share them: what is held out is sentences and numbers."""
+"""The words that word problems are dressed in. Both splits share them: what is held out is templates and numbers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ OBJECTS = (
     "paper planes",
     "glass balls",
 )
+FOODS = frozenset(_words("apples oranges pears plums lemons cookies muffins eggs nuts carrots potatoes"))
+# What somebody (eats, ate) or otherwise (uses up, used up).
+USES = (("uses up", "used up"), ("eats", "ate"))
 
 # What holds things, and who things are shared among.
 CONTAINERS = _pairs("box/boxes bag/bags basket/baskets jar/jars drawer/drawers bucket/buckets crate/crates tray/trays")

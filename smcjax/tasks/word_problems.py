@@ -3,12 +3,14 @@
     >>> problem = generate(seed=0, n=1, split="eval")[0]
 
 A story opens with a quantity and changes it in two to six steps of + - * /; somebody may have more or fewer than
-somebody else, things may be sold, shared, put together; some sentences do not matter. The solution has one line a
-step and ends in `#### answer`. Every quantity is an integer in [1, 999] and every division is exact.
+somebody else, things may come and go in equal groups, be sold, shared, put together; some sentences do not matter. The
+solution has one line a step and ends in `#### answer`. Every quantity is an integer in [1, 999] and every division is
+exact.
 
 Training and evaluation are apart by construction, so that memory does not answer:
 
-- sentences: every sentence of an evaluation problem comes from templates that training never uses (`templates.py`);
+- sentences: every sentence of an evaluation problem comes from templates that training never uses. They are whole
+  surface forms made of phrases that training sentences have too (`templates.py`);
 - numbers: a hash sets a tenth of all calculations `a op b` aside (commuted ones together). None of them occurs in a
   training solution; every evaluation solution needs at least one.
 """
@@ -21,21 +23,12 @@ import re
 from collections.abc import Callable
 
 from smcjax.tasks import vocabulary as words
-from smcjax.tasks.templates import FAMILIES, Split, in_tense
+from smcjax.tasks.templates import Split, templates
 
 MAX_VALUE = 999
 MIN_STEPS, MAX_STEPS = 2, 6
 ANSWER_MARK = "####"
 
-# (family, is past) -> templates with the tense chosen, for each split.
-_SENTENCES: dict[Split, dict[tuple[str, bool], tuple[str, ...]]] = {
-    split: {
-        (name, past): tuple(in_tense(template, past) for template in family.of(split))
-        for name, family in FAMILIES.items()
-        for past in (False, True)
-    }
-    for split in ("train", "eval")
-}
 _CALCULATE: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
@@ -112,6 +105,8 @@ class _Story:
         self.past = rng.random() < 0.5
         self.sentences: list[str] = []
         self.templates: list[str] = []
+        self.last = ""  # the family of the last sentence
+        self.clauses: list[str] = []  # of the last sentence, while it could go on with "and"
         self.lines: list[str] = []
         self.needs_held_out = False
         self.value = 0
@@ -125,6 +120,7 @@ class _Story:
         self.slots = {
             "o": "dollars" if self.money else thing, "x": other, "c": container[0], "cs": container[1],
             "g": receiver[0], "gs": receiver[1], "adj": adjective, "adk": other_adjective,
+            "uses": words.USES[thing in words.FOODS][self.past], "coll": "account" if self.money else "collection",
         }  # fmt: skip
         self.pronoun = "she" if self.random() < 0.5 else "he"
         self.holder = self.choose(words.NAMES[self.pronoun])
@@ -147,8 +143,10 @@ class _Story:
     # -- sentences ----------------------------------------------------------------------------------------------------
 
     def say(self, family: str, **numbers: int) -> None:
-        """Add a sentence of `family`."""
+        """Add a sentence of `family`, or a clause to the last sentence."""
         slots = self.slots
+        if self.last in _SHORT_AFTER.get(family, ()) and not self.money and self.random() < 0.25:
+            family += "_them"
         if self.random() < 0.5 and self.sentences:
             slots["S"], slots["O"], slots["P"] = words.PRONOUNS[self.pronoun]
         else:
@@ -156,25 +154,45 @@ class _Story:
             slots["P"] = self.holder + "'s"
         for slot, value in numbers.items():
             slots[slot] = words.NUMBER_WORDS[value] if value <= 12 and self.random() < 0.15 else str(value)
-        templates = _SENTENCES[self.split][family, self.past]
-        template = self.choose(templates)
+        lines = templates(family, self.split, self.past)
+        template = self.choose(self.choose(lines))
         if template in self.templates:  # say the same thing another way, mostly
-            template = self.choose(templates)
+            template = self.choose(self.choose(lines))
+        self.templates.append(template)
         for slot, options in _DRESSING:
             if slot in template:
                 slots[slot[1:-1]] = self.choose(options)
         sentence = template.format_map(slots)
-        if self.sentences and family in _EVENTS and template.startswith(_PLAIN_STARTS) and self.random() < 0.35:
-            time = self.choose(words.TIMES)
-            sentence = time + (sentence if template[0] == "{" else sentence[0].lower() + sentence[1:])
-        self.templates.append(template)
-        self.sentences.append(sentence[0].upper() + sentence[1:])
+        begins = "{A} " if family.startswith(("open", "money_open")) else "{S} "
+        plain = template.startswith(begins) and not _JOINED.search(template) and (family in _EVENTS or begins == "{A} ")
+        if plain and self.clauses and self.random() < 0.3:
+            self.clauses.append(sentence[len(slots["S"]) + 1 : -1])
+            self.sentences[-1] = self.join()
+        else:
+            self.clauses = []
+            timeless = family in _EVENTS and template.startswith(_PLAIN_STARTS) and " soon " not in template
+            if self.sentences and timeless and self.random() < 0.3:
+                time = self.choose(words.TIMES)
+                sentence = time + (sentence if template[0] == "{" else sentence[0].lower() + sentence[1:])
+            sentence = sentence[0].upper() + sentence[1:]
+            self.sentences.append(sentence)
+            if plain:
+                self.clauses = [sentence[:-1]]
+        if len(self.clauses) == 3:
+            self.clauses = []
+        self.last = family.removesuffix("_them")
 
-    def calculate(self, a: int, op: str, b: int, who: str = "") -> None:
+    def join(self) -> str:
+        """The clauses, all of one subject, as a sentence."""
+        *first, last = self.clauses
+        return f"{', '.join(first)}{self.choose(_LINKS if len(first) == 1 else _LAST_LINKS)}{last}."
+
+    def calculate(self, a: int, op: str, b: int, who: str = "") -> int:
         """Write a line of the solution; its result is the new value."""
         self.value = _CALCULATE[op](a, b)
         self.needs_held_out = self.needs_held_out or is_held_out(a, op, b)
         self.lines.append(f"{who or self.holder + ' has'} {a} {op} {b} = {self.value} {self.slots['o']}")
+        return self.value
 
     def operand(self, a: int, op: str, low: int, high: int) -> int | None:
         """A second number in [low, high] that this split may see with `a`; for `/` one that divides a."""
@@ -203,12 +221,12 @@ class _Story:
             if len(self.lines) == steps - 1 and self.random() < 0.5:
                 ending = self.end()
             else:
-                self.move()
+                self.move(steps - len(self.lines))
             if len(self.sentences) > 1 and self.random() < 0.07:
                 self.say("filler")
             if self.random() < 0.07:
                 self.say("distractor", n=self.between(2, 60))
-        self.say(ending or "question")
+        self.say(ending or ("money_question" if self.money and self.random() < 0.6 else "question"))
         return True
 
     def open(self, steps: int) -> None:
@@ -224,11 +242,13 @@ class _Story:
             self.value = self.between(2, 60 if self.random() < 0.8 else 200)
             self.say(prefix, n=self.value)
 
-    def move(self) -> None:
-        """One step, if a number can be found for it."""
+    def move(self, left: int) -> None:
+        """One step or, where two are left, perhaps two; none if no number can be found for it."""
         kind = self.random()
         money = "money_" if self.money else ""
-        if kind < 0.27:
+        if left > 1 and self.random() < 0.15:
+            self.change_in_groups(*((money + "gain", "+") if kind < 0.6 else (money + "lose", "-")))
+        elif kind < 0.27:
             self.change(money + "gain", "+", 2, min(MAX_VALUE - self.value, self.size()))
         elif kind < 0.53:
             self.change(money + "lose", "-", 2, min(self.value - 2, self.size()))
@@ -268,6 +288,16 @@ class _Story:
         self.say(name if self.random() < 0.5 else family, n=b)
         self.before = None
         self.calculate(self.value, op, b)
+
+    def change_in_groups(self, family: str, op: str) -> None:
+        """Several equal groups come or go: two steps."""
+        value, groups = self.value, self.between(2, 9)
+        size = self.operand(groups, "*", 2, min(20, (MAX_VALUE - value if op == "+" else value - 2) // groups))
+        if size is None or not self.may(value, op, groups * size):
+            return
+        self.say(family + "_groups", n=groups, m=size)
+        self.before = None
+        self.calculate(value, op, self.calculate(groups, "*", size, who="That makes"))
 
     def compare(self, family: str, op: str, low: int, high: int, special: dict[int, str] | None = None) -> None:
         """{B} has more, fewer, a multiple or a part, and becomes the one whom the story is about."""
@@ -312,8 +342,22 @@ _DRESSING = (
     ("{item}", words.ITEMS),
 )
 # A sentence can begin with a time if it tells an event and does not begin with an adverbial already.
-_PLAIN_STARTS = ("{", "The ", "A ", "Each ", "Half ", "All ")
+_PLAIN_STARTS = ("{", "The ", "A ", "Each ", "Every ", "Half ", "All ")
 _EVENTS = {
     *("gain", "lose", "times", "double", "triple", "part", "half", "third", "sell", "share", "store"),
     *("money_gain", "money_lose", "money_times", "money_double", "money_part", "money_half"),
+    *("gain_groups", "lose_groups", "money_gain_groups", "money_lose_groups"),
+    *("gain_them", "lose_them", "half_them", "share_them"),
 }
+# After which families "5 more" or "half of them" can only mean what the story is about.
+_SHORT_AFTER = {
+    "gain": ("open", "gain", "lose"),
+    "lose": ("open", "gain"),
+    "half": ("open",),
+    "share": ("open", "open_groups"),
+    "question": ("open", "gain", "lose"),
+}
+# Two events of one person can be told in one sentence if each is a single clause.
+_JOINED = re.compile(r"[,:]| (?:and|but|that|until|because|when|so|as|among|between) ")
+_LINKS = (" and ", " and ", " and then ", ", and then ", " and later ")
+_LAST_LINKS = (" and ", ", and ", " and then ", ", and then ")

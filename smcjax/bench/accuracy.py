@@ -1,0 +1,66 @@
+"""Accuracy of an `LLM` on freshly generated word problems, with its uncertainty."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.tasks.intervals import wilson_interval
+from smcjax.tasks.word_problems import Problem, is_correct, prompt
+
+if TYPE_CHECKING:
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.outputs import RequestOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One run over n problems."""
+
+    correct: list[bool]  # [n], in the problems' order
+    outputs: list[RequestOutput]
+    seconds: float  # wall time, compilation excluded
+    generated_tokens: int
+    cycles: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of problems answered correctly."""
+        return sum(self.correct) / len(self.correct)
+
+    def report(self) -> dict[str, float]:
+        """What `smcjax eval --json` prints: accuracy with its 95% Wilson interval, speed, tokens per cycle."""
+        low, high = wilson_interval(sum(self.correct), len(self.correct))
+        return {
+            "accuracy": self.accuracy,
+            "ci_low": low,
+            "ci_high": high,
+            "n": len(self.correct),
+            "tokens_per_second": self.generated_tokens / self.seconds,
+            "tokens_per_cycle": self.generated_tokens / max(self.cycles, 1),
+            "generated_tokens": self.generated_tokens,
+            "cycles": self.cycles,
+            "errors": sum(output.error is not None for output in self.outputs),
+            "seconds": self.seconds,
+        }
+
+
+def evaluate(
+    llm: LLM, problems: list[Problem], params: SamplingParams, *, seed: int, use_tqdm: bool = True
+) -> Evaluation:
+    """Asks `llm` every problem once. Each has a seed of its own, so results do not depend on the batching."""
+    each = [dataclasses.replace(params, seed=(seed * 1_000_003 + index) & MAX_SEED) for index in range(len(problems))]
+    compiling, began = llm.metrics()["compile_seconds"], time.perf_counter()
+    outputs = llm.generate([prompt(problem) for problem in problems], each, use_tqdm=use_tqdm)
+    seconds = time.perf_counter() - began - (llm.metrics()["compile_seconds"] - compiling)
+    return Evaluation(
+        correct=[
+            is_correct(problem, output.outputs[0].text) for problem, output in zip(problems, outputs, strict=True)
+        ],
+        outputs=outputs,
+        seconds=seconds,
+        generated_tokens=sum(output.metrics.generated_tokens for output in outputs),
+        cycles=sum(output.metrics.cycles for output in outputs),
+    )

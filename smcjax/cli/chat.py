@@ -1,0 +1,67 @@
+"""`smcjax chat`: a conversation in the terminal. An empty line or end of input ends it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from smcjax.cli.generate import summary
+from smcjax.cli.options import (
+    add_decoding_options,
+    add_model_options,
+    add_sampling_options,
+    decoding_from,
+    llm_arguments,
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("chat", help="converse in the terminal", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    add_sampling_options(parser, max_tokens=256)
+    add_decoding_options(parser, n_particles=8, gamma=8)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads a line, answers it with all that was said before, and so on."""
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+    with LLM(args.model, decoding=decoding_from(args), max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
+        if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+            raise ValueError(
+                f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."
+            )
+        messages: list[dict[str, str]] = []
+        while line := _read():
+            messages.append({"role": "user", "content": line})
+            try:
+                output = llm.chat(messages, params, use_tqdm=False)[0]
+            except ValueError as error:  # too long by now, say: the conversation goes on without this line
+                messages.pop()
+                print(f"smcjax: error: {error}", file=sys.stderr)
+                continue
+            if output.error is not None:
+                print(f"smcjax: error: {output.error}", file=sys.stderr)
+                return 1
+            text = output.outputs[0].text.strip("\n")
+            messages.append({"role": "assistant", "content": text})
+            print(text, flush=True)
+            print(summary(output), file=sys.stderr)
+    return 0
+
+
+def _read() -> str:
+    """The next line, "" at the end of input. The prompt, like all that is not an answer, goes to stderr."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip()
+    except EOFError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the input must be {error.encoding} text, got byte {error.start} of another kind.") from None

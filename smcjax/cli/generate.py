@@ -1,0 +1,86 @@
+"""`smcjax generate`: one prompt, one answer, and what it took."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from smcjax.cli.options import (
+    add_decoding_options,
+    add_model_options,
+    add_sampling_options,
+    decoding_from,
+    llm_arguments,
+)
+
+if TYPE_CHECKING:
+    from smcjax.engine.outputs import RequestOutput
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("generate", help="answer a prompt", description=__doc__)
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    parser.add_argument("--trace", metavar="FILE", help="write ESS, weights and ancestors of every cycle as JSON")
+    add_sampling_options(parser, max_tokens=128)
+    add_decoding_options(parser, n_particles=8, gamma=8)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads, generates, prints the text on stdout and the figures on stderr."""
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    decoding = decoding_from(args, trace=args.trace is not None)
+    if args.trace is not None:
+        _check_trace(args.trace, args.decoding)
+    with LLM(args.model, decoding=decoding, max_num_seqs=1, **llm_arguments(args)) as llm:
+        output = llm.generate(args.prompt, params, use_tqdm=False)[0]
+    if output.error is not None:
+        print(f"smcjax: error: {output.error}", file=sys.stderr)
+        return 1
+    print(output.outputs[0].text.strip("\n"))
+    print(summary(output), file=sys.stderr)
+    if args.trace is not None:
+        from smcjax.trace_file import save_trace
+
+        save_trace(args.trace, output)
+        print(f"trace: {args.trace}  (draw it: smcjax viz {args.trace})", file=sys.stderr)
+    return 0
+
+
+def _check_trace(path: str, decoding: str) -> None:
+    """Refuses what would fail only after the answer has been generated."""
+    if decoding != "smc":
+        raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
+    directory = os.path.dirname(path) or "."
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise ValueError(f"--trace must be a file, got the directory {path!r}; add a file name.")
+    if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--trace must lie in a directory that can be written to, got {path!r}; make one."
+        )
+
+
+def summary(output: RequestOutput) -> str:
+    """One line of figures about an answer."""
+    metrics, answer = output.metrics, output.outputs[0]
+    parts = [
+        f"{metrics.generated_tokens} tokens ({answer.finish_reason})",
+        f"{metrics.tokens_per_second:.1f} tokens/s",
+        f"{metrics.cycles} cycles",
+    ]
+    if output.smc is not None:
+        mean_ess = "–" if metrics.mean_ess is None else f"{metrics.mean_ess:.2f}"
+        parts += [
+            f"mean ESS {mean_ess} of {len(output.smc.particles)}",
+            f"{metrics.resamples} resamplings",
+            f"log evidence {output.smc.log_evidence:.2f}",
+        ]
+    return "[" + " · ".join(parts) + "]"

@@ -1,0 +1,80 @@
+"""Arguments that several commands share, and what they build."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smcjax.autoregressive import Autoregressive
+    from smcjax.smc import SMC
+
+DECODINGS = ("smc", "autoregressive")
+SMC_OPTIONS = ("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which models, and how they are held."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--model", metavar="DIR", help="target: a Hugging Face directory (default: the bundled pair)")
+    group.add_argument("--draft-model", metavar="DIR", help="draft: a Hugging Face directory of the same tokenizer")
+    group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (auto: bfloat16 on GPU)")
+    group.add_argument("--max-model-len", type=int, metavar="T", help="prompt and generated tokens at most")
+    group.add_argument("--page-size", type=int, default=16, metavar="B", help="tokens in a KV page (16)")
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
+    """How tokens are chosen."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--decoding", choices=DECODINGS, default="smc", help="smc (default) or the target alone")
+    group.add_argument("-N", "--n-particles", type=int, help=f"particles ({n_particles})")
+    group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
+    group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
+    group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
+    group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
+    group.add_argument("--resampling", help="systematic (default), stratified, multinomial or residual")
+    group.add_argument("--select", help="the answer: sample (default) or best")
+    parser.set_defaults(smc_defaults={"n_particles": n_particles, "gamma": gamma})
+
+
+def add_debug_option(parser: argparse.ArgumentParser) -> None:
+    """--debug after the command as well as before it."""
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="errors with their traceback")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """What a request asks for."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.7, help="0.7")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
+
+
+def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Autoregressive:
+    """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
+    from smcjax.autoregressive import Autoregressive
+    from smcjax.smc import SMC
+
+    given = {name: getattr(args, name) for name in SMC_OPTIONS if getattr(args, name) is not None}
+    if args.decoding == "autoregressive":
+        if given:
+            option = "--" + next(iter(given)).replace("_", "-")
+            raise ValueError(f"{option} is an option of --decoding smc, got --decoding autoregressive; leave it out.")
+        return Autoregressive()
+    return SMC(**{**args.smc_defaults, **given}, trace=trace)
+
+
+def described(decoding: SMC | Autoregressive) -> str:
+    """A decoder in a line of figures."""
+    from smcjax.smc import SMC
+
+    return f"N={decoding.n_particles} K={decoding.gamma}" if isinstance(decoding, SMC) else "target only"
+
+
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `LLM` from the model options."""
+    return {
+        "draft_model": args.draft_model,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "page_size": args.page_size,
+    }

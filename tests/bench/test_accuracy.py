@@ -1,0 +1,55 @@
+"""`evaluate` against an engine whose answers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smcjax import CompletionOutput, RequestOutput, SamplingParams
+from smcjax.bench.accuracy import evaluate
+from smcjax.engine.outputs import RequestMetrics
+from smcjax.tasks.intervals import wilson_interval
+from smcjax.tasks.word_problems import generate, prompt
+
+
+class Oracle:
+    """Answers the first `right` problems, and counts compilation that must not be timed."""
+
+    def __init__(self, right: int, problems: list[Any]) -> None:
+        self.right, self.problems = right, problems
+        self.params: list[SamplingParams] = []
+        self.compiled = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        return {"compile_seconds": self.compiled}
+
+    def generate(self, prompts: list[str], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
+        assert prompts == [prompt(problem) for problem in self.problems]
+        self.params, self.compiled = params, -100.0  # as if 100 seconds more had been spent on answers
+        outputs = []
+        for index, problem in enumerate(self.problems):
+            text = problem.solution if index < self.right else "#### 100000"
+            answer = CompletionOutput(0, text, [1] * 10, "stop")
+            metrics = RequestMetrics(cycles=4, resamples=0, generated_tokens=10, drafted=0, seconds=1.0)
+            error = "broken" if index == len(self.problems) - 1 else None
+            outputs.append(RequestOutput(str(index), None, [], [answer], True, metrics, error=error))
+        return outputs
+
+
+def test_the_report() -> None:
+    problems = generate(7, 20, "eval")
+    oracle = Oracle(13, problems)
+    base = SamplingParams(max_tokens=50, temperature=0.3)
+    evaluation = evaluate(oracle, problems, base, seed=9, use_tqdm=False)  # type: ignore[arg-type]
+    report = evaluation.report()
+    low, high = wilson_interval(13, 20)
+    assert evaluation.correct == [True] * 13 + [False] * 7
+    assert (report["accuracy"], report["ci_low"], report["ci_high"], report["n"]) == (13 / 20, low, high, 20)
+    assert low < 13 / 20 < high
+    assert report["tokens_per_cycle"] == 2.5
+    assert report["seconds"] == pytest.approx(100, abs=1)
+    assert report["tokens_per_second"] == pytest.approx(2.0, rel=0.02)
+    assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, 80, 1)
+    assert len({one.seed for one in oracle.params}) == 20
+    assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}

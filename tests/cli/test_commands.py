@@ -1,0 +1,131 @@
+"""generate, chat, eval and bench do what they say: answers on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from smcjax import LLM, SMC, SamplingParams
+from smcjax.cli import evaluate
+from smcjax.trace_file import load_trace
+from tests.checkpoints import Pair
+from tests.cli.conftest import Command
+
+SMALL = ["-N", "3", "-K", "2"]
+
+
+def test_generate_prints_the_answer_alone_on_stdout(smcjax: Command, models: list[str], pair: Pair) -> None:
+    result = smcjax("generate", "hello", *models, *SMALL, "--max-tokens", "9", "--seed", "4", "--temperature", "0.9")
+    assert result.code == 0
+    with LLM(pair.target, draft_model=pair.draft, decoding=SMC(3, 2), max_model_len=48, page_size=4) as llm:
+        output = llm.generate("hello", SamplingParams(max_tokens=9, seed=4, temperature=0.9), use_tqdm=False)[0]
+    assert result.out == output.outputs[0].text.strip("\n") + "\n"
+    assert f"{output.metrics.generated_tokens} tokens" in result.err
+    assert "log evidence" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> None:
+    arguments = ["generate", "hello", *models, "--decoding", "autoregressive", "--max-tokens", "4"]
+    greedy = [smcjax(*arguments, "--temperature", "0", "--seed", seed) for seed in "12"]
+    assert greedy[0].code == 0
+    assert greedy[0].out == greedy[1].out != "\n"
+    assert "ESS" not in greedy[0].err
+
+
+def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = smcjax("generate", "hello", *models, *SMALL, "--max-tokens", "9", "--trace", str(path))
+    assert result.code == 0
+    assert str(path) in result.err
+    trace = load_trace(path)
+    assert (trace.prompt, trace.n_particles, trace.gamma) == ("hello", 3, 2)
+    assert trace.cycles >= 1
+    assert trace.texts is not None
+    assert trace.texts[trace.selected].strip("\n") == result.out.rstrip("\n")
+
+
+def chat(
+    smcjax: Command, monkeypatch: pytest.MonkeyPatch, text: bytes, models: list[str]
+) -> tuple[int, list[str], str]:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+    result = smcjax("chat", *models, *SMALL, "--max-tokens", "3")
+    return result.code, result.out.splitlines(), result.err
+
+
+def test_chat_answers_every_line_with_what_went_before(
+    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
+) -> None:
+    code, lines, err = chat(smcjax, monkeypatch, b"hi\nyes\n", models)
+    assert code == 0
+    assert len(lines) == 2
+    assert err.count("tokens (") == 2
+    assert chat(smcjax, monkeypatch, b"hi\n\nnever read\n", models)[1] == lines[:1]
+
+
+def test_chat_survives_a_line_that_is_too_long(
+    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
+) -> None:
+    code, lines, err = chat(smcjax, monkeypatch, b"x" * 60 + b"\nhi\n", models)
+    assert code == 0
+    assert len(lines) == 1
+    assert "smcjax: error: request 0: the prompt has" in err
+
+
+def test_chat_refuses_bytes_that_are_no_text(
+    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
+) -> None:
+    code, lines, err = chat(smcjax, monkeypatch, b"caf\xe9\n", models)
+    assert (code, lines) == (2, [])
+    assert "smcjax: error: the input must be utf-8 text, got byte 3" in err
+
+
+def test_chat_needs_a_template(smcjax: Command, monkeypatch: pytest.MonkeyPatch, pair: Pair, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(Path(pair.target) / name)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    result = smcjax("chat", "--model", str(tmp_path), "--decoding", "autoregressive", "--max-model-len", "48")
+    assert (result.code, result.out) == (2, "")
+    assert "chat template" in result.err
+
+
+@pytest.mark.slow
+def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair) -> None:
+    models = ["--model", pair.target, "--draft-model", pair.draft, "--max-model-len", "800"]
+    result = smcjax("eval", *models, "-n", "2", *SMALL, "--max-tokens", "6", "--json", "--max-num-seqs", "2")
+    assert result.code == 0
+    report = json.loads(result.out.splitlines()[-1])
+    assert {"accuracy", "ci_low", "ci_high", "n", "tokens_per_second", "tokens_per_cycle"} <= report.keys()
+    assert (report["accuracy"], report["n"]) == (0, 2)
+    assert report["ci_low"] == 0 < report["ci_high"] < 1
+    assert report["tokens_per_second"] > 0
+    assert 0 < report["tokens_per_cycle"]
+    assert "N=3 K=2" in result.out.splitlines()[0]
+    assert "Requests" in result.err  # the progress bar
+
+
+def test_eval_asks_for_the_problems_of_its_seed(smcjax: Command, models: list[str]) -> None:
+    result = smcjax("eval", *models, "-n", "1")  # these problems are longer than 48 bytes
+    assert result.code == 2
+    assert "request 0: the prompt has" in result.err
+    assert evaluate.__doc__ is not None
+
+
+@pytest.mark.slow
+def test_bench_cycle_prints_a_table_and_one_json_line(smcjax: Command) -> None:
+    shapes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--max-model-len", "64"]
+    window = ["--context", "8", "--windows", "2", "--cycles", "2", "--page-size", "4", "--bandwidth", "10"]
+    result = smcjax("bench", "cycle", *shapes, *window, *SMALL, "--json")
+    assert result.code == 0
+    report = json.loads(result.out.splitlines()[-1])
+    assert report["bandwidth"] == 1e10
+    assert (report["n_particles"], report["gamma"], len(report["ms_windows"])) == (3, 2, 2)
+    assert "of the weight roofline" in result.out
+    table_only = smcjax("bench", "cycle", *shapes, *window, "--decoding", "autoregressive")
+    assert table_only.code == 0
+    assert "target only" in table_only.out
+    assert "{" not in table_only.out

@@ -1,0 +1,229 @@
+"""Wrong usage and failures on the command line: exit codes, one line on stderr, no traceback unless --debug."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smcjax.cli import generate, main
+from tests.checkpoints import Pair
+from tests.cli.conftest import Command, Result
+
+GENERATE = ["generate", "hello", "--max-tokens", "3"]
+EVAL = ["eval", "-n", "1"]
+BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
+
+USAGE: list[tuple[list[str], str]] = [
+    ([], "required: command"),
+    (["frobnicate"], "'frobnicate'"),
+    (["generate"], "required: prompt"),
+    ([*GENERATE, "another"], "another"),
+    ([*GENERATE, "--best-of", "3"], "--best-of"),
+    ([*GENERATE, "--max-tok", "3"], "--max-tok"),
+    ([*GENERATE, "-N", "eight"], "-N/--n-particles"),
+    ([*GENERATE, "-N", "1.5"], "-N/--n-particles"),
+    ([*GENERATE, "-N", "0"], "n_particles must be a whole number from 1 to 1024, got 0"),
+    ([*GENERATE, "-N", str(10**12)], "n_particles must be"),
+    ([*GENERATE, "-K", "-1"], "gamma must be"),
+    ([*GENERATE, "--temperature", "hot"], "--temperature"),
+    ([*GENERATE, "--temperature", "nan"], "temperature must be 0 (greedy) or from 0.001 to 1000, got nan"),
+    ([*GENERATE, "--temperature", "-1"], "temperature must be"),
+    ([*GENERATE, "--temperature", "0"], "use decoding=Autoregressive()"),
+    ([*GENERATE, "--power", "inf"], "power must be"),
+    ([*GENERATE, "--draft-temperature", "0"], "draft_temperature must be"),
+    ([*GENERATE, "--ess-threshold", "2"], "ess_threshold must be"),
+    ([*GENERATE, "--resampling", "none"], "resampling must be one of systematic"),
+    ([*GENERATE, "--select", "first"], "select must be"),
+    ([*GENERATE, "--seed", "-1"], "seed must be"),
+    ([*GENERATE, "--max-tokens", "0"], "max_tokens must be"),
+    ([*GENERATE, "--dtype", "int4"], "dtype is 'int4'"),
+    ([*GENERATE, "--max-model-len", "1"], "max_model_len must be"),
+    ([*GENERATE, "--max-model-len", str(10**12)], "max_model_len must be"),
+    ([*GENERATE, "--page-size", "0"], "page_size must be"),
+    ([*GENERATE, "--decoding", "beam"], "--decoding"),
+    ([*GENERATE, "--decoding", "autoregressive", "--power", "2"], "--power is an option of --decoding smc"),
+    ([*GENERATE, "--decoding", "autoregressive", "-N", "8"], "--n-particles is an option of --decoding smc"),
+    ([*GENERATE, "--decoding", "autoregressive", "--trace", "x.json"], "--trace needs a population"),
+    ([*GENERATE, "--trace", "/no/such/place/x.json"], "--trace must lie in a directory"),
+    ([*GENERATE, "--trace", "/proc/x.json"], "--trace must lie in a directory"),
+    ([*GENERATE, "--trace", "/tmp"], "--trace must be a file"),
+    ([*GENERATE, "--trace", "/tmp/"], "--trace must be a file"),
+    (["generate", ""], "the prompt is empty"),
+    (["generate", "a" * 5000], "has 5000 tokens"),
+    (["generate", "caf\udce9"], "valid Unicode"),
+    (["eval", "-n", "0"], "-n must be from 1 to 1000000, got 0"),
+    (["eval", "-n", str(10**12)], "-n must be"),
+    ([*EVAL, "--seed", "-1"], "seed must be"),
+    ([*EVAL, "--max-num-seqs", "0"], "max_num_seqs must be"),
+    ([*EVAL, "--max-tokens", "-3"], "max_tokens must be"),
+    ([*EVAL, "--temperature", "inf"], "temperature must be"),
+    (["bench"], "required: cycle"),
+    (["bench", "latency"], "'latency'"),
+    ([*BENCH, "--requests", "0"], "--requests must be"),
+    ([*BENCH, "--cycles", "-1"], "--cycles must be"),
+    ([*BENCH, "--windows", str(10**12)], "--windows must be"),
+    ([*BENCH, "--page-size", "0"], "--page-size must be"),
+    ([*BENCH, "--max-model-len", str(10**12)], "--max-model-len must be"),
+    ([*BENCH, "--context", "2000"], "context 2000"),
+    ([*BENCH, "--bandwidth", "nan"], "--bandwidth must be"),
+    ([*BENCH, "--bandwidth", "-5"], "--bandwidth must be"),
+    ([*BENCH, "--target-shape", "gpt-9"], "shape 'gpt-9' is unknown"),
+    ([*BENCH, "-N", "0"], "n_particles must be"),
+]
+
+
+def assert_one_sentence(result: Result) -> None:
+    """Whatever was logged before (loading takes a while), the error is the last line and there is no traceback."""
+    *_, last = result.err.splitlines()
+    assert last.startswith("smcjax: error: ")
+    assert "Traceback" not in result.err
+    assert result.err.count("smcjax: error") == 1
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(("argv", "reason"), USAGE, ids=[" ".join(argv)[-50:] for argv, _ in USAGE])
+def test_wrong_usage_is_2(smcjax: Command, models: list[str], argv: list[str], reason: str) -> None:
+    if argv[:1] in (["generate"], ["eval"]):
+        options = {name: value for name, value in zip(models[::2], models[1::2], strict=True) if name not in argv}
+        argv = [*argv, *(word for option in options.items() for word in option)]
+    result = smcjax(*argv)
+    assert result.code == 2
+    assert reason in result.err
+    assert_one_sentence(result)
+
+
+def broken(pair: Pair, directory: Path, kind: str) -> str:
+    if kind == "missing":
+        return str(directory / "nothing")
+    if kind == "hub":
+        return "no-such-org/no-such-model"
+    shutil.copytree(pair.target, directory / kind)
+    weights = directory / kind / "model.safetensors"
+    if kind == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-9])
+    elif kind == "pickle":
+        weights.rename(weights.with_name("pytorch_model.bin"))
+    else:
+        (directory / kind / "config.json").write_text("{")
+    return str(directory / kind)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "chat"])
+@pytest.mark.parametrize("kind", ["missing", "hub", "truncated", "pickle", "corrupt"])
+def test_a_directory_that_cannot_be_used_is_1(
+    smcjax: Command, pair: Pair, tmp_path: Path, kind: str, command: str
+) -> None:
+    path = broken(pair, tmp_path, kind)
+    prompt = ["hello"] if command == "generate" else []
+    for models in (["--model", path, "--draft-model", pair.draft], ["--model", pair.target, "--draft-model", path]):
+        result = smcjax(command, *prompt, *models)
+        assert result.code == 1
+        assert_one_sentence(result)
+        assert path in result.err
+
+
+def test_half_a_pair(smcjax: Command, pair: Pair) -> None:
+    for option, other in (("--model", "draft_model"), ("--draft-model", "model")):
+        result = smcjax(*GENERATE, option, pair.target)
+        assert result.code == 2
+        assert f"{other} is not" in result.err
+
+
+@pytest.mark.parametrize("argv", [["--debug", *GENERATE], [*GENERATE, "--debug"]])
+def test_debug_keeps_the_traceback(smcjax: Command, argv: list[str]) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        smcjax(*argv, "--model", "/nowhere", "--draft-model", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 1),
+        (RuntimeError("RESOURCE_EXHAUSTED: out\nof   memory"), 1),
+        (MemoryError(), 1),
+        (OSError(28, "No space left"), 1),
+        (ValueError("x" * 10_000), 2),
+    ],
+)
+def test_whatever_fails_ends_in_one_line(
+    smcjax: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    result = smcjax("generate", "hello")
+    assert result.code == code
+    assert len(result.err.splitlines()) == 1
+    assert len(result.err) < 600
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["bench", "cycle"]])
+def test_help(smcjax: Command, command: list[str]) -> None:
+    result = smcjax(*command, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("usage: smcjax")
+
+
+def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **kwargs
+    )
+
+
+def test_help_is_fast_because_jax_is_not_imported() -> None:
+    code = (
+        "import sys; from smcjax.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'jax', 'transformers', 'matplotlib', 'numpy'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    result = run_python(code)
+    assert result.stderr.strip() == "[]"
+    assert "usage: smcjax" in result.stdout
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    """As in `smcjax … | head -1`: stdout is a pipe whose other end is closed."""
+    code = (
+        "import sys; from smcjax.cli import generate\n"
+        "def run(args):\n"
+        "    for _ in range(5): print('x' * 10000)\n"
+        "    return 0\n"
+        "generate.run = run\n"
+        "from smcjax.cli.main import main; sys.exit(main(['generate', 'hello']))"
+    )
+    for write_later in (False, True):
+        script = code.replace("'x' * 10000", "'x'") if write_later else code  # small output fails at the flush only
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        process = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        os.close(write_end)
+        assert process.stderr == ""
+        assert process.returncode == 1
+
+
+def test_an_ascii_terminal_still_gets_its_answer() -> None:
+    code = (
+        "import sys; from smcjax.cli import generate\n"
+        "generate.run = lambda args: print('caf\\u00e9') or 0\n"
+        "from smcjax.cli.main import main; sys.exit(main(['generate', 'hello']))"
+    )
+    result = run_python(code, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stdout) == (0, "caf?\n")
+
+
+def test_the_entry_point_is_main() -> None:
+    assert main.make_parser().prog == "smcjax"

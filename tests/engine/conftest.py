@@ -1,0 +1,44 @@
+"""One pair on disk and the few `LLM`s that most engine tests share: what costs here is compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive
+from tests.checkpoints import Pair, keep_programs, write_pair
+
+MAX_MODEL_LEN = 48
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs(request: pytest.FixtureRequest) -> None:
+    keep_programs(request.config.cache)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LLM:
+    """An `LLM` as `llm` below, but for the changes."""
+    decoding = SMC(**{"n_particles": 4, "gamma": 3, "trace": True, **(smc or {})})
+    fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": 4}
+    return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **{**fields, **changes})
+
+
+@pytest.fixture(scope="session")
+def llm(pair: Pair) -> Iterator[LLM]:
+    """N = 4, K = 3, four requests at a time."""
+    with smc_llm(pair) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def plain(pair: Pair) -> Iterator[LLM]:
+    """The target alone."""
+    with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=4, page_size=4) as llm:
+        yield llm

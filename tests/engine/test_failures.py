@@ -1,0 +1,104 @@
+"""What goes wrong while a batch runs: a model that gives NaN, an interruption, an LLM that was closed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax.model import load_checkpoint, save_checkpoint
+from tests.checkpoints import Pair, write_tokenizer
+from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
+
+POISON = 5  # an id whose embedding is NaN
+PARAMS = SamplingParams(seed=3, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def poisoned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target with one embedding NaN. Its own output hardly ever holds that token, but a prompt can."""
+    directory = tmp_path_factory.mktemp("poisoned") / "target"
+    config, params = load_checkpoint(pair.target, dtype="float32")
+    broken = dataclasses.replace(params, embed=params.embed.at[POISON].set(np.nan))
+    save_checkpoint(config, broken, directory, dtype="float32")
+    write_tokenizer(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("decoder", ["smc", "autoregressive"])
+def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str, llm: LLM, plain: LLM) -> None:
+    healthy = llm if decoder == "smc" else plain
+    decoding = SMC(4, 3, trace=True) if decoder == "smc" else Autoregressive()
+    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": 4}
+    good = {"prompt_token_ids": [70, 71, 72]}
+    bad = {"prompt_token_ids": [70, POISON, 72]}
+    expected = healthy.generate(good, PARAMS, use_tqdm=False)[0].outputs
+    with LLM(poisoned, draft_model=pair.draft, decoding=decoding, **fields) as sick:  # type: ignore[arg-type]
+        for prompts in ([good, bad, good, bad], [bad, good, good], [good, good, good]):  # the last reuses their pages
+            outputs = sick.generate(prompts, PARAMS, use_tqdm=False)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert output.finished
+                if prompt is good:
+                    assert output.outputs == expected
+                    assert output.error is None
+                else:
+                    assert output.outputs[0].finish_reason == "error"
+                    assert output.outputs[0].token_ids == []
+                    assert output.error is not None
+                    assert "NaN" in output.error
+        assert sick.metrics()["kv_pages_free"] == sick.metrics()["kv_pages_total"]
+        with_logprobs = sick.generate(bad, SamplingParams(logprobs=1), use_tqdm=False)[0]
+        assert with_logprobs.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("where", ["step", "prefill", "conclude", "observe"])
+def test_an_interruption_leaves_the_llm_usable(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate(["ab", "c"], PARAMS, use_tqdm=False)
+    runner = llm._runner
+    assert runner is not None
+    before, memory = llm.metrics(), runner.memory
+    original = type(runner)._call
+
+    def call(self: object, program: object, batch: object, name: str) -> object:
+        if name != where:
+            return original(self, program, batch, name)  # type: ignore[arg-type]
+
+        def interrupted(*arguments: object) -> None:
+            if name == "step":  # half-way: the arguments are donated already when it strikes
+                original(self, program, batch, name)(*arguments)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+        return interrupted
+
+    with monkeypatch.context() as patch:
+        if where == "observe":
+            patch.setattr(jax, "device_get", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+        else:
+            patch.setattr(type(runner), "_call", call)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            llm.generate(["ab", "c", "d"], PARAMS, use_tqdm=False)
+    # Even while the traceback refers to the old arrays, their memory has been given back.
+    kv = (memory.target, memory.draft)
+    held = [path for path, leaf in jax.tree_util.tree_leaves_with_path(kv) if not leaf.is_deleted()]
+    assert held == [], caught
+    assert llm.metrics()["kv_pages_free"] == before["kv_pages_total"]
+    assert llm.metrics()["requests"] == before["requests"]
+    again = llm.generate(["ab", "c"], PARAMS, use_tqdm=False)
+    assert [output.outputs for output in again] == [output.outputs for output in expected]
+    assert llm.metrics()["kv_pages_free"] == before["kv_pages_total"]
+    assert llm.metrics()["compilations"] == before["compilations"]
+
+
+def test_close_frees_the_device_and_refuses_further_use(pair: Pair) -> None:
+    held = {id(array) for array in jax.live_arrays()}
+    with smc_llm(pair, max_num_seqs=1) as short_lived:
+        short_lived.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)
+        assert sum(id(array) not in held for array in jax.live_arrays()) > 10
+    assert [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64] == []
+    for use in (short_lived.metrics, lambda: short_lived.generate("ab"), lambda: short_lived.chat([{"role": "user"}])):
+        with pytest.raises(ValueError, match=r"closed; make a new one\.$"):
+            use()
+    short_lived.close()

@@ -1,0 +1,141 @@
+"""How many pages an `LLM` takes, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from smcjax import SamplingParams
+from smcjax.engine import memory, programs
+from smcjax.engine.memory import buckets, choose_num_pages, device_memory, worst_case_pages
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 100 GiB."""
+    monkeypatch.setattr(memory, "gpu_memory", lambda: 100 * GIB)
+
+
+def choose(num_pages: int | None = None, **changes: Any) -> int:
+    fields: dict[str, Any] = {
+        "page_bytes": GIB // 64,
+        "largest_request": 100,
+        "max_num_seqs": 8,
+        "weight_bytes": 20 * GIB,
+        "gpu_memory_utilization": 0.8,
+    }
+    return choose_num_pages(num_pages, **{**fields, **changes})
+
+
+def test_worst_case_by_hand() -> None:
+    # 5 prompt tokens in pages of 4, 10 in all, 3 rows: page 0 stays shared; positions 4 … 9 are 2 pages a row.
+    assert worst_case_pages(5, 10, 3, 4) == 1 + 3 * 2
+    assert worst_case_pages(4, 5, 3, 4) == 1 + 3 * 1
+    assert worst_case_pages(3, 4, 3, 4) == 3
+    assert worst_case_pages(7, 9, 1, 1) == 9
+    assert worst_case_pages(1, 2048, 8, 16) == 8 * 128
+
+
+def test_the_worst_case_of_one_token_is_the_worst() -> None:
+    for page_size in (1, 4, 16):
+        worst = [worst_case_pages(prompt, 48, 4, page_size) for prompt in range(1, 48)]
+        assert max(worst) == worst[0]
+        assert worst == sorted(worst, reverse=True)
+
+
+def test_buckets() -> None:
+    assert buckets(1) == [1]
+    assert buckets(8) == [1, 2, 4, 8]
+    assert buckets(6) == [1, 2, 4, 6]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_share_of_a_gpu() -> None:
+    assert choose() == 1 + 8 * 100  # all of them fit into 60 GiB of 3840 pages
+    assert choose(max_num_seqs=64) == 3840  # else the share, the trash page included
+    assert choose(max_num_seqs=64, gpu_memory_utilization=0.5) == 1920
+    assert choose(max_num_seqs=64, gpu_memory_utilization=1) == 5120
+    assert choose(largest_request=3839, max_num_seqs=64) == 3840
+    with pytest.raises(ValueError, match=r"may need 3840 KV pages \(60\.00 GiB\) and only 3839 fit .*; lower max"):
+        choose(largest_request=3840)
+    with pytest.raises(ValueError, match="only 0 fit"):
+        choose(weight_bytes=90 * GIB)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_pages_that_were_asked_for() -> None:
+    assert choose(5120) == 5120
+    assert choose(2) == 2  # shorter requests may still fit
+    with pytest.raises(ValueError, match=r"^num_pages must be at most 5120 .*, got 5121; lower it\.$"):
+        choose(5121)
+
+
+def test_a_host_lends_a_gibibyte_or_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda: None)
+    monkeypatch.setattr(memory, "device_memory", lambda: 30 * GIB)
+    assert choose(largest_request=10) == 64
+    assert choose(largest_request=10, max_num_seqs=2) == 21
+    assert choose(largest_request=100) == 101
+    with pytest.raises(ValueError, match="may need 640 KV pages"):
+        choose(largest_request=640)
+
+
+def test_gpu_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def memory_stats(self) -> dict[str, int] | None:
+            return {"bytes_limit": 7 * GIB, "bytes_in_use": 5}
+
+    assert memory.gpu_memory() is None or jax.default_backend() == "gpu"
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert memory.gpu_memory() == device_memory() == 7 * GIB
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda: None)
+    for content, expected in (("12345\n", 12345), ("max\n", None), (None, None)):
+        path = tmp_path / str(content)
+        if content is not None:
+            path.write_text(content)
+        monkeypatch.setattr(memory, "_CGROUP_LIMIT", path)
+        assert device_memory() == expected or (expected is None and device_memory() > 2**28)
+
+
+def test_an_llm_on_a_gpu_takes_its_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 4 * 2 * 2 * 8 * 4  # tokens, keys and values, layers of both models, head size, f32
+    with smc_llm(pair) as full:
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(full._runner.params))  # type: ignore[union-attr]
+        assert full.num_pages == 1 + 4 * worst_case_pages(1, 48, 4, 4)
+    monkeypatch.setattr(memory, "gpu_memory", lambda: 2 * (weights + 99 * page_bytes))
+    with smc_llm(pair, gpu_memory_utilization=0.5) as half:
+        assert half.num_pages == 99
+        assert half.metrics()["kv_pages_total"] == 98
+    with pytest.raises(ValueError, match=r"max_model_len tokens may need 48 KV pages"):
+        smc_llm(pair, gpu_memory_utilization=0.2)
+
+
+def test_too_few_pages_for_one_request(pair: Pair) -> None:
+    with smc_llm(pair, num_pages=9, max_num_seqs=1) as small:
+        with pytest.raises(ValueError, match=r"^request 1: it may need 12 KV pages and there are 8; raise num_pages"):
+            small.generate(["a", "ab"], [SamplingParams(max_tokens=7), SamplingParams(max_tokens=8)], use_tqdm=False)
+        outputs = small.generate(["a"] * 3, SamplingParams(max_tokens=7, ignore_eos=True), use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [7, 7, 7]
+        assert small.metrics()["kv_pages_free"] == 8
+
+
+def test_programs_that_exceed_the_device_are_refused_before_they_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with smc_llm(pair, max_num_seqs=1) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "device_memory", lambda: 1000)
+            with pytest.raises(ValueError, match=r"needs .* GiB and the device has .*; lower max_num_seqs"):
+                llm.generate("ab", use_tqdm=False)
+        assert llm.metrics()["compilations"] == 0
+        assert llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)[0].finished

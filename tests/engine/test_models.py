@@ -1,0 +1,131 @@
+"""Model directories through `LLM`: vocabularies that differ by padding, and directories that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, CheckpointError, SamplingParams
+from smcjax.engine.loading import load_models
+from tests.checkpoints import GOLDEN, Pair, write_model, write_tokenizer
+
+
+def test_padded_vocabularies_are_cut_to_the_common_ids(llm: LLM) -> None:
+    assert (llm.models.target.vocab_size, llm.models.draft.vocab_size) == (264, 264)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="ids of this model are 0 to 263"):
+        llm.generate({"prompt_token_ids": [270]})
+
+
+def test_equal_sizes_with_other_tokens_are_refused(pair: Pair, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(pair.draft, other)
+    write_tokenizer(other, bos_token="<begin>")  # a token more
+    with pytest.raises(ValueError, match="the tokenizers differ: token '<begin>'"):
+        LLM(pair.target, draft_model=other, decoding=SMC(2, 2))
+
+
+def test_sizes_that_differ_by_more_than_padding_are_refused(pair: Pair, tmp_path: Path) -> None:
+    large = write_model(tmp_path / "large", 1024, 3)
+    (tmp_path / "large" / "tokenizer.json").unlink()
+    (tmp_path / "large" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="draft_model has 1024 tokens and the target has 272"):
+        LLM(pair.target, draft_model=large)
+
+
+def test_a_directory_without_tokenizer_works_with_token_ids() -> None:
+    path = GOLDEN / "qwen2_bias"  # a Path is as good as text
+    with LLM(path, decoding=Autoregressive(), max_model_len=32, max_num_seqs=1) as llm:
+        assert llm.tokenizer is None
+        answer = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3, seed=0), use_tqdm=False)[0]
+        assert len(answer.outputs[0].token_ids) >= 1
+        assert answer.outputs[0].text == ""
+        with pytest.raises(ValueError, match=r"^request 0: the model directory has no tokenizer; pass"):
+            llm.generate("text")
+        with pytest.raises(ValueError, match="chat needs its chat template"):
+            llm.chat([{"role": "user", "content": "hi"}])
+        with pytest.raises(ValueError, match=r"^request 0: stop needs a tokenizer"):
+            llm.generate({"prompt_token_ids": [5]}, SamplingParams(stop="x"))
+
+
+def test_eos_of_the_tokenizer_where_the_configs_name_none(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "no-eos", 264, 1, eos_token_ids=())
+    models = load_models(path, None, needs_draft=False, dtype="float32")
+    assert models.target.eos_token_ids == ()
+    assert models.eos_token_ids == (257,)
+    assert models.draft is None
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def rewritten(name: str, content: bytes) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        (directory / name).write_bytes(content)
+
+    return change
+
+
+def config_with(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickle_only(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nothing there": (shutil.rmtree, "does not exist"),
+    "no config": (without("config.json"), "config.json does not exist"),
+    "no weights": (without("model.safetensors"), "has neither model.safetensors"),
+    "truncated weights": (truncate, "model.safetensors"),
+    "empty weights": (rewritten("model.safetensors", b""), "model.safetensors"),
+    "corrupt weights": (rewritten("model.safetensors", b"\xff" * 4096), "model.safetensors"),
+    "pickled weights": (pickle_only, "convert them to safetensors"),
+    "config not JSON": (rewritten("config.json", b"{"), "not valid JSON"),
+    "config a list": (rewritten("config.json", b"[]"), "config"),
+    "config empty": (rewritten("config.json", b"{}"), "config"),
+    "tokenizer corrupt": (rewritten("tokenizer.json", b"{"), "tokenizer files"),
+    "vocabulary only by name": (without("tokenizer.json"), "no vocabulary"),
+    "architecture": (config_with(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "GPT2LMHeadModel"),
+    "activation": (config_with(hidden_act="gelu"), "gelu"),
+    "inconsistent heads": (config_with(num_attention_heads=3, num_key_value_heads=2), "num_"),
+    "size of another model": (config_with(hidden_size=32), "hidden_size|another shape|missing"),
+    "more layers than weights": (config_with(num_hidden_layers=2), "missing"),
+    "EOS outside the vocabulary": (config_with(eos_token_id=100_000), "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("role", ["model", "draft_model"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_directories_that_cannot_be_used(kind: str, role: str, pair: Pair, tmp_path: Path) -> None:
+    damage, reason = BROKEN[kind]
+    broken = tmp_path / "broken"
+    shutil.copytree(pair.target if role == "model" else pair.draft, broken)
+    damage(broken)
+    paths = {"model": pair.target, "draft_model": pair.draft, role: str(broken)}
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        LLM(decoding=SMC(2, 2), max_model_len=32, **paths)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(broken) in message
+
+
+@pytest.mark.parametrize("name", ["", "no/such/directory", "no-such-org/no-such-model", "\0"])
+def test_names_of_nothing(name: str, pair: Pair) -> None:
+    with pytest.raises(CheckpointError, match=r"pass a .*directory") as caught:
+        LLM(name, draft_model=pair.draft)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,218 @@
+"""Bad input from Python: ValueError, one sentence with the argument, the value seen and the mend; nothing half-done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from tests.checkpoints import Pair
+from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
+
+NAN, INF, HUGE = float("nan"), float("inf"), 10**310
+
+WRONG: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.0, 8.5, "8", True, NAN, INF, [8]],
+    "min_tokens": [-1, 1.5, "8", None, True, NAN],
+    "temperature": [-0.5, NAN, INF, -INF, 1e-4, 10**12, HUGE, "1", None, True],
+    "top_p": [0, -0.1, 1.1, NAN, INF, HUGE, "1", None, True],
+    "top_k": [-2, 0.5, "1", None, True, NAN],
+    "stop": ["", ["a", ""], [1], 5, True, {"a": 1}, [["a"]]],
+    "stop_token_ids": [[-1], [1.0], ["a"], [True], 5, "ab", {1}],
+    "ignore_eos": [1, 0, "yes", None],
+    "seed": [-1, 2**32, 10**12, 1.0, "8", True, NAN],
+    "logprobs": [2, -1, 10**12, True, 1.0, "1", [1]],
+    "n": [1, 2, True, "8"],
+}
+WRONG_SMC: dict[str, list[Any]] = {
+    "n_particles": [0, -1, 1025, 10**12, 8.0, "8", None, True, NAN],
+    "gamma": [0, -1, 65, 10**12, 8.0, "8", None, True, NAN],
+    "draft_temperature": [0, -1, NAN, INF, 10**12, "8", True],
+    "power": [0, -1, NAN, INF, 10**12, "8", None, True],
+    "ess_threshold": [-0.1, 1.1, NAN, INF, 10**12, "8", None, True],
+    "resampling": ["none", "", None, 5, ["systematic"]],
+    "select": ["first", "", None, 5],
+    "bonus": [1, "yes", None],
+    "defer_bonus": [1, "yes", None],
+    "trace": [1, "yes", None],
+}
+WRONG_LLM: dict[str, list[Any]] = {
+    "model": [5, True, ["a"]],
+    "draft_model": [5, True, ["a"]],
+    "decoding": [SMC, "smc", 8],
+    "dtype": ["int8", "fp16", 5, True, "float64"],
+    "max_model_len": [0, 1, -1, 10**12, 8.0, "8", True, NAN],
+    "max_num_seqs": [0, -1, 4097, 10**12, 8.0, "8", None, True, NAN],
+    "page_size": [0, -1, 65, 10**12, 8.0, "8", None, True, NAN],
+    "num_pages": [0, 1, -1, 10**12, 10**8, 8.0, "8", True, NAN],
+    "gpu_memory_utilization": [0, -0.1, 1.1, 85, NAN, INF, 10**12, "8", None, True],
+    "tensor_parallel_size": [0, 2, -1, "8", None, True, NAN],
+    "seed": [-1, 2**32, 10**12, 1.0, "8", None, True, NAN],
+}
+
+
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(name, value, id=f"{name}={value!r}"[:40]) for name, values in table.items() for value in values
+    ]
+
+
+def complaint(call: Callable[[], object]) -> str:
+    """The message of the ValueError that `call` raises: one line, one sentence."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return message
+
+
+def shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(WRONG))
+def test_sampling_params(name: str, value: Any) -> None:
+    message = complaint(lambda: SamplingParams(**{name: value}))
+    assert message.startswith(f"{name} ")
+    assert shown(value) in message
+
+
+@pytest.mark.parametrize(("name", "value"), cases(WRONG_SMC))
+def test_smc(name: str, value: Any) -> None:
+    message = complaint(lambda: SMC(**{name: value}))
+    assert message.startswith(f"{name} ")
+    assert shown(value) in message
+
+
+@pytest.mark.parametrize(("name", "value"), cases(WRONG_LLM))
+def test_llm(name: str, value: Any, pair: Pair) -> None:
+    fields = {"model": pair.target, "draft_model": pair.draft, "decoding": SMC(4, 3), name: value}
+    message = complaint(lambda: LLM(**fields))
+    assert message.startswith(f"{name} ")
+    assert shown(value) in message
+
+
+def test_two_parameters_that_contradict_each_other(pair: Pair) -> None:
+    assert complaint(lambda: SamplingParams(max_tokens=3, min_tokens=4)).startswith("min_tokens must not exceed")
+    assert "draft_model is not" in complaint(lambda: LLM(pair.target))
+    assert "model is not" in complaint(lambda: LLM(draft_model=pair.draft))
+    assert "1024 positions" in complaint(lambda: smc_llm(pair, max_model_len=1025))
+
+
+def test_unknown_arguments_are_refused_by_name(pair: Pair, llm: LLM) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: SamplingParams(best_of=3),  # type: ignore[call-arg]
+        lambda: SMC(best_of=3),  # type: ignore[call-arg]
+        lambda: Autoregressive(best_of=3),  # type: ignore[call-arg]
+        lambda: LLM(pair.target, best_of=3),  # type: ignore[call-arg]
+        lambda: llm.generate("ab", best_of=3),  # type: ignore[call-arg]
+        lambda: llm.chat([], best_of=3),  # type: ignore[call-arg]
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="best_of"):
+            call()
+
+
+PROMPTS: list[tuple[Any, str]] = [
+    ("", "empty"),
+    ({"prompt_token_ids": []}, "no tokens"),
+    ("a" * MAX_MODEL_LEN, f"has {MAX_MODEL_LEN} tokens and max_model_len is {MAX_MODEL_LEN}"),
+    ({"prompt_token_ids": [1] * 5000}, "has 5000 tokens"),
+    ({"prompt_token_ids": [1, 264]}, "holds 264; ids of this model are 0 to 263"),
+    ({"prompt_token_ids": [1, 10**12]}, "holds 1000000000000"),
+    ({"prompt_token_ids": [-1]}, "holds -1"),
+    ({"prompt_token_ids": [True]}, "whole numbers, got [True]"),
+    ({"prompt_token_ids": [1.0]}, "whole numbers, got [1.0]"),
+    ({"prompt_token_ids": [NAN]}, "whole numbers"),
+    ({"prompt_token_ids": ["a"]}, "whole numbers"),
+    ({"prompt_token_ids": [[1, 2]]}, "whole numbers"),
+    ({"prompt_token_ids": np.ones((2, 2), np.int32)}, "whole numbers"),
+    ({"prompt_token_ids": np.array([0.5])}, "whole numbers"),
+    ({"prompt_token_ids": "abc"}, "must be a list"),
+    ({"prompt_token_ids": 5}, "must be a list"),
+    ({"prompt_token_ids": None}, "must be a list"),
+    ({"prompt_token_ids": [float(i) for i in range(10**5)]}, "…"),
+    ({"prompt": "a"}, "got ['prompt']"),
+    ({"prompt_token_ids": [1], "prompt": "a"}, "got ['prompt', 'prompt_token_ids']"),
+    ({}, "got []"),
+    ("caf\udce9", "valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "reason"), PROMPTS, ids=[reason[:30] for _, reason in PROMPTS])
+def test_a_bad_prompt_names_its_index_and_nothing_runs(llm: LLM, prompt: Any, reason: str) -> None:
+    before, counter = llm.metrics(), llm._counter
+    message = complaint(lambda: llm.generate(["ab", {"prompt_token_ids": [1]}, prompt, "c"], use_tqdm=False))
+    assert message.startswith("request 2: ")
+    assert reason in message
+    assert llm.metrics() == before
+    assert llm._counter == counter
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"abc", [1, 5, 9], ["a", 5], [["a"]], np.array([1, 2]), ("a", None), {5}])
+def test_prompts_of_another_kind(llm: LLM, prompts: Any) -> None:
+    assert complaint(lambda: llm.generate(prompts)).startswith("prompts must be text")
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ([SamplingParams()], "has 1 entries for 2 prompts"),
+        ([SamplingParams()] * 3, "has 3 entries for 2 prompts"),
+        ([], "has 0 entries"),
+        ({"max_tokens": 3}, "must be a SamplingParams"),
+        ([SamplingParams(), None], "must be a SamplingParams"),
+        (5, "must be a SamplingParams"),
+    ],
+)
+def test_parameters_of_another_kind(llm: LLM, params: Any, reason: str) -> None:
+    message = complaint(lambda: llm.generate(["a", "b"], params))
+    assert message.startswith("sampling_params ")
+    assert reason in message
+
+
+REFUSED_BY_SMC: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0}, "Autoregressive()"),
+    ({"temperature": 0.0}, "Autoregressive()"),
+    ({"top_k": 5}, "Autoregressive()"),
+    ({"top_p": 0.9}, "Autoregressive()"),
+    ({"stop_token_ids": [264]}, "stop_token_ids holds 264; ids of this model are 0 to 263"),
+    ({"min_tokens": 47}, "min_tokens is 47 and only 46 tokens fit"),
+    ({"min_tokens": 10**12}, "min_tokens is 1000000000000"),
+]
+
+
+@pytest.mark.parametrize(("params", "reason"), REFUSED_BY_SMC, ids=[str(params) for params, _ in REFUSED_BY_SMC])
+def test_what_the_request_or_the_decoder_cannot_honour(llm: LLM, params: dict[str, Any], reason: str) -> None:
+    before = llm.metrics()
+    message = complaint(lambda: llm.generate(["a", "ab"], [SamplingParams(), SamplingParams(**params)]))
+    assert message.startswith("request 1: ")
+    assert reason in message
+    assert llm.metrics() == before
+
+
+def test_stop_strings_at_another_power(pair: Pair) -> None:
+    with smc_llm(pair, {"power": 2.0}) as powered:
+        message = complaint(lambda: powered.generate("a", SamplingParams(stop="x")))
+    assert message.startswith("request 0: stop strings change the law at power 2.0")
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages must be a list"),
+    ("hi", "messages must be a list"),
+    (None, "messages must be a list"),
+    ([[]], "request 0: messages is empty"),
+    ([[{"role": "user", "content": "a"}], "hi"], "request 1: messages is 'hi'"),
+    ([[{"role": "user", "content": "a"}], [5]], "request 1: messages is [5]"),
+    ([{"role": "user", "content": "a" * 100}], "request 0: the prompt has"),
+]
+
+
+@pytest.mark.parametrize(("messages", "reason"), MESSAGES, ids=[reason for _, reason in MESSAGES])
+def test_bad_messages(llm: LLM, messages: Any, reason: str) -> None:
+    assert complaint(lambda: llm.chat(messages)).startswith(reason)

@@ -1,0 +1,117 @@
+"""A request's tokens depend on nothing but the request: not on its neighbours, its place, the batch or the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax import LLM, RequestOutput, SamplingParams
+from smcjax.engine.memory import worst_case_pages
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("a", {"seed": 1, "max_tokens": 20}),
+    ("hello", {"seed": 2, "max_tokens": 7, "temperature": 0.5}),
+    ("the quick brown fox", {"seed": 3, "max_tokens": 29, "ignore_eos": True}),
+    ("ab" * 20, {"seed": 2, "temperature": 1.7}),
+    ("word", {"seed": 0, "max_tokens": 1}),
+    ("stop here", {"seed": 2**32 - 1, "max_tokens": 25, "min_tokens": 10, "stop_token_ids": [3, 4, 5]}),
+    ("again", {"seed": 77, "max_tokens": 16, "temperature": 0.9}),
+]
+
+
+def ask(llm: LLM, which: list[int]) -> list[RequestOutput]:
+    prompts = [REQUESTS[i][0] for i in which]
+    return llm.generate(prompts, [SamplingParams(**REQUESTS[i][1]) for i in which], use_tqdm=False)
+
+
+def fingerprint(output: RequestOutput) -> tuple[Any, ...]:
+    """All that must not change: the answer and, to the bit, the population behind it."""
+    answer, smc = output.outputs[0], output.smc
+    population = () if smc is None else tuple(tuple(p.token_ids) for p in smc.particles)
+    return answer.text, tuple(answer.token_ids), answer.finish_reason, population
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[tuple[Any, ...]]:
+    return [fingerprint(ask(llm, [i])[0]) for i in range(len(REQUESTS))]
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [2, 4], [3, 0, 5], [1, 1, 1, 1, 1], [4, 2, 6, 0, 3]]
+)
+def test_neighbours_places_and_batch_sizes_change_nothing(
+    llm: LLM, alone: list[tuple[Any, ...]], order: list[int]
+) -> None:
+    assert [fingerprint(output) for output in ask(llm, order)] == [alone[i] for i in order]
+
+
+def test_the_requests_differ(alone: list[tuple[Any, ...]]) -> None:
+    assert len(set(alone)) == len(REQUESTS)
+
+
+def test_autoregressive_requests_are_their_own_too(plain: LLM) -> None:
+    everything = list(range(len(REQUESTS)))
+    expected = [fingerprint(ask(plain, [i])[0]) for i in everything]
+    for order in (everything, everything[::-1], [5, 2]):
+        assert [fingerprint(output) for output in ask(plain, order)] == [expected[i] for i in order]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_memory_from_one_requests_worst_case_upward(
+    pair: Pair, alone: list[tuple[Any, ...]], max_num_seqs: int
+) -> None:
+    worst = worst_case_pages(1, 48, 4, 4)
+    with smc_llm(pair, max_num_seqs=max_num_seqs, num_pages=worst + 1) as tight:
+        order = [3, 0, 1, 2, 4, 5, 6]
+        assert [fingerprint(output) for output in ask(tight, order)] == [alone[i] for i in order]
+        assert tight.metrics()["kv_pages_free"] == tight.metrics()["kv_pages_total"] == worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_page_size_changes_nothing(pair: Pair, alone: list[tuple[Any, ...]], page_size: int) -> None:
+    with smc_llm(pair, page_size=page_size) as other:
+        assert [fingerprint(output) for output in ask(other, [0, 1, 2, 3])] == alone[:4]
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_reading_results_late_changes_nothing(
+    llm: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host reads a cycle's end-mask while later cycles run already; those must change nothing."""
+    on_time = ask(llm, [0, 1, 2])
+    monkeypatch.setattr(llm._runner, "_lag", lag)
+    late = ask(llm, [0, 1, 2])
+    assert [fingerprint(output) for output in late] == alone[:3]
+    for a, b in zip(on_time, late, strict=True):
+        assert a.smc is not None
+        assert b.smc is not None
+        assert a.smc.log_evidence == b.smc.log_evidence
+        assert a.metrics.cycles == b.metrics.cycles
+        np.testing.assert_array_equal(a.smc.trace.ess, b.smc.trace.ess)  # type: ignore[union-attr]
+
+
+def test_unseeded_requests_differ_and_the_engine_seed_replays_them(pair: Pair) -> None:
+    def session(seed: int) -> list[tuple[Any, ...]]:
+        with smc_llm(pair, seed=seed) as fresh:
+            params = SamplingParams(max_tokens=12, ignore_eos=True)
+            first = fresh.generate(["ab"] * 3, params, use_tqdm=False)
+            second = fresh.generate("ab", params, use_tqdm=False)
+            return [fingerprint(output) for output in [*first, *second]]
+
+    one = session(5)
+    assert len(set(one)) == 4
+    assert session(5) == one
+    assert not set(session(100)) & set(one)
+
+
+def test_a_seeded_request_takes_nothing_from_the_engine(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, seed=9)
+    first = llm.generate("ab", params, use_tqdm=False)[0]
+    llm.generate(["x", "y"], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert fingerprint(llm.generate("ab", params, use_tqdm=False)[0]) == fingerprint(first)

@@ -1,0 +1,67 @@
+"""Attention over pages against numpy, and what may not leak through the slots that are masked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.kv import attention, paged_attention
+
+R, T, H, HKV, D = 3, 2, 4, 2, 6
+_paged = jax.jit(paged_attention)
+
+
+def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One query at a time, float64."""
+    out = np.zeros(q.shape)
+    for r, t, h in np.ndindex(*q.shape[:3]):
+        seen = slice(0, positions[r, t] + 1)
+        scores = k[r, seen, h // (H // HKV)].astype(float) @ q[r, t, h].astype(float) / np.sqrt(D)
+        weights = np.exp(scores - scores.max())
+        out[r, t, h] = weights @ v[r, seen, h // (H // HKV)] / weights.sum()
+    return out
+
+
+def case(page_size: int) -> dict[str, np.ndarray]:
+    """Rows of unequal length over scattered pages, slots that are not theirs full of garbage."""
+    rng = np.random.default_rng(page_size)
+    width = -(-12 // page_size)
+    table = 1 + rng.permutation(R * width).reshape(R, width)
+    shape = (R * width + 2, page_size, HKV, D)
+    return {
+        "q": rng.normal(size=(R, T, H, D)).astype(np.float32),
+        "key_pages": rng.normal(size=shape).astype(np.float32),
+        "value_pages": rng.normal(size=shape).astype(np.float32),
+        "block_table": table.astype(np.int32),
+        "positions": np.array([[0, 1], [7, 8], [10, 11]], np.int32),
+        "lengths": np.array([2, 9, 12], np.int32),
+    }
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 5, 16])
+def test_paged_equals_numpy(page_size: int) -> None:
+    inputs = case(page_size)
+    k, v = (inputs[name][inputs["block_table"]].reshape(R, -1, HKV, D) for name in ("key_pages", "value_pages"))
+    expected = oracle(inputs["q"], k, v, inputs["positions"])
+    np.testing.assert_allclose(_paged(**inputs), expected, atol=2e-6)
+    visible = np.arange(k.shape[1]) <= inputs["positions"][:, :, None]
+    got = attention(jnp.asarray(inputs["q"]), jnp.asarray(k), jnp.asarray(v), jnp.asarray(visible))
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+    inputs["positions"][1] -= 1
+    assert np.abs(_paged(**inputs) - expected).max() > 1e-2, "control: the mask matters"
+
+
+def test_stale_nan_does_not_leak() -> None:
+    """Slots from `lengths` on may hold another request's NaN, also where a query beyond `lengths` looks."""
+    inputs = case(4)
+    clean = np.asarray(_paged(**inputs))
+    inputs["positions"] = inputs["positions"] + np.array([0, 5])  # the second query of each row is padding
+    row, slot = 1, 9
+    poisoned = inputs["block_table"][row, slot // 4], slot % 4
+    inputs["key_pages"][poisoned] = np.nan
+    inputs["value_pages"][poisoned] = np.nan
+    np.testing.assert_array_equal(np.asarray(_paged(**inputs))[:, 0], clean[:, 0])
+    inputs["lengths"] = inputs["lengths"] + 1
+    assert np.isnan(np.asarray(_paged(**inputs))[row, 0]).all(), "control: a slot that counts as written does leak"

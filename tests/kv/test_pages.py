@@ -1,0 +1,220 @@
+"""The page allocator against a plain Python model: who owns what, and what every row reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from smcjax.kv import TRASH, KVCache, PagePool, allocate, make_room, page_of, pages_for, rebind, release
+from tests.helpers import assert_pages_sound
+
+GROUPS, FAN_OUT, CAPACITY, WIDTH = 2, 3, 23, 4
+ROWS = GROUPS * FAN_OUT
+
+_allocate, _rebind, _release = jax.jit(allocate), jax.jit(rebind), jax.jit(release)
+_make_room = jax.jit(
+    lambda *args, **kwargs: (lambda room: (room.pool, room.block_table, room.copy_from, room.copy_to))(
+        make_room(*args, **kwargs)
+    ),
+    static_argnames=("page_size", "max_width"),
+)
+
+
+class Pages(RuleBasedStateMachine):
+    """Groups come, fork, grow and go. A row's tokens are unique tags; `target` and `draft` are what the slots hold.
+
+    As in decoding, the newest token (the frontier) has no KV; the draft lacks the token before it too, and writes it
+    together with the frontier, possibly into a page that siblings share.
+    """
+
+    copy_on_write = True
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 7, 16, 64]))
+    def begin(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.width = pages_for(CAPACITY, page_size)
+        num_pages = ROWS * self.width + 1
+        self.pool = PagePool.create(num_pages)
+        self.table = jnp.full((ROWS, self.width), TRASH, jnp.int32)
+        self.rows: list[list[int] | None] = [None] * ROWS
+        self.prompt = [0] * GROUPS
+        self.target = np.full((num_pages, page_size), -1)
+        self.draft = self.target.copy()
+        self.tags = iter(range(1, 10**6))
+
+    def members(self, group: int) -> range:
+        return range(group * FAN_OUT, (group + 1) * FAN_OUT)
+
+    def write(self, cache: np.ndarray, row: int, position: int, tag: int) -> None:
+        cache[self.table[row, position // self.page_size], position % self.page_size] = tag
+
+    def read(self, cache: np.ndarray, row: int, length: int) -> list[int]:
+        return cache[np.asarray(self.table[row])].reshape(-1)[: max(length, 0)].tolist()
+
+    @rule(group=st.integers(0, GROUPS - 1), length=st.integers(1, CAPACITY - 2))
+    def admit(self, group: int, length: int) -> None:
+        if self.rows[group * FAN_OUT] is not None:
+            return
+        prompt = [next(self.tags) for _ in range(length)]
+        self.pool, pages = _allocate(self.pool, jnp.arange(self.width) * self.page_size < length)
+        first = self.table.at[group * FAN_OUT].set(pages)
+        self.table = self.table.at[group * FAN_OUT : (group + 1) * FAN_OUT].set(pages)
+        self.pool = _rebind(self.pool, first, self.table)
+        self.prompt[group] = length
+        for position, tag in enumerate(prompt):
+            self.write(self.target, group * FAN_OUT, position, tag)
+            self.write(self.draft, group * FAN_OUT, position, tag)
+        for row in self.members(group):
+            self.rows[row] = [*prompt, next(self.tags)]  # x₀, the first frontier, is each row's own
+
+    @rule(live=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS), width=st.integers(1, WIDTH))
+    def grow(self, live: list[bool], width: int) -> None:
+        """One block: `width` new tokens a live row, KV from the frontier on, cut at the capacity."""
+        length = np.array([len(row) if row else 1 for row in self.rows])
+        go = np.array(
+            [row is not None and flag and len(row) < CAPACITY for row, flag in zip(self.rows, live, strict=True)]
+        )
+        # Siblings that share a page entered half-way are copies of each other and go together, as in decoding.
+        twins = [(a, b) for a in range(ROWS) for b in range(ROWS) if self.rows[a] and self.rows[a] == self.rows[b]]
+        for a, b in twins:
+            go[b] = go[a] = go[a] or go[b]
+        last = np.minimum(length - 1 + width - 1, CAPACITY - 1)
+        self.pool, self.table, source, destination = _make_room(
+            self.pool,
+            self.table,
+            jnp.asarray(length - 1),
+            jnp.asarray(last),
+            jnp.asarray(go),
+            page_size=self.page_size,
+            max_width=WIDTH,
+        )
+        if self.copy_on_write:
+            self.target[np.asarray(destination)] = self.target[np.asarray(source)]
+            self.draft[np.asarray(destination)] = self.draft[np.asarray(source)]
+        for row in np.flatnonzero(go):
+            tokens = self.rows[row]
+            assert tokens is not None
+            at_start = len(tokens) == self.prompt[row // FAN_OUT] + 1
+            if not at_start:
+                self.write(self.draft, row, len(tokens) - 2, tokens[-2])
+            tokens = tokens + [next(self.tags) for _ in range(width)]
+            for position in range(length[row] - 1, last[row] + 1):
+                self.write(self.target, row, position, tokens[position])
+                if position < last[row] or position == length[row] - 1:
+                    self.write(self.draft, row, position, tokens[position])
+            self.rows[row] = tokens[:CAPACITY]
+
+    @rule(group=st.integers(0, GROUPS - 1), ancestors=st.lists(st.integers(0, FAN_OUT - 1), min_size=3, max_size=3))
+    def fork(self, group: int, ancestors: list[int]) -> None:
+        if self.rows[group * FAN_OUT] is None:
+            return
+        source = np.arange(ROWS)
+        source[self.members(group)] = group * FAN_OUT + np.asarray(ancestors)
+        table = self.table[source]
+        self.pool = _rebind(self.pool, self.table, table)
+        self.table = table
+        self.rows = [list(row) if (row := self.rows[s]) else None for s in source]
+
+    @precondition(lambda self: any(self.rows))
+    @rule(group=st.integers(0, GROUPS - 1), by_entry=st.booleans())
+    def drop(self, group: int, by_entry: bool) -> None:
+        table = self.table.at[group * FAN_OUT : (group + 1) * FAN_OUT].set(TRASH)
+        if by_entry:
+            gone = self.table[group * FAN_OUT : (group + 1) * FAN_OUT]
+            self.pool = _release(self.pool, gone)
+        else:
+            self.pool = _rebind(self.pool, self.table, table)
+        self.table = table
+        for row in self.members(group):
+            self.rows[row] = None
+
+    @invariant()
+    def pages_are_sound(self) -> None:
+        if hasattr(self, "pool"):
+            assert_pages_sound(self.table, self.pool)
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        for row, tokens in enumerate(getattr(self, "rows", [])):
+            if tokens is not None:
+                written = len(tokens) - 1
+                assert self.read(self.target, row, written) == tokens[:written]
+                drafted = max(written - 1, self.prompt[row // FAN_OUT])
+                assert self.read(self.draft, row, drafted) == tokens[:drafted]
+
+
+Pages.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None, derandomize=True)
+TestPages = pytest.mark.slow(Pages.TestCase)
+
+
+def test_control_without_the_copy_rows_read_garbage() -> None:
+    """Negative control: the same machine without copy-on-write fails."""
+
+    class Careless(Pages):
+        copy_on_write = False
+
+    machine = Careless()
+    machine.begin(page_size=4)
+    machine.admit(group=0, length=6)
+    machine.grow(live=[True] * ROWS, width=3)
+    with pytest.raises(AssertionError):
+        machine.every_row_reads_its_own_tokens()
+
+
+@given(st.lists(st.booleans(), min_size=6, max_size=6), st.integers(0, 7))
+def test_allocate_grants_in_order_and_never_beyond(needed: list[bool], free: int) -> None:
+    """With too few pages the last askers get the trash page and nothing else breaks."""
+    pool = PagePool.create(8)
+    pool, taken = _allocate(pool, jnp.arange(7) < 7 - free)
+    pool, pages = _allocate(pool, jnp.asarray(needed))
+    pages = np.asarray(pages)
+    granted = pages[pages != TRASH]
+    assert len(granted) == min(sum(needed), free)
+    assert len(set(granted.tolist()) | set(np.asarray(taken).tolist())) == len(granted) + 7 - free + (free > 0)
+    assert (np.flatnonzero(pages) == np.flatnonzero(needed)[: len(granted)]).all()
+    assert_pages_sound(jnp.concatenate([taken, jnp.asarray(pages)]), pool)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 5])
+def test_copy_pages_reads_before_it_writes(page_size: int) -> None:
+    """A page that is freed, reallocated and copied to in the same call is still copied from correctly."""
+    cache = KVCache.create(
+        num_layers=2, num_pages=5, page_size=page_size, num_kv_heads=1, head_dim=2, dtype=jnp.float32
+    )
+    filled = jax.tree.map(lambda x: x + jnp.arange(5.0)[:, None, None, None], cache)
+    copied = jax.jit(KVCache.copy_pages)(filled, jnp.asarray([2, 3, 0]), jnp.asarray([3, 2, 0]))
+    for pages in (*copied.keys, *copied.values):
+        assert pages[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 4]
+
+
+@given(st.integers(0, 200), st.integers(1, 64))
+def test_pages_for_is_the_ceiling(tokens: int, page_size: int) -> None:
+    assert (pages_for(tokens, page_size) - 1) * page_size < tokens <= pages_for(
+        tokens, page_size
+    ) * page_size or tokens == 0
+
+
+def test_page_of_clips() -> None:
+    table = jnp.asarray([[5, 7, 9]])
+    assert page_of(table, jnp.asarray([[-1, 0, 3, 4, 11, 12, 99]]), 4).tolist() == [[5, 5, 5, 7, 9, 9, 9]]
+
+
+def test_two_sharers_take_turns_with_one_spare_page() -> None:
+    """Old references are dropped first: two rows that share their part-filled page need one page more, not two."""
+    pool = PagePool.create(3)
+    pool, page = allocate(pool, jnp.asarray([True]))
+    table = jnp.tile(page, (2, 1))
+    pool = rebind(pool, jnp.asarray([[int(page[0])], [TRASH]]), table)
+    where = functools.partial(jnp.full, (2,))
+    room: Any = make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2)
+    assert sorted(room.block_table[:, 0].tolist()) == [1, 2]
+    assert room.copy_from.tolist() == [int(page[0])] * 2
+    assert_pages_sound(room.block_table, room.pool)

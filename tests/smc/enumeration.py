@@ -1,0 +1,336 @@
+"""SMC on a toy language model with every draw and every resampling outcome integrated, in float64.
+
+The two models are tables of probabilities by prefix. Everything else is the package's own: increments, cuts, weights,
+the end of a group, ESS, the decision to resample, ancestors, forking, log Ẑ. Only the draws are replaced by sums:
+
+    tokens        every block of every row, with its probability under the draft (and, for the bonus, the power rule)
+    resampling    the ancestors are piecewise constant in the uniforms; every piece, with its volume
+
+Equal populations are merged, so what is carried is a measure over populations. `MUTATIONS` are the known ways to get
+SMC wrong; a law is worth something if they break it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smcjax import smc
+from smcjax.kv import KVCache, PagePool
+from smcjax.sequences import Requests, Sequences
+from smcjax.smc import cycle, lifecycle, weights
+from smcjax.smc.resampling import ancestors
+
+CHUNK = 1024  # populations a call: one compiled shape
+Tokens = tuple[int, ...]
+Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
+
+MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "none": [],
+    "bonus without its log Z": [(weights, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
+    "weights counted past the end": [(cycle, "block_weight", lambda increments, block: jnp.sum(increments, axis=1))],
+    "log N omitted": [
+        (module, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1)) for module in (cycle, lifecycle)
+    ],
+    "no closing term": [(lifecycle, "log_mean_weight", lambda w: jnp.zeros(w.shape[:-1]))],
+    "q not divided out": [(weights, "draft_increment", lambda power, p, q: power * p)],
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The package with one mistake."""
+    with contextlib.ExitStack() as stack:
+        for module, attribute, replacement in MUTATIONS[name]:
+            stack.enter_context(mock.patch.object(module, attribute, replacement))
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """Next-token laws that depend on the whole prefix. `cap` tokens at most, `stop` ends a row earlier."""
+
+    vocab: int
+    cap: int
+    stop: int | None = None
+    impossible: bool = False  # some target probabilities are zero
+    seed: int = 0
+
+    @functools.cache  # noqa: B019
+    def logprobs(self, model: str, prefix: Tokens) -> np.ndarray:
+        """log p ("p", the target) or log q ("q", the draft) of the next token."""
+        rng = np.random.default_rng([self.seed, model == "p", len(prefix), *prefix])
+        law = 0.9 * rng.dirichlet(np.full(self.vocab, 0.8)) + 0.1 / self.vocab
+        if model == "p" and self.impossible and rng.random() < 0.4:
+            law[rng.integers(self.vocab)] = 0.0
+        with np.errstate(divide="ignore"):
+            return np.log(law / law.sum())
+
+    def ends(self, tokens: Tokens) -> bool:
+        """Whether these tokens are a whole output."""
+        return len(tokens) == self.cap or (len(tokens) > 0 and tokens[-1] == self.stop)
+
+    def outcomes(self, alpha: float) -> dict[Tokens, float]:
+        """Ω, each x with ∏ p(x_t)^α."""
+        result: dict[Tokens, float] = {}
+        stack: list[tuple[Tokens, float]] = [((), 1.0)]
+        while stack:
+            prefix, mass = stack.pop()
+            if self.ends(prefix):
+                result[prefix] = mass
+            else:
+                p = np.exp(self.logprobs("p", prefix)) ** alpha
+                stack += [((*prefix, v), mass * p[v]) for v in range(self.vocab)]
+        return result
+
+
+def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
+    """A state of which only lengths, ends and weights matter; prompts are one token long."""
+    groups = rows // n
+    sequences = Sequences.create(rows, max_tokens=2 * cap + 8, max_pages=1)
+    cache = KVCache.create(num_layers=1, num_pages=2, page_size=1, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+    return smc.State(
+        requests=Requests(
+            prompt_length=jnp.ones(groups, jnp.int32),
+            limit=jnp.full(groups, 1 + cap, jnp.int32),
+            min_tokens=jnp.zeros(groups, jnp.int32),
+            temperature=jnp.ones(groups),
+            top_k=jnp.full(groups, vocab, jnp.int32),
+            top_p=jnp.ones(groups),
+            stops=jnp.zeros((groups, vocab), bool),
+            key=jax.vmap(jax.random.key)(jnp.arange(groups)),
+        ),
+        sequences=sequences,
+        log_weight=jnp.zeros((groups, n)),
+        log_evidence=jnp.zeros(groups),
+        cycle=jnp.zeros(groups, jnp.int32),
+        running=jnp.ones(groups, bool),
+        failed=jnp.zeros(groups, bool),
+        memory=smc.Memory(PagePool.create(2), cache, cache),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("mutation", "cap"))
+def _weigh(mutation: str, cap: int, tokens: Any, increments: Any, length: Any, stops: Any) -> tuple[Any, ...]:
+    """`cycle.weigh` on rows that are each a group of their own."""
+    state = _state(tokens.shape[0], 1, stops.shape[0], cap)
+    sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
+    requests = dataclasses.replace(state.requests, stops=jnp.broadcast_to(stops, state.requests.stops.shape))
+    state = dataclasses.replace(state, sequences=sequences, requests=requests)
+    unused = jnp.zeros(tokens.shape, jnp.float32)
+    with mutated(mutation):
+        state = cycle.weigh(state, cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused))
+    return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
+def _settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> tuple[Any, ...]:
+    """Which populations go on, fail, resample; and, should they end here, log Ẑ and the weights to select by."""
+    state = _state(log_weight.size, log_weight.shape[1], 1, 1)
+    sequences = dataclasses.replace(state.sequences, finished=finished.reshape(-1))
+    with mutated(mutation):
+        state = cycle.settle(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
+        ess = weights.effective_sample_size(log_weight)
+        low = state.running & weights.must_resample(ess, log_weight.shape[1], threshold)
+        return state.running, state.failed, low, lifecycle.log_evidence(state), weights.normalized_weights(log_weight)
+
+
+@functools.partial(jax.jit, static_argnames=("mutation", "method"))
+def _fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[Any, ...]:
+    """Where each row's copy comes from, and what goes into log Ẑ."""
+    groups, n = log_weight.shape
+    state = dataclasses.replace(_state(groups * n, n, 1, 1), log_weight=log_weight)
+    sequences = dataclasses.replace(state.sequences, length=jnp.arange(groups * n, dtype=jnp.int32) % n)
+    chosen = jax.vmap(functools.partial(ancestors, method))(uniforms, log_weight)
+    with mutated(mutation):
+        state = cycle.fork(dataclasses.replace(state, sequences=sequences), jnp.ones(groups, bool), chosen)
+    return state.sequences.length.reshape(groups, n), state.log_evidence, state.log_weight
+
+
+def _chunked(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
+    """Applies a jitted function to arrays with one leading axis, in chunks of one compiled shape."""
+    size = len(arrays[0])
+    chunk = CHUNK if size > 64 else 64
+    parts = []
+    for begin in range(0, size, chunk):
+        piece = [a[begin : begin + chunk] for a in arrays]
+        filled = [np.concatenate([a, np.repeat(a[:1], chunk - len(a), axis=0)]) for a in piece]
+        parts.append([np.asarray(out)[: len(piece[0])] for out in function(*filled)])
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+def pieces(method: str, w: np.ndarray) -> list[tuple[list[float], float]]:
+    """A point and the volume of every cell of the cube of uniforms on which the offspring counts are constant."""
+    n = len(w)
+    edges = np.cumsum(w)
+    if method == "systematic":
+        cuts = [n * edges % 1.0]
+    elif method == "stratified":
+        cuts = [n * edges - k for k in range(n)]
+    elif method == "multinomial":
+        cuts = [edges] * n
+    else:
+        rest = n * w - np.floor(n * w)
+        used = n - int(np.floor(n * w).sum())
+        cuts = [np.cumsum(rest) / rest.sum() if used else edges] * used + [np.empty(0)] * (n - used)
+    axes = []
+    for cut in cuts:
+        points = np.unique(np.concatenate([[0.0, 1.0], np.clip(cut, 0.0, 1.0)]))
+        axes.append([((a + b) / 2, b - a) for a, b in itertools.pairwise(points) if b - a > 1e-14])
+    return [([u for u, _ in cell], float(np.prod([v for _, v in cell]))) for cell in itertools.product(*axes)]
+
+
+class Proposals(NamedTuple):
+    """Every block that may follow a prefix."""
+
+    tokens: np.ndarray  # [m, C]
+    increments: np.ndarray  # [m, C]
+    chance: np.ndarray  # [m]
+
+
+@dataclasses.dataclass
+class Enumeration:
+    """`measure[x]` = E[Ẑ·Σ W_i·1{x_i = x}]; `selected[x]` = probability that x is the answer (`select="sample"`)."""
+
+    toy: Toy
+    config: smc.SMC
+    mutation: str = "none"
+    measure: dict[Tokens, float] = dataclasses.field(default_factory=dict)
+    selected: dict[Tokens, float] = dataclasses.field(default_factory=dict)
+    resampled: float = 0.0  # expected number of resamplings
+    failed: float = 0.0  # probability that no weight is left
+    _seen: dict = dataclasses.field(default_factory=dict)
+
+    def run(self) -> Enumeration:
+        """Every history to its end."""
+        with jax.enable_x64(True):
+            start: Row = ((), False, 0.0)
+            populations = {(start,) * self.config.n_particles: (1.0, 1.0)}
+            populations = self._end(self._extend(populations, self._first))
+            while populations:
+                populations = self._end(self._resample(self._extend(populations, self._block)))
+        return self
+
+    def _first(self, prefix: Tokens) -> Proposals:
+        """x₀, or a bonus token, by the bonus rule."""
+        alpha, logits = self.config.power, self.toy.logprobs("p", prefix)
+        law = np.exp(alpha * logits)
+        with mutated(self.mutation):
+            increment = np.asarray(weights.bonus_increment(alpha, jnp.asarray(logits)))
+        size = self.toy.vocab
+        return Proposals(np.arange(size)[:, None], np.full((size, 1), increment), law / law.sum())
+
+    def _block(self, prefix: Tokens) -> Proposals:
+        """Every block: drafts from q, then the bonus token."""
+        size = self.toy.vocab
+        drafts = np.array(list(itertools.product(range(size), repeat=self.config.gamma)))
+        p, q = (
+            np.array(
+                [[self.toy.logprobs(model, (*prefix, *d[:i]))[token] for i, token in enumerate(d)] for d in drafts]
+            )
+            for model in "pq"
+        )
+        with mutated(self.mutation):
+            increments = np.asarray(weights.draft_increment(self.config.power, jnp.asarray(p), jnp.asarray(q)))
+        chance = np.exp(q.sum(axis=1))
+        if not self.config.bonus:
+            return Proposals(drafts, increments, chance)
+        bonuses = [self._first((*prefix, *d)) for d in drafts]
+        return Proposals(
+            np.concatenate([np.repeat(drafts, size, axis=0), np.concatenate([b.tokens for b in bonuses])], axis=1),
+            np.concatenate(
+                [np.repeat(increments, size, axis=0), np.concatenate([b.increments for b in bonuses])], axis=1
+            ),
+            np.repeat(chance, size) * np.concatenate([b.chance for b in bonuses]),
+        )
+
+    def _row_outcomes(self, prefix: Tokens, propose: Callable[[Tokens], Proposals]) -> list[tuple[Row, float]]:
+        """What becomes of a live row in one block, cut at its end, equal ends merged."""
+        if (prefix, propose) not in self._seen:
+            proposals = propose(prefix)
+            stops = np.arange(self.toy.vocab) == (-1 if self.toy.stop is None else self.toy.stop)
+            length = np.full(len(proposals.chance), 1 + len(prefix), np.int32)
+            tokens = proposals.tokens.astype(np.int32)
+            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, length, stops)
+            merged: dict[Row, float] = {}
+            for block, chance, end, done, w in zip(
+                tokens.tolist(), proposals.chance, *map(np.asarray, ends), strict=True
+            ):
+                row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 12))
+                merged[row] = merged.get(row, 0.0) + float(chance)
+            self._seen[prefix, propose] = list(merged.items())
+        return self._seen[prefix, propose]
+
+    def _extend(self, populations: dict, propose: Callable[[Tokens], Proposals]) -> dict:
+        result: dict = {}
+        for rows, (measure, chance) in populations.items():
+            ways: list[Sequence[tuple[Row, float]]] = []
+            for tokens, finished, log_weight in rows:
+                if finished:
+                    ways.append([((tokens, True, log_weight), 1.0)])
+                else:
+                    ways.append([((t, f, log_weight + w), p) for (t, f, w), p in self._row_outcomes(tokens, propose)])
+            for way in itertools.product(*ways):
+                probability = 1.0
+                for _, p in way:
+                    probability *= p
+                _add(result, tuple(row for row, _ in way), measure * probability, chance * probability)
+        return result
+
+    def _end(self, populations: dict) -> dict:
+        """Takes out the populations that have ended and adds them to the result."""
+        going = {}
+        for rows, (measure, chance), (running, failed, _, log_evidence, w) in self._judge(populations):
+            if running:
+                going[rows] = (measure, chance)
+            elif failed:
+                self.failed += chance
+            else:
+                for (tokens, _, _), weight in zip(rows, w, strict=True):
+                    if weight > 0:
+                        self.measure[tokens] = self.measure.get(tokens, 0.0) + measure * np.exp(log_evidence) * weight
+                        self.selected[tokens] = self.selected.get(tokens, 0.0) + chance * weight
+        return going
+
+    def _resample(self, populations: dict) -> dict:
+        result: dict = {}
+        jobs = []
+        for rows, (measure, chance), (_, _, low, _, w) in self._judge(populations):
+            if low:
+                self.resampled += chance
+                cells = pieces(self.config.resampling, w)
+                jobs += [(rows, measure * volume, chance * volume, uniforms) for uniforms, volume in cells]
+            else:
+                _add(result, rows, measure, chance)
+        if jobs:
+            log_weight = np.array([[row[2] for row in rows] for rows, *_ in jobs])
+            uniforms = np.array([u for *_, u in jobs])
+            outs = _chunked(functools.partial(_fork, self.mutation, self.config.resampling), log_weight, uniforms)
+            for (rows, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
+                copies = tuple((*rows[i][:2], float(w)) for i, w in zip(source, fresh, strict=True))
+                _add(result, copies, measure * np.exp(log_evidence), chance)
+        return result
+
+    def _judge(self, populations: dict) -> Iterator[tuple[Any, ...]]:
+        if populations:
+            log_weight = np.array([[row[2] for row in rows] for rows in populations])
+            finished = np.array([[row[1] for row in rows] for rows in populations])
+            settle = functools.partial(_settle, self.mutation, self.config.ess_threshold)
+            verdicts = zip(*_chunked(settle, log_weight, finished), strict=True)
+            yield from ((rows, mass, v) for (rows, mass), v in zip(populations.items(), verdicts, strict=True))
+
+
+def _add(populations: dict, rows: tuple[Row, ...], measure: float, chance: float) -> None:
+    """Adds mass to a population, known by its log weights to 1e-11."""
+    rows = tuple((tokens, finished, round(w, 11)) for tokens, finished, w in rows)
+    old = populations.get(rows, (0.0, 0.0))
+    populations[rows] = (old[0] + measure, old[1] + chance)

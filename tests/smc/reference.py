@@ -1,0 +1,180 @@
+"""SMC decoding of one request in plain Python: lists of tokens, dense logits, no pages, no masks, no batch.
+
+The oracle of the whole cycle. It shares with the package only the dense model, the numbers of `Purpose`, and JAX's
+random functions; weights and resampling are numpy float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smcjax import smc
+from smcjax.model import ModelConfig, Params, logits
+from smcjax.sampling import Purpose
+from tests.helpers import Ask
+
+_dense = jax.jit(logits, static_argnums=0)
+_fold = jax.jit(lambda key, *data: functools.reduce(jax.random.fold_in, data, key))
+_categorical = jax.jit(jax.random.categorical)
+
+
+def language_model(config: ModelConfig, params: Params, length: int) -> Callable[[list[int]], np.ndarray]:
+    """Next-token logits after a list of tokens, from the dense forward at one padded length."""
+
+    @functools.cache
+    def after(tokens: tuple[int, ...]) -> np.ndarray:
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(_dense(config, params, jnp.asarray(padded)))[0, len(tokens) - 1]
+
+    return lambda tokens: after(tuple(tokens))
+
+
+@dataclasses.dataclass
+class Row:
+    """One particle."""
+
+    tokens: list[int]
+    finished: bool = False
+    log_weight: float = 0.0
+
+
+@dataclasses.dataclass
+class Cycle:
+    """What `smc.Info` says of one cycle, and the rows after it."""
+
+    ess: float
+    log_weight: np.ndarray
+    resampled: bool
+    ancestors: list[int]
+    tokens: list[tuple[int, ...]]
+
+
+@dataclasses.dataclass
+class Result:
+    """The population at the end."""
+
+    rows: list[Row]
+    log_evidence: float
+    selected: int
+    cycles: list[Cycle]
+
+
+def lse(x: np.ndarray) -> float:
+    """log Σ exp, −inf for no mass."""
+    x = np.asarray(x, np.float64)
+    top = x.max()
+    return top if np.isneginf(top) else float(top + np.log(np.exp(x - top).sum()))
+
+
+def counts_of(method: str, u: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Offspring counts, one position at a time."""
+    n = len(weights)
+    counts = np.zeros(n, int)
+    if method == "residual":
+        counts = np.floor(n * weights).astype(int)
+        left = n * weights - counts
+        positions = u[: n - counts.sum()]
+        weights = left / left.sum() if len(positions) else weights
+    elif method == "multinomial":
+        positions = u
+    else:
+        positions = (np.broadcast_to(u, (n,)) + np.arange(n)) / n
+    for position in positions:
+        total = 0.0
+        for i, weight in enumerate(weights):
+            total += weight
+            if position < total or not weights[i + 1 :].any():
+                counts[i] += 1
+                break
+    return counts
+
+
+def ancestors_of(counts: np.ndarray) -> list[int]:
+    """Survivors stay, dead rows take the surplus copies in order."""
+    surplus = [i for i, count in enumerate(counts) for _ in range(count - 1)]
+    return [i if count else surplus.pop(0) for i, count in enumerate(counts)]
+
+
+def decode(
+    config: smc.SMC,
+    target: Callable[[list[int]], np.ndarray],
+    draft: Callable[[list[int]], np.ndarray],
+    ask: Ask,
+    max_model_len: int,
+) -> Result:
+    """ALGORITHM.md, "One cycle" and "Ends", read aloud."""
+    n, alpha = config.n_particles, config.power
+    limit = ask.limit(max_model_len)
+    key = jax.random.key(ask.seed)
+    rows = [Row(list(ask.prompt)) for _ in range(n)]
+    log_evidence = 0.0
+    cycles: list[Cycle] = []
+
+    def law(model: Callable[[list[int]], np.ndarray], tokens: list[int], temperature: float) -> np.ndarray:
+        scaled = model(tokens) / np.float32(temperature)
+        if len(tokens) - len(ask.prompt) < ask.min_tokens:
+            scaled[list(ask.stops)] = -np.inf
+        return scaled
+
+    def draw(logits: np.ndarray, *data: int) -> int:
+        return int(_categorical(_fold(key, *data), jnp.asarray(logits, jnp.float32)))
+
+    def push(row: Row, token: int, increment: float) -> None:
+        row.tokens.append(token)
+        row.log_weight += increment
+        row.finished = token in ask.stops or len(row.tokens) >= limit
+
+    def bonus(row: Row, *data: int) -> None:
+        logits = law(target, row.tokens, ask.temperature)
+        push(row, draw(np.float32(alpha) * logits, *data), lse(alpha * logits.astype(np.float64)) - alpha * lse(logits))
+
+    def ended() -> bool:
+        return all(row.finished or np.isneginf(row.log_weight) for row in rows)
+
+    for i, row in enumerate(rows):
+        bonus(row, 0, i, Purpose.FIRST)
+    cycle = 0
+    while not ended():
+        for i, row in enumerate(rows):
+            if row.finished:
+                continue
+            drafts, q = [], []
+            for column in range(config.gamma):
+                logits = law(draft, row.tokens + drafts, config.draft_temperature or ask.temperature)
+                token = draw(logits, cycle, i, Purpose.DRAFT, column)
+                drafts.append(token)
+                q.append(logits[token] - lse(logits))
+            for token, log_q in zip(drafts, q, strict=True):
+                if not row.finished:
+                    logits = law(target, row.tokens, ask.temperature)
+                    push(row, token, alpha * (logits[token] - lse(logits)) - log_q)
+            if config.bonus and not row.finished:
+                bonus(row, cycle, i, Purpose.BONUS)
+
+        log_weight = np.array([row.log_weight for row in rows])
+        weights = np.exp(log_weight - lse(log_weight))
+        ess = 1 / (weights**2).sum()
+        resampled = not ended() and ess < config.ess_threshold * n * (1 - 1e-6)
+        ancestors = list(range(n))
+        if resampled:
+            log_evidence += lse(log_weight) - np.log(n)
+            shape = (1,) if config.resampling == "systematic" else (n,)
+            u = np.asarray(jax.random.uniform(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
+            ancestors = ancestors_of(counts_of(config.resampling, u, weights))
+            rows = [Row(list(rows[a].tokens), rows[a].finished) for a in ancestors]
+        cycle += 1
+        cycles.append(Cycle(ess, log_weight, resampled, ancestors, [tuple(row.tokens) for row in rows]))
+
+    log_weight = np.array([row.log_weight for row in rows])
+    if config.select == "best":
+        selected = int(np.argmax(log_weight))
+    else:
+        selected = draw(log_weight, cycle, Purpose.SELECT)
+    return Result(rows, log_evidence + lse(log_weight) - np.log(n), selected, cycles)

@@ -1,0 +1,101 @@
+"""A cycle is one program: no host, no copy of the KV, no new compilation for another prompt."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import smc
+from tests.helpers import Ask, batch, start, tiny_pair
+
+PAIR = tiny_pair()
+NUM_PAGES = 2003  # odd: its shape is unmistakable in HLO, and its bytes dwarf everything else
+HOST = ("callback", "infeed", "outfeed", "send(", "recv(", "custom-call")
+KV_COPY = re.compile(rf"= f32\[{NUM_PAGES},\d+,\d+,\d+\]\S* copy(-start)?\(")
+
+
+def compiled(function: Any, program: smc.Program, donate: bool = True) -> Any:
+    """`function(params, state)` compiled for two groups, its state donated."""
+    state = start(program, PAIR.params, [Ask((1, 2, 3)), Ask((2,))], num_pages=NUM_PAGES)
+    jitted = jax.jit(functools.partial(function, program), donate_argnums=(1,) if donate else ())
+    return jitted.lower(PAIR.params, state).compile(), state
+
+
+def kv_bytes(state: smc.State) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((state.memory.target, state.memory.draft)))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("cycles", [None, 3])
+def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> None:
+    program = PAIR.program(24, page_size, gamma=2, n_particles=2)
+    function = smc.step if cycles is None else functools.partial(_run, cycles)
+    executable, state = compiled(function, program)
+    text, memory = executable.as_text(), executable.memory_analysis()
+    assert not [word for word in HOST if word in text]
+    assert not KV_COPY.findall(text)
+    leaves = jax.tree.leaves(state)
+    aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+    assert aliased is not None
+    assert aliased.group(1).count("-alias)") == len(leaves), "every buffer of the state is updated in place"
+    assert memory.alias_size_in_bytes >= kv_bytes(state)
+    assert memory.temp_size_in_bytes < kv_bytes(state) / 4, "no hidden copy among the temporaries"
+
+
+def _run(cycles: int, program: smc.Program, params: smc.PairParams, state: smc.State) -> Any:
+    return smc.run(program, params, state, cycles)
+
+
+def test_control_without_donation_the_kv_is_copied() -> None:
+    """Negative control: the searches above do find copies, callbacks and missing aliases where there are some."""
+    executable, state = compiled(smc.step, PAIR.program(24, 4, gamma=2, n_particles=2), donate=False)
+    text = executable.as_text()
+    assert KV_COPY.findall(text)
+    assert "input_output_alias" not in text
+    assert executable.memory_analysis().output_size_in_bytes >= kv_bytes(state)
+
+    def chatty(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        return x
+
+    assert any(word in jax.jit(chatty).lower(1.0).compile().as_text() for word in HOST)
+
+
+def test_nothing_recompiles_for_another_request() -> None:
+    """Prompt length, limits, temperature, stops, seed and presence are data."""
+    program = PAIR.program(24, 4, gamma=2, n_particles=2)
+    begin = jax.jit(functools.partial(smc.begin, program))
+    prefill = jax.jit(functools.partial(smc.prefill, program), static_argnums=3)
+    first = jax.jit(functools.partial(smc.start, program))
+    step = jax.jit(functools.partial(smc.step, program))
+    functions = (begin, prefill, first, step)
+    memory = jax.jit(functools.partial(smc.Memory.create, program, num_pages=60))(PAIR.params)
+    compiled_once = None
+    for seed, (lengths, max_tokens, stops, temperature) in enumerate(
+        [((3, 7), 5, (4,), 1.0), ((1, 16), 1, (), 0.5), ((12, 2), 100, (0, 1), 2.0)]
+    ):
+        asks = [Ask((1,) * n, max_tokens, 0, temperature, stops, seed) for n in lengths]
+        prompts, requests = batch(asks, 5, program.max_model_len, width=16)
+        present = jnp.asarray([True, seed != 1])
+        state = begin(memory, prompts, requests, present)
+        hidden = jnp.zeros((2, program.target.hidden_size))
+        for at in range(0, 16, 4):
+            state, hidden = prefill(PAIR.params, state, jnp.asarray(at, jnp.int32), 4, hidden)
+        state = first(PAIR.params, state, hidden)
+        for _ in range(2):
+            state, _ = step(PAIR.params, state)
+        memory = smc.release_all(state)
+        sizes = [function._cache_size() for function in functions]
+        compiled_once = compiled_once or sizes
+        assert sizes == compiled_once == [1, 1, 1, 1]
+    assert int(memory.pool.num_free) == 59
+    before = step._cache_size()
+    step(PAIR.params, jax.tree.map(lambda x: x, start(program, PAIR.params, [Ask((1,))])))
+    assert step._cache_size() == before + 1, "control: another batch size does compile"
+    np.testing.assert_array_equal(memory.pool.refcount, 0)

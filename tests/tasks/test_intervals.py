@@ -1,0 +1,88 @@
+"""The intervals against published values and against their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smcjax.tasks.intervals import Z_95, paired_difference_interval, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        # Newcombe (1998), Statistics in Medicine 17, table I, method 3.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_gives_the_published_values(successes: int, n: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_interval_solves_its_defining_equation(counts: tuple[int, int]) -> None:
+    successes, n = counts
+    low, high = wilson_interval(successes, n)
+    assert 0 <= low <= successes / n <= high <= 1
+    for p in (low, high):
+        if 0 < p < 1:
+            assert abs(successes / n - p) == pytest.approx(Z_95 * math.sqrt(p * (1 - p) / n), rel=1e-6)
+
+
+@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_interval_is_symmetric_in_success_and_failure(counts: tuple[int, int]) -> None:
+    successes, n = counts
+    low, high = wilson_interval(successes, n)
+    assert wilson_interval(n - successes, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
+@pytest.mark.parametrize(("successes", "n"), [(-1, 10), (11, 10), (0, 0)])
+def test_wilson_interval_refuses_impossible_counts(successes: int, n: int) -> None:
+    with pytest.raises(ValueError, match=r"need 0 ≤ successes ≤ n"):
+        wilson_interval(successes, n)
+
+
+def test_paired_interval_worked_by_hand() -> None:
+    # 30 agree right, 12 only a, 4 only b, 4 agree wrong; n = 50.
+    a = np.repeat([True, True, False, False], [30, 12, 4, 4])
+    b = np.repeat([True, False, True, False], [30, 12, 4, 4])
+    difference, low, high = paired_difference_interval(a, b)
+    # (12.5 - 4.5)/52 ± 1.96·√(17 - 64/52)/52
+    assert difference == pytest.approx(0.16)
+    assert (low, high) == pytest.approx((8 / 52 - 0.14966, 8 / 52 + 0.14966), abs=1e-4)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=200))
+def test_paired_interval_changes_sign_with_the_order(pairs: list[tuple[bool, bool]]) -> None:
+    a, b = zip(*pairs, strict=True)
+    difference, low, high = paired_difference_interval(a, b)
+    assert -1 <= low < high <= 1
+    assert paired_difference_interval(b, a) == pytest.approx((-difference, -high, -low))
+
+
+def test_paired_interval_of_equal_methods_is_narrower_than_two_separate_ones() -> None:
+    right = np.arange(1000) % 2 == 0
+    _, low, high = paired_difference_interval(right, right)
+    assert low < 0 < high
+    assert high - low < 0.01
+
+
+def test_paired_interval_covers_the_truth_about_95_times_in_100() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        ease = rng.random(100)
+        a, b = rng.random(100) < 0.5 + 0.4 * ease, rng.random(100) < 0.4 + 0.4 * ease
+        _, low, high = paired_difference_interval(a, b)
+        covered += low <= 0.1 <= high
+    assert 0.935 < covered / 2000 < 0.975
+
+
+def test_paired_interval_refuses_outcomes_of_different_problems() -> None:
+    with pytest.raises(ValueError, match="same problems"):
+        paired_difference_interval([True], [True, False])

@@ -1,0 +1,195 @@
+"""The pipeline that makes the bundled pair: tokenizer, rows, loss, sampler, and the whole of it in small."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smcjax.model import load_checkpoint, logits
+from smcjax.tasks import completion, extract_answer, generate, prompt
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import pair_data as data  # noqa: E402
+import train_pair  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return data.train_tokenizer(512, 500)
+
+
+# -- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_has_the_same_tokens_with_and_without_its_solution(tokenizer: Tokenizer) -> None:
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    assert len(newline) == 1
+    for problem in generate(3, 200, "eval"):
+        question = tokenizer.encode(prompt(problem)).ids
+        with_newline = tokenizer.encode(prompt(problem) + "\n").ids
+        whole = tokenizer.encode(prompt(problem) + completion(problem)).ids
+        assert with_newline == question + newline
+        assert whole[: len(with_newline)] == with_newline
+        assert question.count(data.BOS) == whole.count(data.BOS) == 1
+        assert question[0] == data.BOS
+        assert newline[0] not in question
+
+
+def test_every_digit_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("12 + 345 = 357", add_special_tokens=False).tokens
+    assert [token for token in tokens if any(c.isdigit() for c in token)] == list("12345357")
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    data.save_tokenizer(tokenizer, tmp_path, 512)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    problem = generate(3, 1, "eval")[0]
+    assert loaded(prompt(problem))["input_ids"] == tokenizer.encode(prompt(problem)).ids
+    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (data.PAD, data.BOS, data.EOS)
+    chat = loaded.apply_chat_template([{"role": "user", "content": prompt(problem)}], tokenize=False)
+    assert chat == "<bos>" + prompt(problem) + "\n"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_whole_training_problems_and_do_not_depend_on_the_workers(tokenizer: Tokenizer) -> None:
+    widths = data.bucket_widths(tokenizer, (0.5, 1.0))
+    rows = data.make_rows(tokenizer, 0, 60, widths, workers=1, chunk=20)
+    again = data.make_rows(tokenizer, 0, 60, widths, workers=2, chunk=20)
+    for bucket, other, width in zip(rows, again, widths, strict=True):
+        np.testing.assert_array_equal(bucket, other)
+        assert bucket.shape[1] == width
+    texts = [tokenizer.decode(row.tolist()) for bucket in rows for row in bucket]
+    expected = [p for chunk in range(3) for p in generate(data.DATA_SEED + chunk, 20, "train")]
+    assert set(texts) <= {prompt(problem) + completion(problem) for problem in expected}
+    assert len(texts) >= 58  # but for the few that are longer than any width
+
+
+def test_training_rows_never_repeat_the_tokenizers_problems() -> None:
+    assert data.DATA_SEED > data.TOKENIZER_SEED
+
+
+# -- loss and sampler -------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_decoders_own_and_counts_what_it_should(tokenizer: Tokenizer) -> None:
+    config = train_pair.model_config("32x2", tokenizer.get_vocab_size())
+    params = train_pair.initial_params(config, jax.random.key(0))
+    ids = data.encode_problems(tokenizer, 5, 3)
+    tokens = np.full((3, max(map(len, ids)) + 5), data.PAD, np.int32)
+    for row, problem in zip(tokens, ids, strict=True):
+        row[: len(problem)] = problem
+    newline = tokenizer.token_to_id("Ċ")
+
+    weights, nll = train_pair.row_losses(config, params, jnp.asarray(tokens), newline, 0.25, "xla")
+    expected = jax.nn.log_softmax(logits(config, params, jnp.asarray(tokens)))
+    for row, problem in enumerate(ids):
+        start = problem.index(newline)
+        for position in range(tokens.shape[1] - 1):
+            target = tokens[row, position + 1]
+            want = 0.0 if position + 1 >= len(problem) else 1.0 if position + 1 >= start else 0.25
+            assert weights[row, position] == want
+            if want:
+                np.testing.assert_allclose(nll[row, position], -expected[row, position, target], rtol=1e-4, atol=1e-4)
+        assert weights[row, -1] == 0
+
+
+def test_gradient_of_the_lookup_is_the_scattered_one() -> None:
+    table = jax.random.normal(jax.random.key(0), (11, 4))
+    tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 11)
+    weights = jax.random.normal(jax.random.key(2), (3, 7, 4))
+    ours = jax.grad(lambda t: (train_pair.look_up(t, tokens) * weights).sum())(table)
+    plain = jax.grad(lambda t: (t[tokens] * weights).sum())(table)
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_sampler_draws_what_the_whole_forward_pass_says() -> None:
+    """Next to temperature zero, a sampled token is the argmax of the dense oracle at its place, row by row."""
+    config = train_pair.model_config("32x2", 48)
+    params = jax.tree.map(lambda leaf: leaf * 3, train_pair.initial_params(config, jax.random.key(3)))
+    lengths = np.array([3, 7, 5], np.int32)
+    prompts = np.zeros((3, 8), np.int32)
+    for row, length in enumerate(lengths):
+        prompts[row, :length] = np.random.default_rng(row).integers(3, 48, length)
+    drawn = np.asarray(
+        train_pair.sample(config, params, jnp.asarray(prompts), jnp.asarray(lengths), jax.random.key(0), 1e-6, 12)
+    )
+    whole = np.zeros((3, 20), np.int32)
+    for row, length in enumerate(lengths):
+        whole[row, : length + 12] = [*prompts[row, :length], *drawn[row]]
+    best = np.asarray(jnp.argmax(logits(config, params, jnp.asarray(whole)), axis=-1))
+    for row, length in enumerate(lengths):
+        for place, token in enumerate(drawn[row]):
+            assert token == best[row, length + place - 1]
+            if token == data.EOS:
+                break
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    rates = [float(train_pair.learning_rate(jnp.asarray(step), jnp.asarray(100.0), 1.0, 10)) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert np.argmax(rates) in (9, 10)
+    assert rates[100] == pytest.approx(0, abs=1e-6)
+    assert np.all(np.diff(rates[10:]) <= 0)
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_smoke_run_writes_two_loadable_directories_and_reports(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "train_pair.py"), "--smoke", "--output", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    reports = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert [report["model"] for report in reports] == ["target", "draft"]
+    vocabularies = set()
+    for name in ("target", "draft"):
+        files = {path.name for path in (tmp_path / name).iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+        config, params = load_checkpoint(tmp_path / name, dtype="float32")
+        assert config.eos_token_ids == (data.EOS,)
+        tokenizer = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
+        vocabularies.add(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+        problem = generate(1, 1, "eval")[0]
+        text = train_pair.answers(config, params, tokenizer, [problem], 0.7, 1)
+        assert extract_answer(text[0]) is None or isinstance(extract_answer(text[0]), int)
+    assert len(vocabularies) == 1
+
+
+@pytest.mark.slow
+def test_training_lowers_the_loss(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = data.make_rows(tokenizer, 0, 300, data.bucket_widths(tokenizer, (1.0,)), workers=1)
+    arguments = train_pair.parse(["--max-steps", "150", "--chunk", "10", "--batch-rows", "8", "--warmup", "10"])
+    config = train_pair.model_config("32x1", tokenizer.get_vocab_size())
+    newline = tokenizer.token_to_id("Ċ")
+    train_pair.train("tiny", config, [jnp.asarray(rows[0])], newline, 1e-2, 600.0, arguments)
+    printed = capsys.readouterr().out
+    losses = [float(line.split("loss")[1].split()[0]) for line in printed.splitlines() if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,90 @@
+"""The paged forward, prompts in chunks and tokens one by one, gives the logits of the dense forward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import autoregressive
+from smcjax.kv import PagePool
+from smcjax.model import ModelConfig, RopeScaling, init_params, logits
+from smcjax.model.decoder import unembed
+from smcjax.prefill import admit, prefill_chunk
+from smcjax.sequences import Sequences
+from tests.helpers import Ask, assert_pages_sound, batch, tiny_config
+
+MAX_LEN = 24
+_chunk = jax.jit(prefill_chunk, static_argnums=(0, 5))
+_dense = jax.jit(logits, static_argnums=0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mha": {"num_kv_heads": 2},
+    "gqa": {"num_heads": 4, "num_kv_heads": 2, "hidden_size": 16},
+    "tied": {"tie_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "llama3-rope": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16), "rope_theta": 500.0},
+}
+
+
+def noisy_params(config: ModelConfig) -> Any:
+    """Random weights in which norms and biases differ from 1 and 0 too."""
+    params = init_params(config, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chunk: int, page_size: int) -> np.ndarray:
+    """Logits after each whole prompt."""
+    program = autoregressive.Program(config, MAX_LEN, page_size)
+    memory = autoregressive.Memory.create(program, params, len(prompts) * program.max_pages + 1)
+    # Stale slots hold whatever the last request left: here NaN.
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target)
+    padded, requests = batch([Ask(tuple(p)) for p in prompts], config.vocab_size, MAX_LEN)
+    empty = Sequences.create(len(prompts), max_tokens=program.max_tokens, max_pages=program.max_pages)
+    pool, sequences = admit(memory.pool, padded, requests.prompt_length, empty, page_size)
+    assert_pages_sound(sequences.block_table, pool)
+    hidden = jnp.full((len(prompts), config.hidden_size), jnp.nan)
+    for start in range(0, padded.shape[1], chunk):
+        cache, hidden = _chunk(config, params, cache, sequences, jnp.asarray(start), chunk, hidden)
+    return np.asarray(unembed(params, hidden))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_equals_dense(variant: str) -> None:
+    config = tiny_config(11, **VARIANTS[variant])
+    params = noisy_params(config)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 11, length).tolist() for length in (1, 5, 13, 16)]
+    for chunk, page_size in ((4, 4), (16, 3)) if variant == "plain" else ((5, 4),):
+        got = paged_logits(config, params, prompts, chunk, page_size)
+        for row, prompt in enumerate(prompts):
+            expected = _dense(config, params, jnp.asarray([prompt + [0] * (16 - len(prompt))]))[0, len(prompt) - 1]
+            np.testing.assert_allclose(got[row], expected, atol=1e-4)
+            if len(prompt) > 1:
+                other = _dense(
+                    config, params, jnp.asarray([[(prompt[0] + 1) % 11, *prompt[1:], *[0] * (16 - len(prompt))]])
+                )
+                assert np.abs(got[row] - other[0, len(prompt) - 1]).max() > 1e-3, "control: another prompt differs"
+
+
+def test_fan_out_shares_pages() -> None:
+    """A group's rows name the same pages; an absent group takes none."""
+    prompts, requests = batch([Ask((1, 2, 3, 4, 0)), Ask((1,)), Ask((2, 2))], 5, MAX_LEN)
+    empty = Sequences.create(9, max_tokens=MAX_LEN + 1, max_pages=6)
+    lengths = jnp.where(jnp.asarray([True, True, False]), requests.prompt_length, 0)
+    pool, sequences = jax.jit(functools.partial(admit, page_size=4))(PagePool.create(20), prompts, lengths, empty)
+    assert_pages_sound(sequences.block_table, pool)
+    assert int(pool.num_free) == 19 - 3
+    table = np.asarray(sequences.block_table)
+    assert (table[:3] == table[0]).all()
+    assert (table[6:] == 0).all()
+    assert sequences.length.tolist() == [5, 5, 5, 1, 1, 1, 1, 1, 1]
