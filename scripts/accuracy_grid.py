@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smcjax import LLM, SMC, Autoregressive
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench.accuracy import Evaluation, evaluate
 from smcjax.engine.loading import bundled_model
 from smcjax.tasks.intervals import paired_difference_interval
@@ -32,9 +32,10 @@ def main() -> None:
     parser.add_argument("--particles", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=1000)
+    parser.add_argument("--max-model-len", type=int, default=320, help="longest question and answer: 185 + 121 tokens")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", type=Path, help="write every outcome here")
+    parser.add_argument("--json", type=Path, help="write every outcome here, after every row")
     args = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
@@ -44,6 +45,8 @@ def main() -> None:
     def answer(name: str, model: str | None, decoding: SMC | Autoregressive) -> Evaluation:
         evaluation = _evaluate(args, problems, model, decoding)
         rows.append((name, evaluation))
+        if args.json is not None:
+            args.json.write_text(json.dumps({name: evaluation.correct for name, evaluation in rows}))
         report = evaluation.report()
         print(f"{name:<14} {100 * report['accuracy']:5.1f}%  {report['tokens_per_second']:8.0f} tokens/s", flush=True)
         return evaluation
@@ -58,22 +61,20 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, evaluation in rows:
         print(_table_row(name, evaluation, target))
-    if args.json is not None:
-        args.json.write_text(json.dumps({name: evaluation.correct for name, evaluation in rows}))
 
 
 def _evaluate(
     args: argparse.Namespace, problems: list[Problem], model: str | None, decoding: SMC | Autoregressive
 ) -> Evaluation:
-    with LLM(model, decoding=decoding, dtype=args.dtype, max_num_seqs=args.max_num_seqs) as llm:
-        return evaluate(
-            llm,
-            problems,
-            temperature=args.temperature,
-            seed=args.seed,
-            max_tokens=args.max_tokens,
-            use_tqdm=False,
-        )
+    with LLM(
+        model,
+        decoding=decoding,
+        dtype=args.dtype,
+        max_num_seqs=min(args.max_num_seqs, args.n),
+        max_model_len=args.max_model_len,
+    ) as llm:
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+        return evaluate(llm, problems, params, seed=args.seed, use_tqdm=False)
 
 
 def _table_row(name: str, evaluation: Evaluation, target: Evaluation) -> str:

@@ -333,7 +333,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=BUNDLED, help="where the directories target and draft go")
     parser.add_argument("--target", default="256x8", help="hidden size x layers, or '' to leave the target as it is")
-    parser.add_argument("--draft", nargs="*", default=["64x2"], help="as --target; further ones go to draft-ExL")
+    parser.add_argument("--draft", nargs="*", default=["64x3"], help="as --target; further ones go to draft-ExL")
     parser.add_argument("--time-limit-target", type=float, default=300, help="seconds of training")
     parser.add_argument("--time-limit-draft", type=float, default=60, help="seconds of training")
     parser.add_argument("--max-steps", type=int, default=1_000_000)

@@ -1,11 +1,17 @@
 """Large-language-model inference by Sequential Monte Carlo speculative decoding, in JAX."""
 
-from smcjax.autoregressive import Autoregressive
-from smcjax.engine.llm import LLM
-from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, Trace
-from smcjax.engine.sampling_params import SamplingParams
-from smcjax.errors import CheckpointError
-from smcjax.smc import SMC
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smcjax.autoregressive import Autoregressive
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, Trace
+    from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.errors import CheckpointError
+    from smcjax.smc import SMC
 
 __version__ = "0.1.0"
 
@@ -21,3 +27,27 @@ __all__ = [
     "SamplingParams",
     "Trace",
 ]
+
+_HOME = {
+    "LLM": "engine.llm",
+    "SMC": "smc",
+    "Autoregressive": "autoregressive",
+    "CheckpointError": "errors",
+    "SamplingParams": "engine.sampling_params",
+}
+_SUBPACKAGES = ("kv", "model", "smc")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: JAX takes a second, and `smcjax --help` needs none of it."""
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"smcjax.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'smcjax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"smcjax.{_HOME.get(name, 'engine.outputs')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_SUBPACKAGES])

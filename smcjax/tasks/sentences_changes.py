@@ -23,7 +23,7 @@ CHANGES = {
         At the <shop/market>, {S} <[buys|bought]/[pays|paid] for> <more> and [takes|took] them home.
         {S} [adds|added] <new> to <{his}/the> collection.
         {S} [buys|bought] <new> and [adds|added] them to the <others/collection>.
-        {B} [has|had] {n} {o} to spare and <[lets|let] {O} have/[gives|gave] {O}> <them>.
+        {B} [has|had] {n} {o} to spare and <[lets|let] {O} have <them>/[gives|gave] {O} all of them>.
         A <{c}/package> with <new> [arrives|arrived] for {O}.
         {S} [trades|traded] <an old toy/an old game/{item}> for <new>.
         Thanks to <{B}/{his} {rel}>, {S} <has> <{n} more {o} than before/{n} more {o}/{n} extra {o}>.
@@ -94,7 +94,7 @@ CHANGES = {
         {P} number of {o} <[grows|grew] to/[becomes|became]> {n} times as many.
         {S} [works|worked] hard and [multiplies|multiplied] <the/{his}> number of {o} by {n}.
         {S} [multiplies|multiplied] <the/{his}> number of {o} by {n} </thanks to {B}/with the help of {B}>.
-        {S} <[finds|found]/[buys|bought]> </so> many more {o}<, until/ until> {he} <has> {n} times as many </as before>.
+        {S} <[finds|found]/[buys|bought]> more </and more> {o} until {he} <has> {n} times as many </as before>.
         {S} [collects|collected] </even> more until {he} <has> {n} times as many {o} </as before>.
         {S} soon <has> {n} times as many {o} as <before/{he} [had|had had] before/at first>.
         The number of {o} <that {S} [owns|owned]/{S} [has|had]> [becomes|became] {n} times as <large/big>.
@@ -111,8 +111,8 @@ CHANGES = {
         <The/{P}> number of {o} <[doubles|doubled]/[is|was] doubled> </thanks to {B}/with the help of {B}>.
         {S} soon <has> twice as many {o} as <before/{he} [had|had had] before/at first>.
         {P} collection <[becomes|became]/[grows|grew] until it [is|was]> twice as <large/big> </as before>.
-        {P} number of {o} <[grows|grew] to/[becomes|became]> twice as <many/large/big>.
-        {S} <[finds|found]/[buys|bought]> </so> many more {o}<, until/ until> {he} <has> twice as many </as before>.
+        {P} number of {o} <[grows|grew] to twice as many/[becomes|became] twice as <large/big>>.
+        {S} <[finds|found]/[buys|bought]> more </and more> {o} until {he} <has> twice as many </as before>.
         Thanks to <{B}/{his} {rel}/a friend>, {S} soon <has> twice <the number of/as many> {o}.
         {B} [helps|helped], and <the/{P}> number of {o} <[is|was] doubled/[doubles|doubled]>.
         {S} [collects|collected] </even> more until {he} <has> twice as many {o} </as before>.
@@ -196,7 +196,7 @@ CHANGES = {
         {B} [sells|sold] {O} {item} <for/at a price of> {n} dollars.
         {n} of {P} dollars [are|were] <spent on {item}/lost/stolen/lost {place}>.""",
     "money_times": """
-        {S} [saves|saved] </money/more and more> until {he} [has|had] {n} times as much </money> </as before>.
+        {S} [saves|saved] <money/more and more> until {he} [has|had] {n} times as much </as before>.
         {P} <savings [grow|grew]/money [grows|grew]> <to/until there [is|was]> {n} times as much </as before>.
         {S} soon [has|had] {n} times as much money <as before/as {he} [had|had had] before/as at first>.
         {S} [works|worked] hard and [multiplies|multiplied] {his} <money/savings> by {n}.
@@ -210,7 +210,7 @@ CHANGES = {
         {S} soon [has|had] twice as much </money> <as before/as {he} [had|had had] before/as at first>.
         {P} <savings [grow|grew]/money [grows|grew]> <to/until there [is|was]> twice as much </as before>.
         {S} [works|worked] </hard> until {his} <money [is|was]/savings [are|were]> <doubled/twice as large>.
-        {S} [saves|saved] </money/more and more> until {he} [has|had] twice as much </money> </as before>.""",
+        {S} [saves|saved] <money/more and more> until {he} [has|had] twice as much </as before>.""",
     "money_part": """
         {S} <[splits|split]/[shares|shared]> <money> <evenly> with some friends, {n} people in all.
         {S} [keeps|kept] <one/only one> of {n} equal parts of <money> and [gives|gave] the <rest/others> away.

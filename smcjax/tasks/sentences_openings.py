@@ -45,7 +45,7 @@ OPENINGS = {
         {A} [keeps|kept] {n} {o} in one {c} and {m} <{o}/more/more {o}> in <another/another {c}/a second {c}>.
         On Monday {A} <[collects|collected]/[buys|bought]/[gets|got]> {n} {o}, and on Friday <{m} more/another {m}>.
         {A} <[buys|bought]/[gets|got]> {n} {adj} {o} and {m} {adk} <ones/{o}> <at the shop/at the market/in town>.
-        <There [are|were]/{A} <has>> {n} {adj} {o} and also {m} {adk} {o} in {A}'s {c}.
+        There [are|were] {n} {adj} {o} and </also> {m} {adk} <{o}/ones> in {A}'s {c}.
         In one {c} {A} <has> {n} {o}, and in <another/another {c}/a second {c}> {m} <more/{o}/more {o}>.
         {A} <gets> {n} {o} from {B} and <{m}/{m} more/another {m}> from {his} {rel}.
         {A}'s {c} <[contains|contained]/[holds|held]> {n} {adj} {o} and {m} {adk} <ones/{o}>.""",

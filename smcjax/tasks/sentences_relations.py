@@ -43,7 +43,7 @@ COMPARISONS = {
         {B}'s {coll} [is|was] {n} times as <large/big> as <{A}'s/{A}'s {coll}/that of {A}>.
         {P} <friend/cousin/classmate/neighbor> {B} <has> {n} times as many {o} as {he} [does|did].
         Compared <with/to> {A}, {B} <has> {n} times <as many/the number of> {o}.
-        {A} <has> {o}, <but/and> {B} <has> {n} times as many </as {A}/of them>.""",
+        {B} <has> {o} <too/as well>: {n} times as many as {A} </[does|did]>.""",
     "twice_other": """
         {B} <has> twice as many {o} as {A} </[does|did]>.
         {B} <has> <double/twice> the number of {o} that {A} <has>.

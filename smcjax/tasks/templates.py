@@ -77,7 +77,8 @@ def expand(line: str) -> tuple[str, ...]:
     """All templates of a written line."""
     while (named := re.sub(r"<(\w+)>", lambda name: f"<{PHRASES[name[1]]}>", line)) != line:
         line = named
-    done, todo = {}, [line]
+    done: dict[str, None] = {}
+    todo = [line]
     while todo:
         text = todo.pop()
         choice = re.search(r"<([^<>]*)>", text)  # an innermost one

@@ -165,7 +165,7 @@ class _Story:
         sentence = template.format_map(slots)
         begins = "{A} " if family.startswith(("open", "money_open")) else "{S} "
         plain = template.startswith(begins) and not _JOINED.search(template) and (family in _EVENTS or begins == "{A} ")
-        if plain and self.clauses and self.random() < 0.3:
+        if plain and self.clauses and self.random() < 0.45:
             self.clauses.append(sentence[len(slots["S"]) + 1 : -1])
             self.sentences[-1] = self.join()
         else:
@@ -354,10 +354,10 @@ _SHORT_AFTER = {
     "gain": ("open", "gain", "lose"),
     "lose": ("open", "gain"),
     "half": ("open",),
-    "share": ("open", "open_groups"),
+    "share": ("open",),
     "question": ("open", "gain", "lose"),
 }
 # Two events of one person can be told in one sentence if each is a single clause.
-_JOINED = re.compile(r"[,:]| (?:and|but|that|until|because|when|so|as|among|between) ")
+_JOINED = re.compile(r"[,:]|\. | (?:and|but|that|until|because|when|so|as|among|between) ")
 _LINKS = (" and ", " and ", " and then ", ", and then ", " and later ")
 _LAST_LINKS = (" and ", ", and ", " and then ", ", and then ")

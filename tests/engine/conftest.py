@@ -39,6 +39,6 @@ def llm(pair: Pair) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def plain(pair: Pair) -> Iterator[LLM]:
-    """The target alone."""
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=4, page_size=4) as llm:
+    """The target alone, two requests at a time."""
+    with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4) as llm:
         yield llm

@@ -36,6 +36,7 @@ def last_scores(llm: LLM, output: RequestOutput) -> np.ndarray:
     return np.asarray(_logits(llm.models.target, llm.models.target_params, row)[0, start - 1 : -1], np.float64)
 
 
+@pytest.mark.slow
 def test_temperature_zero_takes_the_largest(plain: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for output in plain.generate(["ab", "hello"], params, use_tqdm=False):
@@ -44,6 +45,7 @@ def test_temperature_zero_takes_the_largest(plain: LLM) -> None:
         assert output.metrics.drafted == 0
 
 
+@pytest.mark.slow
 def test_top_k_and_top_p_keep_their_sets(plain: LLM) -> None:
     kinds = [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 6, "top_p": 0.6, "temperature": 0.7}, {}]
     params = [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ def seed_where(llm: LLM, wanted: str, params: dict[str, object]) -> tuple[Reques
     raise AssertionError(f"no seed ends with {wanted}")
 
 
+@pytest.mark.slow
 def test_prompts_in_every_form(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, seed=3)
     ids = encode(llm, "hello")
@@ -162,6 +163,7 @@ def test_limits_at_their_ends(llm: LLM) -> None:
     assert ends([97] * (MAX_MODEL_LEN - 1), 5) == (1, "length")
 
 
+@pytest.mark.slow
 def test_one_particle_one_draft_token_one_token_pages(pair: Pair) -> None:
     with smc_llm(pair, {"n_particles": 1, "gamma": 1}, page_size=1, max_num_seqs=1) as single:
         outputs = generate(single, ["a", "hello"], SamplingParams(seed=2, max_tokens=9))

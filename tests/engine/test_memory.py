@@ -132,7 +132,7 @@ def test_too_few_pages_for_one_request(pair: Pair) -> None:
 def test_programs_that_exceed_the_device_are_refused_before_they_run(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with smc_llm(pair, max_num_seqs=1) as llm:
+    with smc_llm(pair) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(programs, "device_memory", lambda: 1000)
             with pytest.raises(ValueError, match=r"needs .* GiB and the device has .*; lower max_num_seqs"):

@@ -129,3 +129,12 @@ def test_names_of_nothing(name: str, pair: Pair) -> None:
     with pytest.raises(CheckpointError, match=r"pass a .*directory") as caught:
         LLM(name, draft_model=pair.draft)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_bundled_pair_is_the_default() -> None:
+    """Nothing but `LLM()`: it answers, and it knows the task that it was trained for."""
+    with LLM(max_model_len=64, max_num_seqs=1) as llm:
+        output = llm.generate("Tom has 3 apples.", SamplingParams(max_tokens=12, seed=0), use_tqdm=False)[0]
+    assert output.error is None
+    assert output.outputs[0].text

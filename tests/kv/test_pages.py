@@ -43,30 +43,31 @@ class Pages(RuleBasedStateMachine):
         self.width = pages_for(CAPACITY, page_size)
         num_pages = ROWS * self.width + 1
         self.pool = PagePool.create(num_pages)
-        self.table = jnp.full((ROWS, self.width), TRASH, jnp.int32)
+        self.table = np.full((ROWS, self.width), TRASH, np.int32)
         self.rows: list[list[int] | None] = [None] * ROWS
         self.prompt = [0] * GROUPS
         self.target = np.full((num_pages, page_size), -1)
         self.draft = self.target.copy()
         self.tags = iter(range(1, 10**6))
 
-    def members(self, group: int) -> range:
-        return range(group * FAN_OUT, (group + 1) * FAN_OUT)
+    def members(self, group: int) -> list[int]:
+        return list(range(group * FAN_OUT, (group + 1) * FAN_OUT))
 
     def write(self, cache: np.ndarray, row: int, position: int, tag: int) -> None:
         cache[self.table[row, position // self.page_size], position % self.page_size] = tag
 
     def read(self, cache: np.ndarray, row: int, length: int) -> list[int]:
-        return cache[np.asarray(self.table[row])].reshape(-1)[: max(length, 0)].tolist()
+        return cache[self.table[row]].reshape(-1)[: max(length, 0)].tolist()
 
     @rule(group=st.integers(0, GROUPS - 1), length=st.integers(1, CAPACITY - 2))
     def admit(self, group: int, length: int) -> None:
         if self.rows[group * FAN_OUT] is not None:
             return
         prompt = [next(self.tags) for _ in range(length)]
-        self.pool, pages = _allocate(self.pool, jnp.arange(self.width) * self.page_size < length)
-        first = self.table.at[group * FAN_OUT].set(pages)
-        self.table = self.table.at[group * FAN_OUT : (group + 1) * FAN_OUT].set(pages)
+        self.pool, pages = _allocate(self.pool, np.arange(self.width) * self.page_size < length)
+        first = self.table.copy()
+        first[group * FAN_OUT] = pages
+        self.table[self.members(group)] = pages
         self.pool = _rebind(self.pool, first, self.table)
         self.prompt[group] = length
         for position, tag in enumerate(prompt):
@@ -87,15 +88,10 @@ class Pages(RuleBasedStateMachine):
         for a, b in twins:
             go[b] = go[a] = go[a] or go[b]
         last = np.minimum(length - 1 + width - 1, CAPACITY - 1)
-        self.pool, self.table, source, destination = _make_room(
-            self.pool,
-            self.table,
-            jnp.asarray(length - 1),
-            jnp.asarray(last),
-            jnp.asarray(go),
-            page_size=self.page_size,
-            max_width=WIDTH,
+        self.pool, table, source, destination = _make_room(
+            self.pool, self.table, length - 1, last, go, page_size=self.page_size, max_width=WIDTH
         )
+        self.table = np.array(table)
         if self.copy_on_write:
             self.target[np.asarray(destination)] = self.target[np.asarray(source)]
             self.draft[np.asarray(destination)] = self.draft[np.asarray(source)]
@@ -126,10 +122,10 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: any(self.rows))
     @rule(group=st.integers(0, GROUPS - 1), by_entry=st.booleans())
     def drop(self, group: int, by_entry: bool) -> None:
-        table = self.table.at[group * FAN_OUT : (group + 1) * FAN_OUT].set(TRASH)
+        table = self.table.copy()
+        table[self.members(group)] = TRASH
         if by_entry:
-            gone = self.table[group * FAN_OUT : (group + 1) * FAN_OUT]
-            self.pool = _release(self.pool, gone)
+            self.pool = _release(self.pool, self.table[self.members(group)])
         else:
             self.pool = _rebind(self.pool, self.table, table)
         self.table = table

@@ -55,6 +55,7 @@ def assert_same_group(a: smc.State, i: int, b: smc.State, j: int, exact: bool) -
     np.testing.assert_allclose(smc.log_evidence(a)[i], smc.log_evidence(b)[j], atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 def test_deferred_equals_undeferred() -> None:
     undeferred = dataclasses.replace(BASE, smc=dataclasses.replace(BASE.smc, defer_bonus=False))
     assert answers(BASE) == answers(undeferred)
@@ -66,6 +67,7 @@ def test_control_other_seeds_and_thresholds_give_other_answers() -> None:
     assert all(a[0] != b[0] for a, b in zip(answers(BASE), answers(BASE, other), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 2, 7, 16, 64])
 def test_page_size_does_not_matter(page_size: int) -> None:
     assert answers(dataclasses.replace(BASE, page_size=page_size)) == answers(BASE)
@@ -117,6 +119,7 @@ def test_alone_equals_in_a_batch() -> None:
         assert_same_group(everyone, group, moved, slot, exact=False)
 
 
+@pytest.mark.slow
 def test_one_group_program_equals_four_group_program() -> None:
     everyone = answers(BASE)
     for group in (0, 2):
@@ -132,6 +135,7 @@ def test_absent_groups_leave_finite_memory() -> None:
         assert jnp.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(6, 9), (8, 12), (23, 5)])
 def test_worst_case_bound_of_pages_suffices(prompt: int, max_tokens: int) -> None:
     """Full prompt pages are shared for good; each row needs at most the rest of the limit's pages for itself."""

@@ -67,6 +67,7 @@ def test_control_without_donation_the_kv_is_copied() -> None:
     assert any(word in jax.jit(chatty).lower(1.0).compile().as_text() for word in HOST)
 
 
+@pytest.mark.slow
 def test_nothing_recompiles_for_another_request() -> None:
     """Prompt length, limits, temperature, stops, seed and presence are data."""
     program = PAIR.program(24, 4, gamma=2, n_particles=2)

@@ -1,0 +1,36 @@
+"""Exact laws of tiny models: all outputs of a request with their probabilities, from the dense forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.helpers import Ask
+
+Tokens = tuple[int, ...]
+
+
+def outcomes(
+    after: Callable[[list[int]], np.ndarray],
+    ask: Ask,
+    max_model_len: int,
+    power: float = 1.0,
+    transform: Callable[[np.ndarray], np.ndarray] = lambda logits: logits,
+) -> dict[Tokens, float]:
+    """Ω, each x with ∏ p_T(x_t)^α; `transform` acts on ℓ/T. Not normalised unless α = 1."""
+    result: dict[Tokens, float] = {}
+    stack: list[tuple[Tokens, float]] = [((), 1.0)]
+    while stack:
+        tokens, mass = stack.pop()
+        if len(ask.prompt) + len(tokens) >= ask.limit(max_model_len) or (tokens and tokens[-1] in ask.stops):
+            result[tokens] = mass
+            continue
+        scaled = after([*ask.prompt, *tokens]).astype(np.float64) / ask.temperature
+        if len(tokens) < ask.min_tokens:
+            scaled[list(ask.stops)] = -np.inf
+        scaled = transform(scaled)
+        p = np.exp(scaled - scaled.max())
+        p /= p.sum()
+        stack += [((*tokens, v), mass * p[v] ** power) for v in range(len(p)) if p[v] > 0]
+    return result

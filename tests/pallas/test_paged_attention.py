@@ -1,0 +1,206 @@
+"""The paged attention kernel: in interpret mode against the plain version, and lowered for CUDA at real shapes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.paged_attention import (
+    Tuning,
+    default_tuning,
+    paged_attention_mosaic,
+    paged_attention_reference,
+    supports,
+)
+
+INTERPRET = plgpu.InterpretGPUParams()
+Case = dict[str, jax.Array]
+
+
+def case(
+    lengths: list[int], *, columns: int = 1, kv_heads: int = 1, group: int = 4, page_size: int = 32, dim: int = 64
+) -> tuple[Case, Case]:
+    """Scattered pages: with NaN in all slots not in use, and with zeros there.
+
+    Where a row's table names nothing it names the trash page, which is not in use either.
+    """
+    rng = np.random.default_rng(len(lengths) + columns + page_size)
+    rows, width = len(lengths), -(-max(lengths) // page_size) + 2
+    table = 1 + rng.permutation(rows * width).reshape(rows, width)
+    shape = (rows * width + 1, page_size, kv_heads, dim)
+    used = np.zeros(shape[:2], bool)
+    for r, length in enumerate(lengths):
+        slot = np.arange(length)
+        used[table[r, slot // page_size], slot % page_size] = True
+        table[r, -(-length // page_size) :] = 0
+    positions = np.array(lengths)[:, None] - columns + np.arange(columns)
+    inputs = {
+        "q": jnp.asarray(rng.normal(size=(rows, columns, kv_heads * group, dim)), jnp.bfloat16),
+        "block_table": jnp.asarray(table, jnp.int32),
+        "positions": jnp.asarray(positions, jnp.int32),
+    }
+    k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    mask = jnp.asarray(used)[:, :, None, None]
+    poisoned, clean = (
+        {**inputs, "key_pages": jnp.where(mask, k, fill), "value_pages": jnp.where(mask, v, fill)}
+        for fill in (jnp.nan, 0.0)
+    )
+    return poisoned, clean
+
+
+def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
+    """The kernel in bf16 on poisoned pages against the plain version in f32 on clean ones."""
+    clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    got = paged_attention_mosaic(**poisoned, tuning=tuning, interpret=INTERPRET)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float32), paged_attention_reference(**clean), atol=1.5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[1, 32], [64, 65], [33, 200]], ids=str)
+def test_lengths(lengths: list[int]) -> None:
+    """One slot, a full page, a full chunk and one more, and a ring that refills."""
+    check(*case(lengths), Tuning(stages=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"columns": 9},
+        {"columns": 2, "kv_heads": 2, "group": 1},
+        {"columns": 8, "group": 8},
+        {"columns": 2, "dim": 128},
+        {"page_size": 8},
+        {"page_size": 16},
+        {"page_size": 64},
+        {"page_size": 128},
+    ],
+    ids=str,
+)
+def test_shapes(shape: dict[str, int]) -> None:
+    check(*case([150], **shape), Tuning(stages=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(splits=2, stages=2),
+        Tuning(warpgroups=2, stages=2),
+        Tuning(splits=2, warpgroups=2, stages=2),
+        Tuning(chunk=128, stages=2),
+    ],
+    ids=str,
+)
+def test_divided_work(tuning: Tuning) -> None:
+    """Also where there are fewer chunks than workers, and where a query sees nothing of a worker's part."""
+    check(*case([300], columns=3), tuning)
+    check(*case([66], columns=9), tuning)
+
+
+def test_rows_and_heads() -> None:
+    """Unequal rows, several heads, columns that straddle a page, two warpgroups, a ring that refills."""
+    check(*case([65, 330], columns=3, kv_heads=2), Tuning(warpgroups=2, stages=2))
+
+
+@pytest.mark.slow
+def test_shared_pages() -> None:
+    poisoned, clean = case([100, 100])
+    for inputs in (poisoned, clean):
+        table = inputs["block_table"]
+        inputs["block_table"] = table.at[1, :3].set(table[0, :3])
+    check(poisoned, clean, Tuning(stages=2))
+
+
+@pytest.mark.slow
+def test_lengths_below_the_last_position() -> None:
+    """Padding queries beyond what the row holds, and a row that holds nothing: finite, and no other query minds."""
+    poisoned, _ = case([40, 40], columns=3)
+    whole = paged_attention_mosaic(**poisoned, tuning=Tuning(stages=2), interpret=INTERPRET)
+    positions = poisoned["positions"] + jnp.asarray([[1], [0]])
+    got = paged_attention_mosaic(
+        **{
+            **poisoned,
+            "q": jnp.roll(poisoned["q"], -1, axis=1),
+            "positions": positions,
+            "lengths": jnp.asarray([40, 0]),
+        },
+        tuning=Tuning(stages=2),
+        interpret=INTERPRET,
+    )
+    assert jnp.isfinite(got).all()
+    np.testing.assert_array_equal(got[0, :2], whole[0, 1:])
+
+
+REAL = [
+    {"R": 8, "T": 1},
+    {"R": 8, "T": 2},
+    {"R": 8, "T": 9, "D": 128},
+    {"R": 8, "T": 9, "D": 128, "M": 2048},
+    {"R": 256, "T": 1},
+    {"R": 8, "T": 1, "B": 32},
+    {"R": 8, "T": 1, "B": 64},
+    {"R": 8, "T": 9, "H": 8},
+    {"R": 8, "T": 8, "H": 64, "D": 128},
+]
+
+
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_lowers_for_cuda(shape: dict[str, int]) -> None:
+    """The real Mosaic lowering, at the shapes of Llama 3.2 1B and 3.1 8B, without a GPU."""
+    sizes = {"H": 32, "Hkv": 8, "D": 64, "B": 16, "M": 64, **shape}
+    _, t, h, kv, d, b, _ = (sizes[name] for name in ("R", "T", "H", "Hkv", "D", "B", "M"))
+    assert supports(columns=t, num_heads=h, num_kv_heads=kv, head_dim=d, page_size=b, dtype=jnp.bfloat16)
+    lower_for_cuda(sizes, tuning=None)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(chunk=128, stages=2), Tuning(splits=2, warpgroups=4, stages=2)], ids=str)
+def test_tunings_lower_for_cuda(tuning: Tuning) -> None:
+    lower_for_cuda({"R": 8, "T": 1, "H": 32, "Hkv": 8, "D": 64, "B": 16, "M": 64}, tuning)
+
+
+def lower_for_cuda(sizes: dict[str, int], tuning: Tuning | None) -> None:
+    def struct(dtype: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([{**sizes, "P": 512}[axis] for axis in axes], dtype)
+
+    arrays = (
+        struct(jnp.bfloat16, "R", "T", "H", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.int32, "R", "M"),
+        struct(jnp.int32, "R", "T"),
+    )
+    attend = jax.jit(lambda *inputs: paged_attention_mosaic(*inputs, tuning=tuning))
+    assert "mosaic_gpu" in attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_supports() -> None:
+    llama = {"columns": 9, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
+    assert supports(**llama)
+    others = [
+        {"columns": 17},
+        {"num_kv_heads": 3},
+        {"head_dim": 96},
+        {"page_size": 1},
+        {"page_size": 24},
+        {"dtype": jnp.float32},
+    ]
+    assert not any(supports(**{**llama, **other}) for other in others)
+    with pytest.raises(ValueError, match="no kernel"):
+        paged_attention_mosaic(**case([4], page_size=4)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("slots", [16, 1024, 32768])
+def test_default_tuning_fits(rows: int, dim: int, slots: int) -> None:
+    """Shared memory of a block: at most 227 KiB."""
+    tuning = default_tuning(rows=rows, kv_heads=8, dim=dim, slots=slots)
+    assert tuning.stages >= 2
+    ring = 2 * tuning.warpgroups * tuning.stages * tuning.chunk * dim * 2
+    tiles = 64 * dim * (2 + 4 + 4 * (tuning.warpgroups - 1))
+    assert ring + tiles + 4096 <= 227 * 1024

@@ -1,0 +1,30 @@
+"""The package's top level: everything that it promises is there, imported when asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import smcjax
+
+
+@pytest.mark.parametrize("name", smcjax.__all__)
+def test_public_names(name: str) -> None:
+    assert getattr(smcjax, name).__name__ == name
+    assert name in dir(smcjax)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Rejected'"):
+        _ = smcjax.Rejected
+
+
+def test_the_functional_layer_needs_no_import_of_its_own() -> None:
+    code = (
+        "import sys, smcjax; assert 'jax' not in sys.modules\n"
+        "print(smcjax.smc.resample.__name__, smcjax.model.logits.__name__, smcjax.kv.PagePool.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["resample", "logits", "PagePool"]

@@ -1,0 +1,65 @@
+"""Draws, masks and truncation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smcjax.sampling import draw, forbid_stops, log_softmax_at, truncate
+from tests.test_autoregressive import top_k_p
+
+_truncate = jax.jit(truncate)
+
+
+def test_draw_is_categorical_to_the_bit() -> None:
+    keys = jax.random.split(jax.random.key(0), 64)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 7)), jnp.float32).at[:, 2].set(-jnp.inf)
+    got = draw(keys, logits)
+    assert got.tolist() == [int(jax.random.categorical(key, row)) for key, row in zip(keys, logits, strict=True)]
+    assert 2 not in got.tolist()
+    assert got.tolist() != draw(keys[::-1], logits).tolist(), "control: the key matters"
+
+
+def test_log_softmax_at_ignores_what_is_forbidden() -> None:
+    logits = jnp.asarray([[1.0, -jnp.inf, 2.0, 0.5]])
+    np.testing.assert_allclose(
+        log_softmax_at(logits, jnp.asarray([2])), 2 - np.log(np.exp([1, 2, 0.5]).sum()), rtol=1e-6
+    )
+    assert log_softmax_at(logits, jnp.asarray([1])).tolist() == [-np.inf]
+
+
+@given(st.integers(0, 6), st.integers(1, 8))
+def test_stops_are_forbidden_up_to_the_minimum(minimum: int, number: int) -> None:
+    """The token's own number decides, from 1."""
+    got = forbid_stops(
+        jnp.zeros((1, 3)), jnp.asarray([[False, True, False]]), jnp.asarray([number]), jnp.asarray([minimum])
+    )
+    assert got.tolist() == [[0.0, -np.inf if number <= minimum else 0.0, 0.0]]
+
+
+@given(
+    logits=st.lists(st.floats(-6, 6, width=32), min_size=6, max_size=6, unique=True),
+    k=st.integers(1, 8),
+    p=st.sampled_from([0.01, 0.3, 0.5, 0.77, 0.95, 1.0]),
+)
+def test_truncation_equals_numpy(logits: list[float], k: int, p: float) -> None:
+    """k first, then p over what is left; the most probable token always stays."""
+    x = np.asarray(logits, np.float32)
+    got = np.asarray(_truncate(jnp.asarray(x)[None], jnp.asarray([k]), jnp.asarray([p], jnp.float32)))[0]
+    mass = np.cumsum(np.sort(np.exp(x - x.max(), dtype=np.float64))[::-1][:k])
+    if np.abs(mass / mass[-1] - p).min() < 1e-5 and p < 1:
+        return  # at the boundary f32 and f64 may differ
+    want = top_k_p(k, p)(x.astype(np.float64))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    np.testing.assert_array_equal(got[~np.isneginf(got)], x[~np.isneginf(want)])
+
+
+def test_truncation_edges() -> None:
+    """Off keeps all, −inf stays −inf, ties at the k-th stay together, and rows have their own k and p."""
+    x = jnp.asarray([[2.0, 1.0, 1.0, -jnp.inf], [2.0, 1.0, 1.0, 0.0], [2.0, 1.0, 1.0, 0.0]])
+    got = truncate(x, jnp.asarray([4, 2, 4]), jnp.asarray([1.0, 1.0, 0.1]))
+    inf = -np.inf
+    assert got.tolist() == [[2, 1, 1, inf], [2, 1, 1, inf], [2, inf, inf, inf]]
