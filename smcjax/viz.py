@@ -236,7 +236,7 @@ def _figure(trace: TraceFile) -> Figure:
     for axes in (tree, ess):
         axes.tick_params(axis="x", labelbottom=False, length=0)
         for t in np.flatnonzero(trace.resampled) + 1:
-            axes.axvline(t, color=RULE, lw=0.6, ls=(0, (1.5, 2)), zorder=0)
+            axes.axvline(float(t), color=RULE, lw=0.6, ls=(0, (1.5, 2)), zorder=0)
     heat.xaxis.set_major_locator(_ticks(trace.cycles, 20, first=1))
     heat.set_xlabel("cycle")
     if layout.text:

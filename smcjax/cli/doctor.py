@@ -1,0 +1,123 @@
+"""`smcjax doctor`: what this machine can do, and what keeps it from doing more."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report. What is not `ok` comes with a hint; `fatal` means that nothing can be generated."""
+
+    label: str
+    value: str
+    ok: bool = True
+    hint: str = ""
+    fatal: bool = False
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("doctor", help="what this machine can do", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON line last")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints every finding; 0 if text can be generated here, else 1."""
+    findings = [_examined(check) for check in CHECKS]
+    width = max(len(finding.label) for finding in findings)
+    for finding in findings:
+        mark = "ok" if finding.ok else "FAIL" if finding.fatal else "note"
+        print(f"{mark:<4}  {finding.label:<{width}}  {finding.value}" + (f"  ({finding.hint})" if finding.hint else ""))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    broken = [finding for finding in findings if finding.fatal and not finding.ok]
+    if broken:
+        print(f"smcjax: error: {broken[0].label}: {broken[0].value}; {broken[0].hint}.", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _examined(check: Callable[[], Finding]) -> Finding:
+    """A check's finding, also where the check itself breaks."""
+    try:
+        return check()
+    except Exception as error:  # whatever is wrong with this machine, the other checks still say something
+        text = " ".join(str(error).split())[:200]
+        label = check.__name__.strip("_").replace("_", " ")
+        return Finding(label, f"{type(error).__name__}: {text}", ok=False, hint="reinstall smcjax", fatal=True)
+
+
+def _versions() -> Finding:
+    packages = ("smcjax", "jax", "jaxlib", "numpy", "transformers", "safetensors")
+    return Finding(
+        "versions", f"python {platform.python_version()}, " + ", ".join(f"{p} {metadata.version(p)}" for p in packages)
+    )
+
+
+def _host() -> Finding:
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Finding("host", f"{platform.machine()}, {os.cpu_count()} cores, {pages * size / 2**30:.0f} GiB")
+
+
+def _devices() -> Finding:
+    import jax
+
+    names = []
+    for device in jax.devices():
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        names.append(device.device_kind + (f" ({limit / 2**30:.0f} GiB for JAX)" if limit else ""))
+    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    if has_gpu and jax.default_backend() == "cpu":
+        return Finding("devices", ", ".join(names), ok=False, hint="a GPU is here: install smcjax[cuda13] or [cuda12]")
+    return Finding("devices", f"{jax.default_backend()}: {', '.join(names)}")
+
+
+def _donation() -> Finding:
+    """Whether a donated buffer is reused: the cycle updates KV in place."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.arange(1 << 16, dtype=jnp.float32)
+    before = x.unsafe_buffer_pointer()
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(x).block_until_ready()
+    reused = after.unsafe_buffer_pointer() == before
+    return Finding(
+        "donated buffers", "reused in place" if reused else "copied", ok=reused, hint="" if reused else "slower"
+    )
+
+
+def _compilation_cache() -> Finding:
+    import jax
+
+    from smcjax.engine.programs import enable_compilation_cache
+
+    enable_compilation_cache()
+    directory = Path(jax.config.jax_compilation_cache_dir or "")
+    directory.mkdir(parents=True, exist_ok=True)
+    ok = os.access(directory, os.W_OK)
+    return Finding("compilation cache", str(directory), ok=ok, hint="" if ok else "not writable: every start compiles")
+
+
+def _bundled_pair() -> Finding:
+    from smcjax.engine.loading import BUNDLED, bundled_model
+    from smcjax.model.checkpoint import load_config
+
+    sizes = []
+    for name in BUNDLED:
+        directory = bundled_model(name)
+        load_config(directory)
+        sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")
+    return Finding("bundled pair", ", ".join(sizes))
+
+
+CHECKS = (_versions, _host, _devices, _donation, _compilation_cache, _bundled_pair)

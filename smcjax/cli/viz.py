@@ -1,0 +1,25 @@
+"""`smcjax viz`: draws a trace: genealogy, ESS and weights over the cycles, as one SVG or PNG."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("viz", help="draw a trace", description=__doc__)
+    parser.add_argument("trace", type=Path, help="a file that `smcjax generate --trace` wrote")
+    parser.add_argument("-o", "--output", type=Path, help="an .svg or .png file (default: beside the trace, .svg)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads, draws, prints the path written."""
+    from smcjax.trace_file import load_trace
+    from smcjax.viz import draw
+
+    output = args.output or args.trace.with_suffix(".svg")
+    draw(load_trace(args.trace), output)
+    print(output)
+    return 0
