@@ -28,7 +28,8 @@ from flax.training.train_state import TrainState
 from tokenizers import Tokenizer
 
 from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, save_checkpoint
-from smcjax.model.decoder import attention, hidden_states, unembed
+from smcjax.model.decoder import hidden_states, unembed
+from smcjax.pallas import attention
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.word_problems import Problem, generate, is_correct, prompt
 

@@ -35,6 +35,7 @@ class Program:
     target: ModelConfig
     max_model_len: int
     page_size: int = 16
+    implementation: str = "auto"  # of attention: see smcjax.pallas.paged_attention
     truncates: bool = False
 
     @property
@@ -118,7 +119,14 @@ def prefill(
 ) -> tuple[State, Float[Array, "G E"]]:
     """Writes the KV of one chunk of the prompts; returns the hidden state at each prompt's end."""
     cache, last_hidden = prefill_chunk(
-        program.target, params, state.memory.target, state.sequences, start_at, chunk, last_hidden
+        program.target,
+        params,
+        state.memory.target,
+        state.sequences,
+        start_at,
+        chunk,
+        last_hidden,
+        program.implementation,
     )
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache)), last_hidden
 
@@ -145,7 +153,14 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
     tokens = sequences.token_at(position)[:, None]
     pages = sequences.write_pages(position[:, None], state.live[:, None], program.page_size)
     hidden, cache = paged_hidden_states(
-        program.target, params, memory.target, tokens, position[:, None], sequences.block_table, pages
+        program.target,
+        params,
+        memory.target,
+        tokens,
+        position[:, None],
+        sequences.block_table,
+        pages,
+        implementation=program.implementation,
     )
     state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))
     state = _sample_and_append(program, state, unembed(params, hidden[:, 0]), Purpose.DRAFT)

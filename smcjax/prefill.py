@@ -52,6 +52,7 @@ def prefill_chunk(
     start: Int[Array, ""],
     chunk: int,
     last_hidden: Float[Array, "G E"],
+    implementation: str = "auto",
 ) -> tuple[KVCache, Float[Array, "G E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
 
@@ -61,7 +62,9 @@ def prefill_chunk(
     in_prompt = positions < leaders.length[:, None]
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     pages = leaders.write_pages(positions, in_prompt, cache.page_size)
-    hidden, cache = paged_hidden_states(config, params, cache, tokens, positions, leaders.block_table, pages)
+    hidden, cache = paged_hidden_states(
+        config, params, cache, tokens, positions, leaders.block_table, pages, implementation=implementation
+    )
 
     last = leaders.length - 1 - start
     found = (last >= 0) & (last < chunk)

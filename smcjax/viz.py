@@ -15,7 +15,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
@@ -275,7 +274,11 @@ def _colour(family: int) -> str:
 
 def _tree(axes: Axes, trace: TraceFile) -> None:
     cycles, n = trace.ancestors.shape
-    heirs, family, finished = descendants(trace.ancestors), families(trace.ancestors, len(FAMILY)), finished_nodes(trace)
+    heirs, family, finished = (
+        descendants(trace.ancestors),
+        families(trace.ancestors, len(FAMILY)),
+        finished_nodes(trace),
+    )
     answer = lineages(trace.ancestors)[:, trace.selected]
     ended = [(t, j) for t in range(cycles + 1) for j in range(n)
              if finished[t, j] and (t == 0 or not finished[t - 1, trace.ancestors[t - 1, j]])]  # fmt: skip
@@ -314,7 +317,9 @@ def _tree(axes: Axes, trace: TraceFile) -> None:
     for t, j in ended:
         colour = ANSWER if answer[t] == j else _colour(family[t, j])
         size = 7.0 * thin if answer[t] == j else 5.4 * thin
-        axes.plot(t, j, "o", ms=max(size, 3.2), mfc="white", mec=colour, mew=1.5 * max(thin, 0.7), zorder=3.5, clip_on=False)
+        axes.plot(
+            t, j, "o", ms=max(size, 3.2), mfc="white", mec=colour, mew=1.5 * max(thin, 0.7), zorder=3.5, clip_on=False
+        )
     marks = np.flatnonzero(trace.resampled) + 1
     dense = float(np.clip(60 / max(cycles, 1), 0.55, 1.0))
     axes.plot(marks, np.full(len(marks), 1.0), "v", ms=5.0 * dense, color=INK, mew=0, clip_on=False,
@@ -336,7 +341,11 @@ def _tree(axes: Axes, trace: TraceFile) -> None:
     if DEAD in kinds:
         entries.append(Line2D([], [], color=FAINT, lw=1.4, label="died out"))
     if ended:
-        entries.append(Line2D([], [], color=TRUNK, marker="o", mfc="white", mew=1.5, ms=5.5, lw=1.6, ls=(0, (1, 1.4)), label="ended"))
+        entries.append(
+            Line2D(
+                [], [], color=TRUNK, marker="o", mfc="white", mew=1.5, ms=5.5, lw=1.6, ls=(0, (1, 1.4)), label="ended"
+            )
+        )
     if len(marks):
         entries.append(Line2D([], [], color=INK, marker="v", ms=5, mew=0, lw=0, label="resampled"))
     axes.legend(handles=entries, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, borderaxespad=0,
@@ -381,7 +390,10 @@ def _final_weights(axes: Axes, trace: TraceFile) -> None:
     if not np.isfinite(weights).all() or weights.max() <= 0:
         axes.text(0, (n - 1) / 2, "no usable weight", size=SMALL, color=MUTED, va="center")
         return
-    colours = [ANSWER if j == trace.selected else _colour(kind) for j, kind in enumerate(families(trace.ancestors, len(FAMILY))[-1])]
+    colours = [
+        ANSWER if j == trace.selected else _colour(kind)
+        for j, kind in enumerate(families(trace.ancestors, len(FAMILY))[-1])
+    ]
     axes.barh(np.arange(n), weights, height=0.62, color=colours)
     axes.set_xlim(0, weights.max() * 1.6)
     if n <= 24:
@@ -429,7 +441,9 @@ def _heat(axes: Axes, bar: Axes, trace: TraceFile) -> None:
     for holes, colour, label in ((np.isneginf(weights), IMPOSSIBLE, "−∞"), (np.isnan(weights), UNKNOWN, "NaN")):
         if holes.any():
             flat = LinearSegmentedColormap.from_list(label, [colour, colour])
-            axes.imshow(np.ma.masked_array(holes, ~holes), cmap=flat, aspect="auto", interpolation="nearest", extent=extent)
+            axes.imshow(
+                np.ma.masked_array(holes, ~holes), cmap=flat, aspect="auto", interpolation="nearest", extent=extent
+            )
             entries.append(Patch(color=colour, label=label))
     axes.figure.colorbar(image, cax=bar, extend="min" if finite.min() < lowest else "neither")
     bar.set_ylabel("log weight", size=SMALL)

@@ -43,6 +43,7 @@ class CycleResult:
     context: int
     max_model_len: int
     page_size: int
+    implementation: str  # "auto": with the GPU kernels where they apply; "xla": without
     weight_bytes: int  # a cycle
     kv_bytes: int  # a cycle, unique
     bandwidth: float  # bytes/s of the roofline
@@ -95,6 +96,7 @@ def bench_cycle(
     context: int = 256,
     max_model_len: int = 1024,
     page_size: int = 16,
+    implementation: str = "auto",
     windows: int = 5,
     cycles_per_window: int = 16,
     bandwidth: float | None = None,
@@ -117,11 +119,11 @@ def bench_cycle(
     _require_room(target_config, *(() if decoding is None else (draft_config,)))
     phases: list[Phase]
     if decoding is None:
-        alone = autoregressive.Program(target_config, max_model_len, page_size)
+        alone = autoregressive.Program(target_config, max_model_len, page_size, implementation)
         runner = _runner(autoregressive, alone, random_params(target_config, 0), groups, 1)
         phases = autoregressive_phases(target_config, groups=groups, context=context)
     else:
-        program = smc.Program(decoding, target_config, draft_config, max_model_len, page_size)
+        program = smc.Program(decoding, target_config, draft_config, max_model_len, page_size, implementation)
         params = smc.PairParams(random_params(target_config, 0), random_params(draft_config, 1))
         runner = _runner(smc, program, params, groups, decoding.n_particles)
         phases = cycle_phases(target_config, draft_config, decoding, groups=groups, context=context)
@@ -146,6 +148,7 @@ def bench_cycle(
         context=context,
         max_model_len=max_model_len,
         page_size=page_size,
+        implementation=implementation,
         weight_bytes=weight_bytes,
         kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
         bandwidth=bandwidth,

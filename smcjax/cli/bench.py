@@ -29,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     cycle.add_argument("--context", type=int, default=256, help="prompt tokens (256)")
     cycle.add_argument("--max-model-len", type=int, default=1024)
     cycle.add_argument("--page-size", type=int, default=16)
+    cycle.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     cycle.add_argument("--windows", type=int, default=5, help="timed windows, each from a fresh prompt (5)")
     cycle.add_argument("--cycles", type=int, default=16, help="cycles a window (16)")
     cycle.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the roofline; default: the datasheet's")
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         max_model_len=args.max_model_len,
         page_size=args.page_size,
+        implementation=args.implementation,
         windows=args.windows,
         cycles_per_window=args.cycles,
         bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9,
@@ -76,7 +78,11 @@ def table(result: CycleResult, target: str, draft: str) -> str:
     rows = [
         ("device", f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s"),
         ("models", f"{models}, random weights"),
-        ("case", f"{what}, {result.groups} request(s), context {result.context}, page {result.page_size}"),
+        (
+            "case",
+            f"{what}, {result.groups} request(s), context {result.context}, page {result.page_size}, "
+            + ("plain XLA" if result.implementation == "xla" else "kernels where they apply"),
+        ),
         ("max_model_len", str(result.max_model_len)),
         ("weights a cycle", f"{result.weight_bytes / 1e9:.2f} GB → {result.weight_roofline_ms:.2f} ms"),
         ("KV a cycle", f"{result.kv_bytes / 1e9:.3f} GB; roofline with KV and FLOPs {result.roofline_ms:.2f} ms"),

@@ -63,9 +63,7 @@ def _check_trace(path: str, decoding: str) -> None:
     if not os.path.basename(path) or os.path.isdir(path):
         raise ValueError(f"--trace must be a file, got the directory {path!r}; add a file name.")
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--trace must lie in a directory that can be written to, got {path!r}; make one."
-        )
+        raise ValueError(f"--trace must lie in a directory that can be written to, got {path!r}; make one.")
 
 
 def summary(output: RequestOutput) -> str:

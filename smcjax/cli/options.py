@@ -20,6 +20,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-model", metavar="DIR", help="draft: a Hugging Face directory of the same tokenizer")
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (auto: bfloat16 on GPU)")
     group.add_argument("--max-model-len", type=int, metavar="T", help="prompt and generated tokens at most")
+    group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=int, default=16, metavar="B", help="tokens in a KV page (16)")
 
 
@@ -77,4 +78,5 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "page_size": args.page_size,
+        "implementation": args.implementation,
     }

@@ -40,6 +40,7 @@ class LLM:
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 64.
+        implementation: "auto" uses the GPU kernels where they apply, "xla" never.
         num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
         tensor_parallel_size: 1.
@@ -59,6 +60,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         page_size: int = 16,
+        implementation: str = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
         tensor_parallel_size: int = 1,
@@ -71,6 +73,8 @@ class LLM:
         _check_path("draft_model", draft_model)
         _check_range("max_num_seqs", max_num_seqs, 1, 4096)
         _check_range("page_size", page_size, 1, 64)
+        if implementation not in ("auto", "xla"):
+            raise ValueError(f"implementation must be 'auto' or 'xla', got {implementation!r}.")
         _check_range("seed", seed, 0, MAX_SEED)
         if max_model_len is not None:
             _check_range("max_model_len", max_model_len, 2, 1 << 20)
@@ -91,6 +95,7 @@ class LLM:
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
+        self._implementation = implementation
         self._seed = seed
         self._counter = 0
         self._totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
@@ -104,12 +109,17 @@ class LLM:
     def _decoder(self) -> tuple[ModuleType, Any, Any]:
         """The module that decodes, its static program, its parameters."""
         models = self.models
+        geometry: dict[str, Any] = {
+            "max_model_len": self.max_model_len,
+            "page_size": self.page_size,
+            "implementation": self._implementation,
+        }
         if self._smc is not None:
             assert models.draft is not None
             assert models.draft_params is not None
-            pair = smc.Program(self._smc, models.target, models.draft, self.max_model_len, self.page_size)
+            pair = smc.Program(self._smc, models.target, models.draft, **geometry)
             return smc, pair, smc.PairParams(models.target_params, models.draft_params)
-        alone = autoregressive.Program(models.target, self.max_model_len, self.page_size)
+        alone = autoregressive.Program(models.target, **geometry)
         return autoregressive, alone, models.target_params
 
     def _num_pages(self, params: Any, num_pages: int | None, gpu_memory_utilization: float) -> int:

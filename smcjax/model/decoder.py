@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.kv import attention
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, Params
 from smcjax.numerics import product_precision
+from smcjax.pallas import attention
 
 # (layer index, q [R, T, H, D], k [R, T, Hkv, D], v [R, T, Hkv, D]) -> attention output [R, T, H, D]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values as one Mosaic GPU kernel (Hopper): reference, kernel, wrapper.
+"""Attention over paged keys and values as one Mosaic GPU kernel (Hopper). Its reference: `attention.py`.
 
 One block serves one (row, key-value head, split). Its T·G queries (G = H/Hkv query heads share a key-value head) are
 the 64-side of the tensor-core products; keys and values come in chunks of C slots, page by page, by TMA through a
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.kv import paged_attention
+from smcjax.pallas.attention import paged_attention_reference
 
 QUERIES = 64  # the M of a warpgroup's matrix product: T·G queries, padded
 STREAMING_MULTIPROCESSORS = 132
@@ -34,22 +34,6 @@ MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholl
 
 # A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
 Ref = Any
-
-# ---------------------------------------------------------------------------------------------------------- reference
-
-
-def paged_attention_reference(
-    q: Float[Array, "R T H D"],
-    key_pages: Float[Array, "P B Hkv D"],
-    value_pages: Float[Array, "P B Hkv D"],
-    block_table: Int[Array, "R M"],
-    positions: Int[Array, "R T"],
-    lengths: Int[Array, " R"] | None = None,
-) -> Float[Array, "R T H D"]:
-    """What the kernel computes, in plain XLA: query (r, t) sees slots 0…positions[r, t] below `lengths[r]`."""
-    lengths = positions[:, -1] + 1 if lengths is None else lengths
-    return paged_attention(q, key_pages, value_pages, block_table, positions, lengths)
-
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
@@ -247,6 +231,43 @@ def _kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------ wrapper
+
+IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+
+
+def paged_attention(
+    q: Float[Array, "R T H D"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    block_table: Int[Array, "R M"],
+    positions: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    *,
+    implementation: str = "auto",
+) -> Float[Array, "R T H D"]:
+    """Query (r, t) attends to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
+
+    `implementation`: "mosaic" is the kernel where it applies to these shapes and plain XLA elsewhere, "xla" never the
+    kernel, "auto" the kernel where this process computes on a Hopper GPU. What a query at or beyond `lengths` returns
+    means nothing.
+    """
+    applies = supports(
+        columns=q.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=key_pages.shape[2],
+        head_dim=q.shape[3],
+        page_size=key_pages.shape[1],
+        dtype=q.dtype,
+    )
+    wanted = implementation == "mosaic" or (implementation == "auto" and on_hopper())
+    compute = paged_attention_mosaic if wanted and applies else paged_attention_reference
+    return compute(q, key_pages, value_pages, block_table, positions, lengths)
+
+
+def on_hopper() -> bool:
+    """Whether the default device is one that the kernels are made for (compute capability 9)."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:

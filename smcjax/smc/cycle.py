@@ -110,7 +110,14 @@ def propose(program: Program, params: PairParams, state: State) -> tuple[State, 
 
     def forward(cache: KVCache, tokens: jax.Array, positions: jax.Array, pages: jax.Array) -> tuple[jax.Array, KVCache]:
         hidden, cache = paged_hidden_states(
-            program.draft, params.draft, cache, tokens, positions, sequences.block_table, pages
+            program.draft,
+            params.draft,
+            cache,
+            tokens,
+            positions,
+            sequences.block_table,
+            pages,
+            implementation=program.implementation,
         )
         return hidden[:, -1:], cache
 
@@ -178,6 +185,7 @@ def verify(
         positions,
         sequences.block_table,
         _pages(program, state, positions),
+        implementation=program.implementation,
     )
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, unembed(params.target, hidden), temperature, jnp.arange(width))

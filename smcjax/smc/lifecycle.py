@@ -54,10 +54,12 @@ def prefill(
     """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end."""
     leaders, memory = leaders_of(state.sequences, state.running.shape[0]), state.memory
     target, last_hidden = prefill_chunk(
-        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden
+        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, program.implementation
     )
     unused = jnp.zeros((last_hidden.shape[0], program.draft.hidden_size), params.draft.embed.dtype)
-    draft, _ = prefill_chunk(program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused)
+    draft, _ = prefill_chunk(
+        program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation
+    )
     return dataclasses.replace(state, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden
 
 

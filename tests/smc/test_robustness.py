@@ -15,7 +15,7 @@ import pytest
 
 import smcjax.model.paged
 from smcjax import smc
-from smcjax.kv import paged_attention
+from smcjax.pallas import paged_attention_reference
 from smcjax.sampling import Purpose, column_keys, group_keys, row_keys
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
@@ -68,8 +68,8 @@ def test_nan_ends_its_group_alone() -> None:
 def test_control_reading_stale_values_spreads_the_nan() -> None:
     """Negative control: if attention trusts every slot up to its last query, stale NaN spoils later requests."""
 
-    def trusting(q: Any, k: Any, v: Any, table: Any, positions: Any, lengths: Any) -> Any:
-        return paged_attention(q, k, v, table, positions, positions.max(axis=1) + 1)
+    def trusting(q: Any, k: Any, v: Any, table: Any, positions: Any, lengths: Any, **_: Any) -> Any:
+        return paged_attention_reference(q, k, v, table, positions, positions.max(axis=1) + 1)
 
     def fresh_init(params: Any, prompts: Any, requests: Any, memory: Any) -> Any:
         return smc.init(PROGRAM, params, prompts, requests, memory=memory)

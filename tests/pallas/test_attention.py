@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax.kv import attention, paged_attention
+from smcjax.pallas import attention, paged_attention_reference
 
 R, T, H, HKV, D = 3, 2, 4, 2, 6
-_paged = jax.jit(paged_attention)
+_paged = jax.jit(paged_attention_reference)
 
 
 def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Attention: over contiguous keys (the oracle) and over pages.
+"""Attention in plain XLA: over contiguous keys (the oracle), and over pages (the reference of the kernel).
 
     out[r, t, h] = Σ_s softmax_s( q[r, t, h] · k[r, s, h'] / √D  where s is visible ) · v[r, s, h']
 
@@ -33,7 +33,7 @@ def attention(
     return out.reshape(rows, columns, heads, dim)
 
 
-def paged_attention(
+def paged_attention_reference(
     q: Float[Array, "R T H D"],
     key_pages: Float[Array, "P B Hkv D"],
     value_pages: Float[Array, "P B Hkv D"],
@@ -43,8 +43,8 @@ def paged_attention(
 ) -> Float[Array, "R T H D"]:
     """The same over pages: query (r, t) sees slots 0…positions[r, t] of the M·B slots that row r's table names.
 
-    `lengths` is how many slots of each row hold KV; what a query at or beyond it returns means nothing. Plain XLA:
-    gathers each row's pages, padding included, and attends densely. Values from `lengths` on are zeroed, because a
+    `lengths` is how many slots of each row hold KV; what a query at or beyond it returns means nothing. Gathers each
+    row's pages, padding included, and attends densely. Values from `lengths` on are zeroed, because a
     stale slot or the trash page may hold another request's NaN, and 0 · NaN is NaN.
     """
     rows, table_width = block_table.shape
