@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.prefill import admit, prefill_chunk
+from smcjax.decoding.sampling import Purpose, draw, forbid_stops, log_softmax_at, row_keys, truncate
+from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
 from smcjax.kv import TRASH, KVCache, PagePool, make_room, pages_for, rebind
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import Params
-from smcjax.prefill import admit, prefill_chunk
-from smcjax.sampling import Purpose, draw, forbid_stops, log_softmax_at, row_keys, truncate
-from smcjax.sequences import Population, Requests, Sequences, append, cut_block, population
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,17 +81,17 @@ def save_trace(path: str | os.PathLike[str], output: RequestOutput) -> None:
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Replaces the file as a whole. Raises ValueError where it cannot be written."""
-    place = Path(path).resolve()  # through links: the file is replaced, not the link to it
-    if place.exists() and not place.is_file():  # a rename would put a file in the place of a device
-        raise ValueError(f"{path} is not a regular file; name a file to write.")
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    place = Path(os.path.realpath(path))  # through links: the file is replaced, not the link to it
+    temporary = place.parent / f".{secrets.token_hex(8)}.tmp"
     try:
+        if place.exists() and not place.is_file():  # a rename would put a file in the place of a device
+            raise ValueError(f"{path} is not a regular file; name a file to write.")
         temporary.write_bytes(data)
         os.replace(temporary, place)
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); name a file in a writable directory.") from None
     finally:
-        with contextlib.suppress(OSError):  # gone already after a rename
+        with contextlib.suppress(OSError):  # never written, or gone after the rename
             temporary.unlink()
 
 

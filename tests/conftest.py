@@ -6,7 +6,15 @@ from jaxtyping import install_import_hook
 
 # Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
 # define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).
-CHECKED = ("pallas.attention", "model.decoder", "model.paged", "prefill", "sampling", "smc.cycle", "smc.lifecycle")
+CHECKED = (
+    "pallas.attention",
+    "model.decoder",
+    "model.paged",
+    "decoding.prefill",
+    "decoding.sampling",
+    "smc.cycle",
+    "smc.lifecycle",
+)
 CHECKED += ("smc.resampling", "smc.weights")
 install_import_hook([f"smcjax.{module}" for module in CHECKED], "beartype.beartype")
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax import autoregressive, smc
+from smcjax.decoding.sequences import Requests
 from smcjax.model import ModelConfig, Params, init_params
-from smcjax.sequences import Requests
 
 init = jax.jit(smc.init, static_argnames=("program", "num_pages"))
 step = jax.jit(smc.step, static_argnames="program")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,9 +53,9 @@ def _examined(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:  # whatever is wrong with this machine, the other checks still say something
-        text = " ".join(str(error).split())[:200]
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".: ")
         label = check.__name__.strip("_").replace("_", " ")
-        return Finding(label, f"{type(error).__name__}: {text}", ok=False, hint="reinstall smcjax", fatal=True)
+        return Finding(label, text, ok=False, hint="reinstall smcjax", fatal=True)
 
 
 def _versions() -> Finding:
@@ -103,8 +104,9 @@ def _compilation_cache() -> Finding:
 
     enable_compilation_cache()
     directory = Path(jax.config.jax_compilation_cache_dir or "")
-    directory.mkdir(parents=True, exist_ok=True)
-    ok = os.access(directory, os.W_OK)
+    with contextlib.suppress(OSError):  # a read-only home: slower, but no reason to generate nothing
+        directory.mkdir(parents=True, exist_ok=True)
+    ok = directory.is_dir() and os.access(directory, os.W_OK)
     return Finding("compilation cache", str(directory), ok=ok, hint="" if ok else "not writable: every start compiles")
 
 

@@ -19,7 +19,10 @@ def run(args: argparse.Namespace) -> int:
     from smcjax.trace_file import load_trace
     from smcjax.viz import draw
 
+    trace = load_trace(args.trace)
     output = args.output or args.trace.with_suffix(".svg")
-    draw(load_trace(args.trace), output)
+    if output.resolve() == args.trace.resolve():
+        raise ValueError(f"--output must not be the trace itself, got {output}; name another file.")
+    draw(trace, output)
     print(output)
     return 0

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.programs import Programs, abstract
-from smcjax.sequences import Population, Requests
 
 PREFILL_CHUNK = 128
 

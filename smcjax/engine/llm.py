@@ -222,6 +222,9 @@ class LLM:
         extra = tuple(params.stop_token_ids or ())
         if any(token >= vocab_size for token in extra):
             raise ValueError(f"stop_token_ids holds {max(extra)}; ids of this model are 0 to {vocab_size - 1}.")
+        stop_ids = extra if params.ignore_eos else (*self.models.eos_token_ids, *extra)
+        if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
+            raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self.max_model_len)
         pages = worst_case_pages(len(token_ids), limit, self._rows, self.page_size)
         if pages > self.num_pages - 1:
@@ -236,7 +239,7 @@ class LLM:
             token_ids=token_ids,
             params=params,
             limit=limit,
-            stop_ids=extra if params.ignore_eos else (*self.models.eos_token_ids, *extra),
+            stop_ids=stop_ids,
             seed=seed,
             worst_case_pages=pages,
         )

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.sequences import Block, append, cut_block
 from smcjax.kv import TRASH, KVCache, make_room, rebind
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import paged_hidden_states
-from smcjax.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
-from smcjax.sequences import Block, append, cut_block
 from smcjax.smc.resampling import resample as resample_ancestors
 from smcjax.smc.state import Info, PairParams, Program, State
 from smcjax.smc.weights import (

@@ -13,11 +13,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.prefill import admit, leaders_of, prefill_chunk
+from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.sequences import Population, Requests, Sequences, population
 from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
-from smcjax.prefill import admit, leaders_of, prefill_chunk
-from smcjax.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
-from smcjax.sequences import Population, Requests, Sequences, population
 from smcjax.smc.cycle import Proposal, weigh
 from smcjax.smc.state import Memory, PairParams, Program, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import KVCache, PagePool, pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache
 from smcjax.model.params import Params
-from smcjax.sequences import Requests, Sequences
 from smcjax.smc.config import SMC
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.paged_attention import (
     Tuning,
     default_tuning,
+    on_hopper,
+    paged_attention,
     paged_attention_mosaic,
-    paged_attention_reference,
     supports,
 )
 
@@ -56,7 +60,41 @@ def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
     clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
     got = paged_attention_mosaic(**poisoned, tuning=tuning, interpret=INTERPRET)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float32), paged_attention_reference(**clean), atol=1.5e-2)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32),
+        paged_attention_reference(**clean, lengths=clean["positions"][:, -1] + 1),
+        atol=1.5e-2,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1, 2, 9])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_the_gpu(columns: int, dim: int) -> None:
+    """The compiled kernel, through the wrapper that chooses it, on lengths from one slot to many chunks."""
+    assert on_hopper()
+    poisoned, clean = case([9, 64, 65, 333], columns=columns, kv_heads=2, page_size=16, dim=dim)
+    clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    lengths = poisoned["positions"][:, -1] + 1
+    got = paged_attention(**poisoned, lengths=lengths)
+    want = paged_attention_reference(**clean, lengths=lengths)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
+
+
+def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
+    """float32 never; bfloat16 on request; a prompt's chunk, too wide for the kernel, in plain XLA."""
+
+    def lowered(columns: int, dtype: jnp.dtype, implementation: str) -> str:
+        poisoned, _ = case([200], columns=columns, page_size=16)
+        inputs = {name: x.astype(dtype) if x.dtype == jnp.bfloat16 else x for name, x in poisoned.items()}
+        inputs["lengths"] = jnp.array([200])
+        compute = functools.partial(paged_attention, implementation=implementation)
+        return jax.jit(compute).trace(**inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "mosaic_gpu" in lowered(2, jnp.dtype(jnp.bfloat16), "mosaic")
+    assert "mosaic_gpu" not in lowered(2, jnp.dtype(jnp.bfloat16), "xla")
+    assert "mosaic_gpu" not in lowered(2, jnp.dtype(jnp.float32), "mosaic")
+    assert "mosaic_gpu" not in lowered(128, jnp.dtype(jnp.bfloat16), "mosaic")
 
 
 @pytest.mark.slow

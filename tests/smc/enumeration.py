@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax import smc
+from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import KVCache, PagePool
-from smcjax.sequences import Requests, Sequences
 from smcjax.smc import cycle, lifecycle, weights
 from smcjax.smc.resampling import ancestors
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax import smc
+from smcjax.decoding.sampling import Purpose
 from smcjax.model import ModelConfig, Params, logits
-from smcjax.sampling import Purpose
 from tests.helpers import Ask
 
 _dense = jax.jit(logits, static_argnums=0)

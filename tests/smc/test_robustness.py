@@ -15,8 +15,8 @@ import pytest
 
 import smcjax.model.paged
 from smcjax import smc
+from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
 from smcjax.pallas import paged_attention_reference
-from smcjax.sampling import Purpose, column_keys, group_keys, row_keys
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
 from tests.helpers import Ask, Pair, assert_pages_sound, batch, finish, outputs, select, start, step, tiny_pair

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.sampling import draw, forbid_stops, log_softmax_at, truncate
+from smcjax.decoding.sampling import draw, forbid_stops, log_softmax_at, truncate
 from tests.test_autoregressive import top_k_p
 
 _truncate = jax.jit(truncate)

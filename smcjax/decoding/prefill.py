@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from smcjax.decoding.sequences import Sequences
 from smcjax.kv import KVCache, PagePool, allocate, rebind
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
-from smcjax.sequences import Sequences
 
 
 def admit(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from smcjax import autoregressive
+from smcjax.decoding.prefill import admit, prefill_chunk
+from smcjax.decoding.sequences import Sequences
 from smcjax.kv import PagePool
 from smcjax.model import ModelConfig, RopeScaling, init_params, logits
 from smcjax.model.decoder import unembed
-from smcjax.prefill import admit, prefill_chunk
-from smcjax.sequences import Sequences
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_config
 
 MAX_LEN = 24

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.sequences import Sequences, append, cut_block
+from smcjax.decoding.sequences import Sequences, append, cut_block
 
 ROWS, COLUMNS, V, T_MAX = 3, 4, 5, 12
 

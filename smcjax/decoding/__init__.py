@@ -1,0 +1,1 @@
+"""What all decoders share: rows of tokens, drawing tokens, and writing a prompt's KV."""
