@@ -100,7 +100,7 @@ def load_trace(path: str | os.PathLike[str]) -> TraceFile:
     fields = _read(path)
     reader = _Reader(path, fields)
     n = reader.whole("n_particles", 1, 1024)
-    raw = fields.get("ess")
+    raw = reader.take("ess")
     cycles = len(raw) if isinstance(raw, list) else reader.wrong("ess", "must be a list")
     trace = TraceFile(
         prompt=reader.text("prompt"),

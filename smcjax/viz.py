@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import textwrap
 import unicodedata
 import warnings
 from pathlib import Path
@@ -52,17 +51,27 @@ def excerpt(text: str, columns: int, lines: int) -> list[str]:
 
     Control characters and lone surrogates, which no SVG can hold, become "�".
     """
-    words = " ".join(text.split())
+    words = " ".join(text.split())[: (columns + 1) * (lines + 1)]  # more than fits
     clean = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Co", "Cn") else c for c in words)
-    # A wide character takes the room of two, so it is wrapped as two: itself and a filler. A break may part them, so
-    # one column is spared.
-    padded = "".join(c + "\0" * (_columns(c) - 1) for c in clean)
-    columns -= padded != clean
-    wrapped = textwrap.wrap(padded, columns, break_on_hyphens=False)
+    wrapped = [""]
+    for word in clean.split():
+        line = f"{wrapped[-1]} {word}" if wrapped[-1] else word
+        if _columns(line) <= columns:
+            wrapped[-1] = line
+        elif _columns(word) <= columns:
+            wrapped.append(word)
+        else:  # nowhere whole: it goes on here and breaks where the line ends
+            wrapped[-1] += " " if wrapped[-1] else ""
+            for character in word:
+                if _columns(wrapped[-1] + character) > columns:
+                    wrapped.append("")
+                wrapped[-1] += character
     if len(wrapped) > lines:
         wrapped = wrapped[:lines]
-        wrapped[-1] = wrapped[-1][: columns - 1].rstrip(" \0") + "…"
-    return [line.replace("\0", "") for line in wrapped]
+        while _columns(wrapped[-1]) >= columns:
+            wrapped[-1] = wrapped[-1][:-1]
+        wrapped[-1] = wrapped[-1].rstrip() + "…"
+    return [line.rstrip() for line in wrapped if line]
 
 
 # ---------------------------------------------------------------------------------------------------- drawing

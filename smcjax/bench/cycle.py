@@ -120,15 +120,15 @@ def bench_cycle(
     phases: list[Phase]
     if decoding is None:
         alone = autoregressive.Program(target_config, max_model_len, page_size, implementation)
-        runner = _runner(autoregressive, alone, random_params(target_config, 0), groups, 1)
+        runner = make_runner(autoregressive, alone, random_params(target_config, 0), groups, 1)
         phases = autoregressive_phases(target_config, groups=groups, context=context)
     else:
         program = smc.Program(decoding, target_config, draft_config, max_model_len, page_size, implementation)
         params = smc.PairParams(random_params(target_config, 0), random_params(draft_config, 1))
-        runner = _runner(smc, program, params, groups, decoding.n_particles)
+        runner = make_runner(smc, program, params, groups, decoding.n_particles)
         phases = cycle_phases(target_config, draft_config, decoding, groups=groups, context=context)
 
-    batch = _batch(groups, context, max_model_len, target_config.vocab_size)
+    batch = random_batch(groups, context, max_model_len, target_config.vocab_size)
     runner.compile(batch, runner.program)
     window_ms = [_time_window(runner, batch, cycles_per_window) for _ in range(windows)]
     ms = statistics.median(window_ms)
@@ -179,12 +179,13 @@ def _require_room(*configs: ModelConfig) -> None:
         )
 
 
-def _runner(decoder: Any, program: Any, params: Any, groups: int, rows: int) -> BatchRunner:
+def make_runner(decoder: Any, program: Any, params: Any, groups: int, rows: int) -> BatchRunner:
+    """Programs and memory for `groups` requests of `rows` rows, each as long as `max_model_len`."""
     pages = 1 + groups * worst_case_pages(1, program.max_model_len, rows, program.page_size)
     return BatchRunner(decoder, program, params, pages, Programs())
 
 
-def _batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:
+def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:
     """Random prompts; no stop tokens, so that every cycle is a full one."""
     batch = Batch.empty(groups, max_model_len=max_model_len, vocab_size=vocab_size)
     batch.prompts[:, :context] = np.random.default_rng(0).integers(0, vocab_size, (groups, context))

@@ -108,9 +108,7 @@ def test_a_note_is_no_failure(smcjax: Command, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("missing", ["pair", "weights"])
-def test_a_missing_bundled_pair(
-    smcjax: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
-) -> None:
+def test_a_missing_bundled_pair(smcjax: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str) -> None:
     if missing == "weights":
         for name in loading.BUNDLED:
             (tmp_path / name).mkdir()

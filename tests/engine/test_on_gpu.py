@@ -1,0 +1,95 @@
+"""With the kernels on, on a GPU: the same tokens run after run, the same law as plain XLA, and the kernels do run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, RequestOutput, SamplingParams
+from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
+from smcjax.pallas.paged_attention import on_hopper
+
+pytestmark = pytest.mark.gpu
+TARGET = ModelConfig(256, 256, 512, 2, 8, 4, 64, 1024, tie_embeddings=True)
+DRAFT = ModelConfig(256, 128, 256, 1, 4, 2, 64, 1024, tie_embeddings=True)
+PROMPTS = [
+    {"prompt_token_ids": np.random.default_rng(i).integers(0, 256, length).tolist()}
+    for i, length in enumerate((1, 5, 12, 16, 17, 40, 100, 130))
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Random models of a head_dim that the kernel takes, sharp enough for their laws to differ."""
+    paths = []
+    for seed, config in enumerate((TARGET, DRAFT)):
+        params = init_params(config, jax.random.key(seed))
+        params = dataclasses.replace(params, embed=params.embed * 6)
+        paths.append(str(tmp_path_factory.mktemp("model")))
+        save_checkpoint(config, params, paths[-1], dtype="bfloat16")
+    return paths[0], paths[1]
+
+
+def answers(pair: tuple[str, str], implementation: str) -> list[RequestOutput]:
+    """512 seeded requests."""
+    decoding = SMC(n_particles=8, gamma=4, ess_threshold=0.9)
+    with LLM(
+        pair[0],
+        draft_model=pair[1],
+        decoding=decoding,
+        max_model_len=256,
+        max_num_seqs=64,
+        implementation=implementation,
+    ) as llm:
+        params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(512)]
+        return llm.generate(PROMPTS * 64, params, use_tqdm=False)
+
+
+def test_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str]) -> None:
+    """Twice the same tokens; log Ẑ, whose mean over seeds is a property of the law, agrees with plain XLA's."""
+    first, second, plain = (answers(pair, implementation) for implementation in ("auto", "auto", "xla"))
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
+    mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in (first, plain))
+    z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
+    assert abs(z) < 4
+    # Only after a resampling do pages diverge from the prompt's sharing; most requests must have had one.
+    assert np.mean([o.metrics.resamples > 0 for o in first]) > 0.5
+
+
+def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> None:
+    """Token by token through pages and kernels, against the dense forward in float32: bf16 rounding apart, equal."""
+    with LLM(pair[0], decoding=Autoregressive(), max_model_len=256) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=60, seed=5, logprobs=1), use_tqdm=False)
+    config, params = load_checkpoint(pair[0], "float32")
+    dense = jax.jit(lambda ids: jax.nn.log_softmax(logits(config, params, ids)))
+    padded = np.zeros((len(outputs), 256), np.int32)
+    for row, output in zip(padded, outputs, strict=True):
+        row[: len(output.prompt_token_ids) + 60] = output.prompt_token_ids + output.outputs[0].token_ids
+    for output, law in zip(outputs, np.asarray(dense(padded)), strict=True):
+        begin, tokens = len(output.prompt_token_ids), output.outputs[0].token_ids
+        want = law[np.arange(begin - 1, begin + len(tokens) - 1), tokens]
+        # Relative rounding 2^-8 of logits of size ~10, through two layers.
+        np.testing.assert_allclose(output.outputs[0].logprobs, want, atol=0.25)
+
+
+def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
+    """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
+    assert on_hopper()
+    for implementation in ("auto", "xla"):
+        with LLM(
+            pair[0], draft_model=pair[1], decoding=SMC(8, 4), max_model_len=256, implementation=implementation
+        ) as llm:
+            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
+            with jax.profiler.trace(str(tmp_path / implementation)):
+                llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
+        file = next((tmp_path / implementation).rglob("*.trace.json.gz"))
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        names = collections.Counter(event["name"] for event in events if event.get("ph") == "X")
+        assert any("paged_attention" in name for name in names) == (implementation == "auto")
