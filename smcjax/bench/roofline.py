@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
@@ -29,16 +27,6 @@ def streamed_weights(config: ModelConfig) -> int:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     attention = (config.num_heads + 2 * config.num_kv_heads) * d * e + config.num_heads * d * e
     return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
-
-
-def itemsize(config: ModelConfig) -> int:
-    """Bytes of one weight, and of one KV number."""
-    return jnp.dtype(config.dtype).itemsize
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +49,8 @@ def _phase(name: str, config: ModelConfig, times: int, tokens: int, kv_tokens: i
     return Phase(
         name=name,
         times=times,
-        weight_bytes=weights * itemsize(config),
-        kv_bytes=kv_tokens * kv_bytes_per_token(config),
+        weight_bytes=weights * config.itemsize,
+        kv_bytes=kv_tokens * config.kv_bytes_per_token,
         flops=2 * weights * tokens,
     )
 

@@ -123,11 +123,8 @@ class LLM:
         return autoregressive, alone, models.target_params
 
     def _num_pages(self, params: Any, num_pages: int | None, gpu_memory_utilization: float) -> int:
-        page_bytes = self.page_size * sum(
-            2 * config.num_layers * config.num_kv_heads * config.head_dim * jax.numpy.dtype(config.dtype).itemsize
-            for config in (self.models.target, self.models.draft)
-            if config is not None
-        )
+        configs = (self.models.target, self.models.draft)
+        page_bytes = self.page_size * sum(config.kv_bytes_per_token for config in configs if config is not None)
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -47,6 +49,16 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one weight, and of one KV number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
     def from_hf(cls, config: Any, generation_config: Any = None) -> ModelConfig:

@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from smcjax.bench.roofline import BANDWIDTH, autoregressive_phases, cycle_phases, kv_bytes_per_token, streamed_weights
+from smcjax.bench.roofline import BANDWIDTH, autoregressive_phases, cycle_phases, streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.model import ModelConfig
 from smcjax.model.params import param_shapes
@@ -47,8 +47,8 @@ def test_the_numbers_of_the_design() -> None:
     assert weights / BANDWIDTH["NVIDIA H200"] * 1e3 == pytest.approx(7.25, abs=0.01)
     assert 9 / (weights / BANDWIDTH["NVIDIA H200"]) == pytest.approx(1241, abs=2)
     assert kv / 256 == 393_216
-    assert kv_bytes_per_token(DRAFT) == 32_768
-    assert kv_bytes_per_token(TARGET) == 131_072
+    assert DRAFT.kv_bytes_per_token == 32_768
+    assert TARGET.kv_bytes_per_token == 131_072
 
 
 def test_an_undeferred_bonus_costs_one_draft_forward() -> None:
@@ -93,6 +93,6 @@ def test_the_target_alone() -> None:
     (phase,) = autoregressive_phases(TARGET, groups=3, context=100)
     assert phase.times == 1
     assert phase.weight_bytes == 2 * streamed_weights(TARGET)
-    assert phase.kv_bytes == 300 * kv_bytes_per_token(TARGET)
+    assert phase.kv_bytes == 300 * TARGET.kv_bytes_per_token
     assert phase.flops == 2 * streamed_weights(TARGET) * 3
     assert phase.seconds(1e12, 1e30) == pytest.approx((phase.weight_bytes + phase.kv_bytes) / 1e12)
