@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
-from smcjax.trace_file import TraceFile
+from smcjax.viz.trace_file import TraceFile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print(output.outputs[0].text.strip("\n"))
     print(summary(output), file=sys.stderr)
     if args.trace is not None:
-        from smcjax.trace_file import save_trace
+        from smcjax.viz.trace_file import save_trace
 
         save_trace(args.trace, output)
         print(f"trace: {args.trace}  (draw it: smcjax viz {args.trace})", file=sys.stderr)

@@ -16,8 +16,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads, draws, prints the path written."""
-    from smcjax.trace_file import load_trace
-    from smcjax.viz import draw
+    from smcjax.viz.draw import draw
+    from smcjax.viz.trace_file import load_trace
 
     trace = load_trace(args.trace)
     output = args.output or args.trace.with_suffix(".svg")

@@ -14,7 +14,7 @@ import pytest
 from smcjax import LLM, SMC, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench.cycle import CycleResult
-from smcjax.trace_file import load_trace
+from smcjax.viz.trace_file import load_trace
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from smcjax.trace_file import save_trace
+from smcjax.viz.trace_file import save_trace
 from tests.cli.conftest import Command
 from tests.cli.test_errors import assert_one_sentence
 from tests.traces import history

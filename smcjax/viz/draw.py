@@ -25,8 +25,8 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from smcjax.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
-from smcjax.trace_file import TraceFile, write_atomically
+from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
+from smcjax.viz.trace_file import TraceFile, write_atomically
 
 
 def normalise(log_weights: np.ndarray) -> np.ndarray:

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from smcjax.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
-from smcjax.trace_file import TraceFile
-from smcjax.viz import ANSWER, draw, excerpt, normalise
+from smcjax.viz.draw import ANSWER, draw, excerpt, normalise
+from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
+from smcjax.viz.trace_file import TraceFile
 from tests.traces import history, random_ancestors
 
 SIZES = st.integers(0, 8), st.integers(1, 12), st.integers(0, 2**32)

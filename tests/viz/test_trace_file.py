@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.engine.outputs import RequestOutput
-from smcjax.trace_file import TraceFile, load_trace, save_trace, write_atomically
+from smcjax.viz.trace_file import TraceFile, load_trace, save_trace, write_atomically
 from tests.traces import history
 
 TEXT = st.none() | st.text(st.characters(), max_size=20)  # lone surrogates and control characters too

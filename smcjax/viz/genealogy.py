@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smcjax.trace_file import TraceFile
+from smcjax.viz.trace_file import TraceFile
 
 DEAD, SHARED = -2, -1
 
