@@ -7,6 +7,7 @@ consecutive: R = G·N, group of row r = r // N.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,33 @@ class Requests:
     top_p: Float[Array, " G"]  # 1 = off
     stops: Bool[Array, "G V"]  # token ids that end a row
     key: Key[Array, " G"]
+
+    @classmethod
+    def alike(
+        cls,
+        key: Key[Array, ""],
+        prompt_length: Int[Array, " G"],
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> Requests:
+        """G requests that differ in their prompts and keys (split from `key`) only; nothing truncated."""
+        prompt_length = jnp.asarray(prompt_length, jnp.int32)
+        groups = prompt_length.shape[0]
+        stops = jnp.zeros(vocab_size, bool).at[jnp.asarray(stop_token_ids, jnp.int32)].set(True)
+        return cls(
+            prompt_length=prompt_length,
+            limit=prompt_length + max_tokens,
+            min_tokens=jnp.full(groups, min_tokens, jnp.int32),
+            temperature=jnp.full(groups, temperature, jnp.float32),
+            top_k=jnp.full(groups, vocab_size, jnp.int32),
+            top_p=jnp.ones(groups, jnp.float32),
+            stops=jnp.broadcast_to(stops, (groups, vocab_size)),
+            key=jax.random.split(key, groups),
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -1,11 +1,13 @@
 """Sequential Monte Carlo speculative decoding: weights, resampling, the cycle, and a population's life.
 
 program = Program(SMC(n_particles=8, gamma=4), target_config, draft_config, max_model_len=512)
+requests = Requests.alike(key, prompt_lengths, vocab_size=target_config.vocab_size, max_tokens=128)
 state = init(program, PairParams(target_params, draft_params), prompts, requests)
 state, info = step(program, params, state)              # one cycle
 state, infos = run(program, params, state, 16)          # many, in one program
 """
 
+from smcjax.decoding.sequences import Requests
 from smcjax.smc.config import SMC
 from smcjax.smc.cycle import run, step
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, prefill, release_all, select, start
@@ -20,6 +22,7 @@ __all__ = [
     "Memory",
     "PairParams",
     "Program",
+    "Requests",
     "State",
     "begin",
     "conclude",

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.decoding.sequences import Sequences, append, cut_block
+from smcjax.decoding.sequences import Requests, Sequences, append, cut_block
 
 ROWS, COLUMNS, V, T_MAX = 3, 4, 5, 12
 
@@ -78,3 +78,14 @@ def test_the_earlier_end_decides() -> None:
         block = cut_block(jnp.asarray([tokens]), stops, jnp.asarray([3]), jnp.asarray([limit]))
         assert int(block.counted.sum()) == want
         assert bool(block.ended[0])
+
+
+def test_alike_requests_differ_in_prompt_and_key_only() -> None:
+    """`Requests.alike` broadcasts everything else, and caps each request behind its own prompt."""
+    requests = Requests.alike(
+        jax.random.key(3), jnp.array([2, 5]), vocab_size=7, max_tokens=4, temperature=0.5, stop_token_ids=[6]
+    )
+    assert requests.limit.tolist() == [6, 9]
+    assert requests.stops.tolist() == [[False] * 6 + [True]] * 2
+    assert requests.temperature.tolist() == [0.5, 0.5]
+    assert jax.random.key_data(requests.key[0]).tolist() != jax.random.key_data(requests.key[1]).tolist()
