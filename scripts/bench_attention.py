@@ -1,14 +1,17 @@
-"""The paged attention kernel against plain XLA on a GPU: error, time, bytes of KV per second.
+"""The paged attention kernels on a GPU: error, time, bytes of KV per second.
 
-    python scripts/bench_attention.py            # one minute on an H200; a table last
+    python scripts/bench_attention.py            # two minutes on an H200; two tables last
 
-Both read the same pages: random data in the slots in use, NaN everywhere else. Calls rotate over several pools, so that
-little stays in the L2; the median of several repetitions.
+First the kernel that reads each row by itself, against plain XLA; then, at long contexts that the rows of one group
+share, the kernels that read a shared page once, against it. Bytes there are those of distinct pages. All read the same
+pages: random data in the slots in use, NaN everywhere else. Calls rotate over several pools, so that little stays in
+the L2; the median of several repetitions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,16 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.pallas import paged_attention_mosaic, paged_attention_reference
+from smcjax.pallas import paged_attention_mosaic, paged_attention_reference, plan_sharing, shared_attention_mosaic
 
 CALLS = 48  # in one program
+BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
 ENQUEUED = 8  # programs without waiting, so that the host is not in the figure
 Inputs = tuple[jax.Array, list[jax.Array], list[jax.Array], jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """R rows of T new tokens each, `context` tokens long, a fraction `shared` of their pages the same ones."""
+    """R rows of T new tokens each, `context` tokens long, a fraction `shared` of their pages the same ones.
+
+    As a `tree`, the rows branch off one another at random places behind that, as after resampling.
+    """
 
     name: str
     dim: int
@@ -39,6 +46,7 @@ class Shape:
     page_size: int = 16
     table_width: int = 64
     shared: float = 0.0
+    tree: bool = False
 
 
 SHAPES = [
@@ -53,17 +61,39 @@ SHAPES = [
 ]
 
 
+def shared_shapes() -> list[Shape]:
+    """A common prompt and 64 tokens of each row's own; half private; a tree."""
+    models = [("1B T=1", 64, 1), ("1B T=2", 64, 2), ("8B T=9", 128, 9)]
+    cases = [
+        ("256", 256 + 64, 256 / 320, False),
+        ("4,096", 4096 + 64, 4096 / 4160, False),
+        ("16,384", 16384 + 64, 16384 / 16448, False),
+        ("32,768", 32768 + 64, 32768 / 32832, False),
+        ("32,768, half private", 32768, 0.5, False),
+        ("32,768, tree", 32768, 0.5, True),
+    ]
+    return [
+        Shape(f"{model}, {case}", dim, columns, context, table_width=2304, shared=shared, tree=tree)
+        for model, dim, columns in models
+        for case, context, shared, tree in cases
+    ]
+
+
 def make(shape: Shape) -> tuple[Inputs, int]:
-    """Queries, pools, table, positions, lengths; and the bytes of KV that the rows read."""
+    """Queries, pools, table, positions, lengths; and the bytes of KV that the rows read, each by itself."""
     rng = np.random.default_rng(0)
     pages = -(-shape.context // shape.page_size)
-    common = int(shape.shared * pages)
+    common = round(shape.shared * pages)
     own = pages - common
     count = 1 + common + shape.rows * own
     names = 1 + rng.permutation(count - 1)
     table = np.zeros((shape.rows, shape.table_width), np.int32)  # the poisoned trash page where nothing is
     table[:, :common] = names[:common]
     table[:, common:pages] = names[common:].reshape(shape.rows, own)
+    if shape.tree:
+        for row in range(1, shape.rows):
+            branch = rng.integers(common, pages)
+            table[row, :branch] = table[rng.integers(row), :branch]
     used = np.zeros((count, shape.page_size), bool)
     slot = np.arange(shape.context)
     used[table[:, slot // shape.page_size], slot % shape.page_size] = True
@@ -84,7 +114,7 @@ def make(shape: Shape) -> tuple[Inputs, int]:
     return inputs, read
 
 
-def measure(attend: Callable[..., jax.Array], inputs: Inputs, calls: int) -> tuple[jax.Array, float]:
+def measure(attend: Callable[..., jax.Array], inputs: tuple[Any, ...], calls: int) -> tuple[jax.Array, float]:
     """First result, and microseconds a call."""
 
     @jax.jit
@@ -99,6 +129,49 @@ def measure(attend: Callable[..., jax.Array], inputs: Inputs, calls: int) -> tup
         jax.block_until_ready(out)
         times.append(time.perf_counter() - began)
     return out[0], statistics.median(times[3:]) / (ENQUEUED * calls) * 1e6
+
+
+def unique_bytes(shape: Shape, inputs: Inputs) -> int:
+    """Bytes of the distinct slots that hold KV of some row."""
+    table, pages = np.asarray(inputs[3]), -(-shape.context // shape.page_size)
+    in_last = shape.context - (pages - 1) * shape.page_size
+    slots = np.unique(table[:, : pages - 1]).size * shape.page_size + np.unique(table[:, pages - 1]).size * in_last
+    return slots * shape.kv_heads * shape.dim * 4
+
+
+def shared_reads() -> None:
+    """The second table."""
+    print("\nOne group of 8 rows: kernels that read each row by itself, and a shared page once")
+    print(f"{'case':<30} {'a row, µs':>9} {'shared, µs':>10} {'GB/s':>6} {'of 4.8 TB/s':>11}  error")
+    for shape in shared_shapes():
+        inputs, _ = make(shape)
+        q, keys, values, table, positions, lengths = inputs
+        sharing = jax.jit(
+            functools.partial(
+                plan_sharing,
+                rows=shape.rows,
+                columns=shape.columns,
+                num_heads=shape.heads,
+                num_kv_heads=shape.kv_heads,
+                head_dim=shape.dim,
+                page_size=shape.page_size,
+                dtype=q.dtype,
+                implementation="mosaic",
+            )
+        )(table, lengths, positions[:, 0])
+        calls = 16 if shape.context > 8192 else CALLS
+        _, alone = measure(paged_attention_mosaic, inputs, calls)
+
+        def attend(q: Any, keys: Any, values: Any, sharing: Any, positions: Any, lengths: Any) -> jax.Array:
+            return shared_attention_mosaic(q, keys, values, sharing, positions, lengths)
+
+        got, shared = measure(attend, (q, keys, values, sharing, positions, lengths), calls)
+        rate = unique_bytes(shape, inputs) / shared * 1e6
+        print(
+            f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / BANDWIDTH:11.0%}"
+            f"  {error(got, inputs):.1e}",
+            flush=True,
+        )
 
 
 def error(got: jax.Array, inputs: Inputs) -> float:
@@ -126,6 +199,7 @@ def main() -> None:
             f"{shape.name:<26} {xla:9.1f} {kernel:11.1f} {read / kernel / 1e3:6.0f}  {error(got, inputs):.1e}",
             flush=True,
         )
+    shared_reads()
 
 
 if __name__ == "__main__":

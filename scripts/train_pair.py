@@ -28,7 +28,7 @@ from flax.training.train_state import TrainState
 from tokenizers import Tokenizer
 
 from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, save_checkpoint
-from smcjax.model.decoder import hidden_states, unembed
+from smcjax.model.decoder import Projection, hidden_states, unembed
 from smcjax.pallas import attention
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.word_problems import Problem, generate, is_correct, prompt
@@ -137,7 +137,7 @@ def row_losses(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = functools.partial(causal_attention, kind)
     embedded = dataclasses.replace(params, embed=LookUp(params.embed))
-    hidden = hidden_states(config, embedded, tokens, positions, lambda _, q, k, v: attend(q, k, v))
+    hidden = hidden_states(config, embedded, tokens, positions, lambda _, new: attend(*new.heads()))
     logits = unembed(params, hidden)
     # logits[targets], written so that it fuses in both directions.
     is_target = targets[..., None] == jnp.arange(config.vocab_size)[None, None]
@@ -262,7 +262,8 @@ def sample(
     def forward(tokens: jax.Array, positions: jax.Array, cache: list[Any]) -> tuple[jax.Array, list[Any]]:
         written = []
 
-        def attend(index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(index: int, new: Projection) -> jax.Array:
+            q, k, v = new.heads()
             keys, values = (
                 old.at[row_index, positions].set(new) for old, new in zip(cache[index], (k, v), strict=True)
             )

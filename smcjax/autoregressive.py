@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.next_token import Law, next_token, plan, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
-from smcjax.decoding.sampling import Purpose, draw, forbid_stops, log_softmax_at, row_keys, truncate
+from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
 from smcjax.kv import TRASH, KVCache, PagePool, make_room, pages_for, rebind
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
-from smcjax.model.paged import create_cache, paged_hidden_states
+from smcjax.model.paged import create_cache
 from smcjax.model.params import Params
 
 
@@ -133,7 +134,7 @@ def prefill(
 
 def start(program: Program, params: Params, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token."""
-    return _sample_and_append(program, state, unembed(params, last_hidden), Purpose.FIRST)
+    return _append(state, *sample(_law(program, state, Purpose.FIRST), unembed(params, last_hidden)))
 
 
 def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
@@ -152,7 +153,18 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     tokens = sequences.token_at(position)[:, None]
     pages = sequences.write_pages(position[:, None], state.live[:, None], program.page_size)
-    hidden, cache = paged_hidden_states(
+    sharing = plan(
+        program.target,
+        params,
+        sequences.block_table,
+        jnp.where(state.live, position + 1, 0),
+        position + 1,
+        rows=1,
+        columns=1,
+        page_size=program.page_size,
+        implementation=program.implementation,
+    )
+    token, logprob, cache = next_token(
         program.target,
         params,
         memory.target,
@@ -160,10 +172,12 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         position[:, None],
         sequences.block_table,
         pages,
+        _law(program, state, Purpose.DRAFT),
+        sharing=sharing,
         implementation=program.implementation,
     )
     state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))
-    state = _sample_and_append(program, state, unembed(params, hidden[:, 0]), Purpose.DRAFT)
+    state = _append(state, token, logprob)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     return state, Info(ran=ran, done=~state.running)
 
@@ -173,20 +187,26 @@ def run(program: Program, params: Params, state: State, num_steps: int) -> tuple
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
 
 
-def _sample_and_append(program: Program, state: State, logits: Float[Array, "G V"], purpose: Purpose) -> State:
-    requests, sequences, live = state.requests, state.sequences, state.live
-    token_number = sequences.length - requests.prompt_length + 1
+def _law(program: Program, state: State, purpose: Purpose) -> Law:
+    """What each request's next token is drawn from."""
+    requests = state.requests
     greedy = requests.temperature == 0
-    tempered = logits / jnp.where(greedy, 1.0, requests.temperature)[:, None]
-    tempered = forbid_stops(tempered, requests.stops, token_number, requests.min_tokens)
-    if program.truncates:
-        tempered = truncate(tempered, requests.top_k, requests.top_p)
-    drawn = draw(row_keys(requests.key, state.cycle, 1, purpose), tempered)
-    token = jnp.where(greedy, jnp.argmax(tempered, axis=1).astype(jnp.int32), drawn)[:, None]
-    block = cut_block(token, requests.stops, sequences.length, requests.limit)
-    logprob = log_softmax_at(tempered, token[:, 0])[:, None]
-    broken = jnp.isnan(logits).any(axis=1)
-    sequences = append(sequences, token, logprob, block, live & ~broken)
+    return Law(
+        keys=row_keys(requests.key, state.cycle, 1, purpose),
+        temperature=jnp.where(greedy, 1.0, requests.temperature),
+        stops=requests.stops,
+        forbidden=state.sequences.length - requests.prompt_length + 1 <= requests.min_tokens,
+        greedy=greedy,
+        truncation=(requests.top_k, requests.top_p) if program.truncates else None,
+    )
+
+
+def _append(state: State, token: Int[Array, " G"], logprob: Float[Array, " G"]) -> State:
+    """Commits one token a request; where its log-probability is NaN the request fails instead."""
+    requests, live = state.requests, state.live
+    broken = jnp.isnan(logprob)
+    block = cut_block(token[:, None], requests.stops, state.sequences.length, requests.limit)
+    sequences = append(state.sequences, token[:, None], logprob[:, None], block, live & ~broken)
     return dataclasses.replace(
         state,
         sequences=sequences,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from jaxtyping import install_import_hook
+
+# Interpreted kernels wait for each other in threads of XLA's pool, which has one a core unless this says otherwise.
+os.environ.setdefault("NPROC", "16")
 
 # Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
 # define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).

@@ -9,7 +9,7 @@ waiting, so the host's dispatch is in the figure only where the device waits for
 from __future__ import annotations
 
 import dataclasses
-import math
+import logging
 import statistics
 import time
 from typing import Any
@@ -21,14 +21,113 @@ import numpy as np
 from smcjax import autoregressive, smc
 from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
+from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.engine.batch import Batch, BatchRunner
-from smcjax.engine.memory import device_memory, worst_case_pages
-from smcjax.engine.programs import Programs
+from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
+from smcjax.engine.programs import Programs, abstract, enable_compilation_cache
 from smcjax.model.config import ModelConfig
-from smcjax.model.params import Params, init_params, param_shapes
+from smcjax.model.params import Params, init_params
+from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.smc import SMC
 
+logger = logging.getLogger("smcjax")
+
 WARMUP = 4  # the first runs of a program on a GPU are eager, then record the graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The shapes that a benchmark runs on, by name, and how their weights are kept."""
+
+    target: str
+    draft: str
+    quantization: str | None = None
+    draft_quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.target, self.draft):
+            if name not in SHAPES:
+                raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
+        check_quantization("quantization", self.quantization)
+        check_quantization("draft_quantization", self.draft_quantization)
+
+    @property
+    def target_config(self) -> ModelConfig:
+        """Of the target."""
+        return SHAPES[self.target]
+
+    @property
+    def draft_config(self) -> ModelConfig:
+        """Of the draft."""
+        return SHAPES[self.draft]
+
+    def require_room(self, *, with_draft: bool) -> None:
+        """Raises ValueError where the weights alone are more than the device's memory."""
+        weights = {self.target: weight_bytes(self.target_config)}
+        if with_draft:
+            weights[self.draft] = weight_bytes(self.draft_config)
+        require_room_for_weights(weights, "use smaller ones, such as tiny-target and tiny-draft")
+
+    def target_params(self) -> Params:
+        """Random weights of the target."""
+        return _kept(random_params(self.target_config, 0), self.quantization)
+
+    def draft_params(self) -> Params:
+        """Random weights of the draft."""
+        return _kept(random_params(self.draft_config, 1), self.draft_quantization)
+
+
+def _kept(params: Params, quantization: str | None) -> Params:
+    return params if quantization is None else quantize_params(params, consume=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is timed. Every window starts afresh from prompts of `context` tokens.
+
+    `decoding` None is the target alone. Of the context, each particle has its own copy of the last `private` tokens;
+    the others are shared. `synthetic_kv` fills the pages with random numbers instead of running the prompt through
+    the models: the step reads and writes the same pages and cannot tell.
+    """
+
+    decoding: SMC | None
+    groups: int = 1
+    context: int = 256
+    private: int = 0
+    max_model_len: int = 1024
+    page_size: int = 16
+    implementation: str = "auto"
+    synthetic_kv: bool = False
+    windows: int = 5
+    cycles_per_window: int = 16
+
+    def __post_init__(self) -> None:
+        needed = self.context + 1 + (WARMUP + self.cycles_per_window) * self.advance
+        if needed > self.max_model_len:
+            raise ValueError(
+                f"context {self.context} and {WARMUP + self.cycles_per_window} cycles of {self.advance} tokens exceed "
+                f"max_model_len {self.max_model_len}; raise max_model_len or lower context."
+            )
+        if not 0 <= self.private < self.context or (self.private and (self.decoding is None or not self.synthetic_kv)):
+            raise ValueError(
+                f"private must be 0, or less than context {self.context} with SMC and synthetic KV, got {self.private}."
+            )
+
+    @property
+    def advance(self) -> int:
+        """Tokens that a request gains a cycle."""
+        return 1 if self.decoding is None else self.decoding.tokens_per_cycle
+
+    @property
+    def rows(self) -> int:
+        """Of a request."""
+        return 1 if self.decoding is None else self.decoding.n_particles
+
+    @property
+    def num_pages(self) -> int:
+        """What the requests can need from their prompts on, the trash page included."""
+        shared = self.context - self.private
+        return 1 + self.groups * worst_case_pages(shared, self.max_model_len, self.rows, self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +140,18 @@ class CycleResult:
     n_particles: int
     gamma: int
     context: int
+    private: int  # of the context, tokens that each particle has pages of its own for
     max_model_len: int
     page_size: int
     implementation: str  # "auto": with the GPU kernels where they apply; "xla": without
+    quantization: str | None
+    draft_quantization: str | None
+    synthetic_kv: bool
     weight_bytes: int  # a cycle
     kv_bytes: int  # a cycle, unique
+    held_weight_bytes: int  # on the device
+    held_kv_bytes: int
+    scratch_bytes: int  # of the program that needs most
     bandwidth: float  # bytes/s of the roofline
     flop_rate: float  # FLOP/s, measured
     weight_roofline_ms: float
@@ -56,6 +162,20 @@ class CycleResult:
     weight_roofline_fraction: float
     roofline_fraction: float
     compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the device can do: the roofline's two slopes."""
+
+    bandwidth: float  # bytes/s, of the datasheet where it is known
+    flops: float  # FLOP/s, measured
+
+    @classmethod
+    def measure(cls, dtype: str, bandwidth: float | None = None) -> Rates:
+        """Of the default device; `bandwidth` overrides the datasheet."""
+        known = bandwidth or BANDWIDTH.get(jax.devices()[0].device_kind)
+        return cls(known or measure_bandwidth(), measure_flop_rate(dtype))
 
 
 def measure_bandwidth() -> float:
@@ -87,96 +207,205 @@ def random_params(config: ModelConfig, seed: int) -> Params:
     return init_params(config, jax.random.key(seed), config.dtype)
 
 
-def bench_cycle(
-    *,
-    target: str,
-    draft: str,
-    decoding: SMC | None,
-    groups: int = 1,
-    context: int = 256,
-    max_model_len: int = 1024,
-    page_size: int = 16,
-    implementation: str = "auto",
-    windows: int = 5,
-    cycles_per_window: int = 16,
-    bandwidth: float | None = None,
-) -> CycleResult:
-    """Times the step of `decoding` (None: target only) on random weights of the named shapes.
+class _Runner(BatchRunner):
+    """The engine's runner, whose memory is only described until `take` and which leaves the weights alone."""
 
-    Every window starts afresh from prompts of `context` tokens. Raises ValueError for shapes that are not known and
-    windows that do not fit `max_model_len`.
-    """
-    for name in (target, draft):
-        if name not in SHAPES:
-            raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
-    advance = 1 if decoding is None else decoding.tokens_per_cycle
-    if context + 1 + (WARMUP + cycles_per_window) * advance > max_model_len:
-        raise ValueError(
-            f"context {context} and {WARMUP + cycles_per_window} cycles of {advance} tokens exceed max_model_len "
-            f"{max_model_len}; raise max_model_len or lower context."
-        )
-    target_config, draft_config = SHAPES[target], SHAPES[draft]
-    _require_room(target_config, *(() if decoding is None else (draft_config,)))
-    phases: list[Phase]
-    if decoding is None:
-        alone = autoregressive.Program(target_config, max_model_len, page_size, implementation)
-        runner = make_runner(autoregressive, alone, random_params(target_config, 0), groups, 1)
-        phases = autoregressive_phases(target_config, groups=groups, context=context)
+    def _create_memory(self) -> Any:
+        return jax.eval_shape(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))
+
+    def take(self) -> None:
+        """The memory, its pages full of random numbers."""
+        self.memory = random_memory(super()._create_memory())
+
+    def drop(self) -> None:
+        """Frees the memory."""
+        self._discard_memory()
+
+
+def described(case: Case) -> str:
+    """A case in a few words."""
+    if case.decoding is None:
+        what = "target only"
     else:
-        program = smc.Program(decoding, target_config, draft_config, max_model_len, page_size, implementation)
-        params = smc.PairParams(random_params(target_config, 0), random_params(draft_config, 1))
-        runner = make_runner(smc, program, params, groups, decoding.n_particles)
-        phases = cycle_phases(target_config, draft_config, decoding, groups=groups, context=context)
-
-    batch = random_batch(groups, context, max_model_len, target_config.vocab_size)
-    runner.compile(batch, runner.program)
-    window_ms = [_time_window(runner, batch, cycles_per_window) for _ in range(windows)]
-    ms = statistics.median(window_ms)
-
-    device = jax.devices()[0].device_kind
-    bandwidth = bandwidth or BANDWIDTH.get(device) or measure_bandwidth()
-    flop_rate = measure_flop_rate(target_config.dtype)
-    weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
-    roofline = sum(phase.seconds(bandwidth, flop_rate) for phase in phases) * 1e3
-    weight_roofline = weight_bytes / bandwidth * 1e3
-    return CycleResult(
-        device=device,
-        decoding="autoregressive" if decoding is None else "smc",
-        groups=groups,
-        n_particles=1 if decoding is None else decoding.n_particles,
-        gamma=0 if decoding is None else decoding.gamma,
-        context=context,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        implementation=implementation,
-        weight_bytes=weight_bytes,
-        kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
-        bandwidth=bandwidth,
-        flop_rate=flop_rate,
-        weight_roofline_ms=weight_roofline,
-        roofline_ms=roofline,
-        ms=ms,
-        ms_windows=window_ms,
-        tokens_per_second=groups * advance / ms * 1e3,
-        weight_roofline_fraction=weight_roofline / ms,
-        roofline_fraction=roofline / ms,
-        compile_seconds=runner.programs.seconds,
-    )
+        what = f"N={case.decoding.n_particles} K={case.decoding.gamma}"
+    requests = "1 request" if case.groups == 1 else f"{case.groups} requests"
+    private = f", of which {case.private:,} private" if case.private else ""
+    return f"{what}, {requests}, context {case.context:,}{private}"
 
 
-def _require_room(*configs: ModelConfig) -> None:
-    """Raises ValueError where the weights alone are more than the device's memory."""
-    needed = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
-        for config in configs
-        for leaf in jax.tree.leaves(param_shapes(config, config.dtype))
-    )
-    if needed > device_memory():
-        held = device_memory() / 1e9
+def budget_of(models: Models, case: Case) -> Budget:
+    """What the case's weights and KV will take."""
+    weights = {models.target: weight_bytes(models.target_config, models.quantization)}
+    kv_bytes_per_token = models.target_config.kv_bytes_per_token
+    if case.decoding is not None:
+        weights[models.draft] = weight_bytes(models.draft_config, models.draft_quantization)
+        kv_bytes_per_token += models.draft_config.kv_bytes_per_token
+    kv = case.num_pages * case.page_size * kv_bytes_per_token
+    return Budget(device_memory(), weights, kv, case.num_pages, case.page_size)
+
+
+def require_room(models: Models, case: Case) -> None:
+    """Logs what the case will take. Raises ValueError where it does not fit, before any of it is taken."""
+    models.require_room(with_draft=case.decoding is not None)
+    budget = budget_of(models, case)
+    logger.info("%s: %s", described(case), budget)
+    if budget.left < 0:
         raise ValueError(
-            f"the weights of these shapes take {needed / 1e9:.1f} GB and the device has {held:.1f} GB; "
-            "use smaller ones, such as tiny-target and tiny-draft."
+            f"the KV of {case.groups} request(s) of {case.context} tokens, up to max_model_len {case.max_model_len}, "
+            f"takes {budget.kv / 2**30:.1f} GiB and {(budget.left + budget.kv) / 2**30:.1f} are left beside the "
+            "weights; lower requests, context, max_model_len or n_particles."
         )
+
+
+class Bench:
+    """One case on given weights: `compile`, then `measure`. Takes memory for its KV in `measure` only."""
+
+    def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
+        self.models, self.case = models, case
+        geometry = (case.max_model_len, case.page_size, case.implementation)
+        programs = Programs()
+        if case.decoding is None:
+            alone = autoregressive.Program(models.target_config, *geometry)
+            self.runner = _Runner(autoregressive, alone, target_params, case.num_pages, programs)
+        else:
+            assert draft_params is not None
+            pair = smc.Program(case.decoding, models.target_config, models.draft_config, *geometry)
+            params = smc.PairParams(target_params, draft_params)
+            self.runner = _Runner(smc, pair, params, case.num_pages, programs)
+        self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
+
+    def compile(self) -> None:
+        """The programs that the windows call. Raises ValueError where one does not fit, before KV is taken."""
+        case = self.case
+        if not case.synthetic_kv:
+            self.runner.compile(self.batch, self.runner.program)
+            return
+        # The same programs but for the prompt's, which nothing calls.
+        runner, key = self.runner, (self.runner.program, self.batch.size)
+        begin, _, start, step, conclude = runner._functions(runner.program)
+        params, memory = abstract(runner.params), abstract(runner.memory)
+        arrays = abstract(dataclasses.asdict(self.batch))
+        state, hidden = jax.eval_shape(begin, memory, arrays)
+        stepped, _ = jax.eval_shape(step, params, state)
+        runner.programs.compile(
+            f"for {described(case)}",
+            {
+                (*key, "begin"): (begin, (0,), (memory, arrays)),
+                (*key, "start"): (start, (1,), (params, state, hidden)),
+                (*key, "step"): (step, (1,), (params, stepped)),
+                (*key, "conclude"): (conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
+            },
+        )
+
+    def measure(self, rates: Rates) -> CycleResult:
+        """The windows, and what they mean. Frees the KV afterwards."""
+        self.runner.take()
+        try:
+            window_ms = [self._time_window() for _ in range(self.case.windows)]
+        finally:
+            self.runner.drop()
+        return self._result(window_ms, rates)
+
+    def _started(self) -> Any:
+        """A batch with its first tokens drawn."""
+        runner, case = self.runner, self.case
+        if not case.synthetic_kv:
+            return runner.prefilled(self.batch, runner.program)
+        key = (runner.program, self.batch.size)
+        state, hidden = runner.programs[*key, "begin"](runner.memory, dataclasses.asdict(self.batch))
+        if case.private:
+            state = own_pages(state, (case.context - case.private) // case.page_size)
+        return runner.programs[*key, "start"](runner.params, state, hidden)
+
+    def _time_window(self) -> float:
+        """Milliseconds a cycle over one window, after the prompt and warm-up."""
+        runner, cycles = self.runner, self.case.cycles_per_window
+        state = self._started()
+        step = runner.programs[runner.program, self.batch.size, "step"]
+        for _ in range(WARMUP):
+            state, info = step(runner.params, state)
+        jax.block_until_ready(info.done)
+        began = time.perf_counter()
+        for _ in range(cycles):
+            state, info = step(runner.params, state)
+        jax.block_until_ready(state)
+        elapsed = time.perf_counter() - began
+        if np.asarray(info.done).any():
+            raise RuntimeError("a population ended inside the benchmark: its weights broke, so the timing says nothing")
+        runner.conclude(self.batch, runner.program, state)
+        return elapsed / cycles * 1e3
+
+    def _phases(self) -> list[Phase]:
+        models, case = self.models, self.case
+        sizes: dict[str, Any] = {
+            "groups": case.groups,
+            "context": case.context,
+            "quantization": models.quantization,
+        }
+        if case.decoding is None:
+            return autoregressive_phases(models.target_config, **sizes)
+        return cycle_phases(
+            models.target_config,
+            models.draft_config,
+            case.decoding,
+            private=case.private,
+            draft_quantization=models.draft_quantization,
+            **sizes,
+        )
+
+    def _result(self, window_ms: list[float], rates: Rates) -> CycleResult:
+        models, case, phases = self.models, self.case, self._phases()
+        budget = budget_of(models, case)
+        ms = statistics.median(window_ms)
+        weights = sum(phase.times * phase.weight_bytes for phase in phases)
+        roofline = sum(phase.seconds(rates.bandwidth, rates.flops) for phase in phases) * 1e3
+        weight_roofline = weights / rates.bandwidth * 1e3
+        return CycleResult(
+            device=jax.devices()[0].device_kind,
+            decoding="autoregressive" if case.decoding is None else "smc",
+            groups=case.groups,
+            n_particles=case.rows,
+            gamma=0 if case.decoding is None else case.decoding.gamma,
+            context=case.context,
+            private=case.private,
+            max_model_len=case.max_model_len,
+            page_size=case.page_size,
+            implementation=case.implementation,
+            quantization=models.quantization,
+            draft_quantization=None if case.decoding is None else models.draft_quantization,
+            synthetic_kv=case.synthetic_kv,
+            weight_bytes=weights,
+            kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
+            held_weight_bytes=sum(budget.weights.values()),
+            held_kv_bytes=budget.kv,
+            scratch_bytes=self.runner.programs.scratch_bytes,
+            bandwidth=rates.bandwidth,
+            flop_rate=rates.flops,
+            weight_roofline_ms=weight_roofline,
+            roofline_ms=roofline,
+            ms=ms,
+            ms_windows=window_ms,
+            tokens_per_second=case.groups * case.advance / ms * 1e3,
+            weight_roofline_fraction=weight_roofline / ms,
+            roofline_fraction=roofline / ms,
+            compile_seconds=self.runner.programs.seconds,
+        )
+
+
+def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -> CycleResult:
+    """Times one case. Raises ValueError for what does not fit the device, before it is taken."""
+    enable_compilation_cache()
+    require_one_vocabulary(models, case)
+    require_room(models, case)
+    bench = Bench(models, case, models.target_params(), None if case.decoding is None else models.draft_params())
+    bench.compile()
+    return bench.measure(Rates.measure(models.target_config.dtype, bandwidth))
+
+
+def require_one_vocabulary(models: Models, case: Case) -> None:
+    """Raises ValueError where target and draft cannot be a pair."""
+    if case.decoding is not None:
+        smc.Program(case.decoding, models.target_config, models.draft_config, case.max_model_len)
 
 
 def make_runner(decoder: Any, program: Any, params: Any, groups: int, rows: int) -> BatchRunner:
@@ -194,21 +423,3 @@ def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int)
     batch.seed[:] = np.arange(groups)
     batch.present[:] = True
     return batch
-
-
-def _time_window(runner: BatchRunner, batch: Batch, cycles: int) -> float:
-    """Milliseconds a cycle over one window, after prefill and warm-up."""
-    state = runner.prefilled(batch, runner.program)
-    step = runner.programs[runner.program, batch.size, "step"]
-    for _ in range(WARMUP):
-        state, info = step(runner.params, state)
-    jax.block_until_ready(info.done)
-    began = time.perf_counter()
-    for _ in range(cycles):
-        state, info = step(runner.params, state)
-    jax.block_until_ready(state)
-    elapsed = time.perf_counter() - began
-    if np.asarray(info.done).any():
-        raise RuntimeError("a population ended inside the benchmark: its weights broke, so the timing means nothing")
-    runner.conclude(batch, runner.program, state)
-    return elapsed / cycles * 1e3

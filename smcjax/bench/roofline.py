@@ -44,28 +44,47 @@ class Phase:
         return self.times * max((self.weight_bytes + self.kv_bytes) / bandwidth, self.flops / flop_rate)
 
 
-def _phase(name: str, config: ModelConfig, times: int, tokens: int, kv_tokens: int) -> Phase:
+def _phase(
+    name: str, config: ModelConfig, times: int, tokens: int, kv_tokens: int, quantization: str | None = None
+) -> Phase:
     weights = streamed_weights(config)
     return Phase(
         name=name,
         times=times,
-        weight_bytes=weights * config.itemsize,
+        weight_bytes=weights * (config.itemsize if quantization is None else 1),
         kv_bytes=kv_tokens * config.kv_bytes_per_token,
         flops=2 * weights * tokens,
     )
 
 
-def cycle_phases(target: ModelConfig, draft: ModelConfig, smc: SMC, *, groups: int, context: int) -> list[Phase]:
-    """The phases of one SMC cycle of `groups` requests whose particles share `context` tokens of KV."""
-    rows, kv_tokens = groups * smc.n_particles, groups * context
+def cycle_phases(
+    target: ModelConfig,
+    draft: ModelConfig,
+    smc: SMC,
+    *,
+    groups: int,
+    context: int,
+    private: int = 0,
+    quantization: str | None = None,
+    draft_quantization: str | None = None,
+) -> list[Phase]:
+    """The phases of one SMC cycle of `groups` requests with `context` tokens of KV.
+
+    Particles share all of it but the last `private` tokens, of which each has its own. A quantised model's weights
+    count a byte each.
+    """
+    rows = groups * smc.n_particles
+    kv_tokens = groups * (context - private + smc.n_particles * private)
     single_forwards = smc.gamma - 1 + (smc.bonus and not smc.defer_bonus)
     return [
-        _phase("draft head", draft, 1, rows * (2 if smc.defers else 1), kv_tokens),
-        _phase("draft", draft, single_forwards, rows, kv_tokens),
-        _phase("verify", target, 1, rows * smc.tokens_per_cycle, kv_tokens),
+        _phase("draft head", draft, 1, rows * (2 if smc.defers else 1), kv_tokens, draft_quantization),
+        _phase("draft", draft, single_forwards, rows, kv_tokens, draft_quantization),
+        _phase("verify", target, 1, rows * smc.tokens_per_cycle, kv_tokens, quantization),
     ]
 
 
-def autoregressive_phases(target: ModelConfig, *, groups: int, context: int) -> list[Phase]:
+def autoregressive_phases(
+    target: ModelConfig, *, groups: int, context: int, quantization: str | None = None
+) -> list[Phase]:
     """The one phase of a target-only step."""
-    return [_phase("step", target, 1, groups, groups * context)]
+    return [_phase("step", target, 1, groups, groups * context, quantization)]

@@ -1,4 +1,4 @@
-"""`smcjax bench cycle`: the time of a decoding step against the memory roofline, on random weights."""
+"""`smcjax bench cycle|table`: the time of a decoding step against the memory roofline, on random weights."""
 
 from __future__ import annotations
 
@@ -11,79 +11,203 @@ from typing import TYPE_CHECKING
 from smcjax.cli.options import DECODINGS, add_debug_option
 
 if TYPE_CHECKING:
-    from smcjax.bench.cycle import CycleResult
+    from smcjax.bench.cycle import CycleResult, Models
+
+LIMITS = {
+    "requests": 4096,
+    "context": 1 << 20,
+    "contexts": 1 << 20,
+    "requests_context": 1 << 20,
+    "max_model_len": 1 << 20,
+    "page_size": 64,
+    "windows": 1000,
+    "cycles": 100_000,
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    cycle = parser.add_subparsers(dest="benchmark", metavar="cycle", required=True).add_parser(
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table", required=True)
+
+    cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
     )
-    cycle.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
-    cycle.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
+    _add_common_options(cycle, windows=5, cycles=16)
     cycle.add_argument("--decoding", choices=DECODINGS, default="smc")
-    cycle.add_argument("-N", "--n-particles", type=int, default=8)
-    cycle.add_argument("-K", "--gamma", type=int, default=8)
     cycle.add_argument("--requests", type=int, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=int, default=256, help="prompt tokens (256)")
+    cycle.add_argument("--private", type=int, default=0, help="of them, tokens that no two particles share (0)")
     cycle.add_argument("--max-model-len", type=int, default=1024)
-    cycle.add_argument("--page-size", type=int, default=16)
-    cycle.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
-    cycle.add_argument("--windows", type=int, default=5, help="timed windows, each from a fresh prompt (5)")
-    cycle.add_argument("--cycles", type=int, default=16, help="cycles a window (16)")
-    cycle.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the roofline; default: the datasheet's")
-    cycle.add_argument("--json", action="store_true", help="one JSON line last")
-    add_debug_option(cycle)
-    cycle.set_defaults(run=run)
+    cycle.add_argument("--synthetic-kv", action="store_true", help="random KV instead of the prompt's forward")
+    cycle.add_argument(
+        "--compare", action="store_true", help="this, the same in plain XLA, and the PyTorch peer, one after the other"
+    )
+    cycle.set_defaults(run=run_cycle)
+
+    table = benchmarks.add_parser(
+        "table", help="contexts, particles, draft lengths, batch sizes: one markdown table", description=__doc__
+    )
+    _add_common_options(table, windows=3, cycles=12)
+    table.add_argument("--contexts", type=int, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
+    table.add_argument("--requests", type=int, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
+    table.add_argument("--requests-context", type=int, default=1024, metavar="T", help="of several requests (1024)")
+    table.set_defaults(run=run_table)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Times, prints a table for people and, on request, one JSON line for programs."""
-    from smcjax.bench.cycle import bench_cycle
-    from smcjax.smc import SMC
+def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int) -> None:
+    parser.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
+    parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
+    parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
+    parser.add_argument("--draft-quantization", help="int8: the draft's weights (default: bfloat16)")
+    parser.add_argument("-N", "--n-particles", type=int, default=8)
+    parser.add_argument("-K", "--gamma", type=int, default=8)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument(
+        "--implementation",
+        choices=("auto", "mosaic", "xla"),
+        default="auto",
+        help="xla: no GPU kernels; mosaic: also those not yet proven on a GPU",
+    )
+    parser.add_argument(
+        "--windows", type=int, default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
+    )
+    parser.add_argument("--cycles", type=int, default=cycles, help=f"cycles a window ({cycles})")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the roofline; default: the datasheet's")
+    parser.add_argument("--json", action="store_true", help="one JSON line last")
+    add_debug_option(parser)
 
-    limits = {"requests": 4096, "context": 1 << 20, "max_model_len": 1 << 20, "page_size": 64}
-    for name, most in {**limits, "windows": 1000, "cycles": 100_000}.items():
-        if not 1 <= getattr(args, name) <= most:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} must be a whole number from 1 to {most}, got {getattr(args, name)}.")
+
+def _check(args: argparse.Namespace) -> None:
+    for name, most in LIMITS.items():
+        given = getattr(args, name, None)
+        for value in given if isinstance(given, list) else [] if given is None else [given]:
+            if not 1 <= value <= most:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} must be a whole number from 1 to {most}, got {value}.")
     if args.bandwidth is not None and not 0 < args.bandwidth <= 1e6:
         raise ValueError(f"--bandwidth must be above 0 and at most 1000000 GB/s, got {args.bandwidth}.")
-    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+
+
+def _models(args: argparse.Namespace) -> Models:
+    from smcjax.bench.cycle import Models
+
+    models = Models(args.target_shape, args.draft_shape, args.quantization, args.draft_quantization)
     print(f"Making random weights: {args.target_shape}, {args.draft_shape} …", file=sys.stderr)
-    result = bench_cycle(
-        target=args.target_shape,
-        draft=args.draft_shape,
-        decoding=smc,
+    return models
+
+
+def run_cycle(args: argparse.Namespace) -> int:
+    """Times, prints a table for people and, on request, one JSON line for programs."""
+    from smcjax.bench.cycle import Case, bench_cycle
+    from smcjax.smc import SMC
+
+    _check(args)
+    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+    case = Case(
+        smc,
         groups=args.requests,
         context=args.context,
+        private=args.private,
         max_model_len=args.max_model_len,
         page_size=args.page_size,
         implementation=args.implementation,
+        synthetic_kv=args.synthetic_kv,
         windows=args.windows,
         cycles_per_window=args.cycles,
-        bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9,
     )
+    if args.compare:
+        return _compare(args)
+    result = bench_cycle(_models(args), case, bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9)
     print(table(result, args.target_shape, args.draft_shape))
     if args.json:
         print(json.dumps(dataclasses.asdict(result)))
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    """All implementations on one case; this process leaves the device alone."""
+    from smcjax.bench.compare import contenders, markdown
+
+    both = [
+        *("--target-shape", args.target_shape, "--draft-shape", args.draft_shape, "--decoding", args.decoding),
+        *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
+        *("--context", str(args.context), "--max-model-len", str(args.max_model_len)),
+        *("--windows", str(args.windows), "--cycles", str(args.cycles)),
+        *(() if args.bandwidth is None else ("--bandwidth", str(args.bandwidth))),
+    ]
+    own = ["--page-size", str(args.page_size), "--private", str(args.private)]
+    own += ["--synthetic-kv"] if args.synthetic_kv else []
+    own += [] if args.quantization is None else ["--quantization", args.quantization]
+    own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
+    ran = contenders([*both, *own], both)
+    print(markdown(ran))
+    if args.json:
+        print(json.dumps({each.name: each.result for each in ran}))
+    return 1 if ran[0].result is None or ran[1].result is None else 0
+
+
+def run_table(args: argparse.Namespace) -> int:
+    """Times all cases and prints one markdown table."""
+    from smcjax.bench.table import CONTEXTS, REQUESTS, markdown, run_cases, standard_cases
+
+    _check(args)
+    cases = standard_cases(
+        n_particles=args.n_particles,
+        gamma=args.gamma,
+        contexts=CONTEXTS if args.contexts is None else args.contexts,
+        requests=REQUESTS if args.requests is None else args.requests,
+        requests_context=args.requests_context,
+        page_size=args.page_size,
+        implementation=args.implementation,
+        windows=args.windows,
+        cycles=args.cycles,
+    )
+    bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
+    results = run_cases(
+        _models(args), cases, bandwidth=bandwidth, on_result=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    first = results[0]
+    print(
+        f"{first.device}, {first.bandwidth / 1e12:.2f} TB/s, {first.flop_rate / 1e12:.0f} TFLOP/s; "
+        f"{_models_named(first, args.draft_shape, args.target_shape)}, random weights, synthetic KV, "
+        f"page {first.page_size}, {_implementation(first)}\n"
+    )
+    print(markdown(results))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(result) for result in results]))
+    return 0
+
+
+def _models_named(result: CycleResult, draft: str, target: str) -> str:
+    target += f" ({result.quantization})" if result.quantization else ""
+    draft += f" ({result.draft_quantization})" if result.draft_quantization else ""
+    return f"{draft} → {target}" if result.decoding == "smc" else target
+
+
+def _implementation(result: CycleResult) -> str:
+    return "plain XLA" if result.implementation == "xla" else "kernels where they apply"
+
+
 def table(result: CycleResult, target: str, draft: str) -> str:
     """The result for people."""
     what = f"N={result.n_particles} K={result.gamma}" if result.decoding == "smc" else "target only"
-    models = f"{draft} → {target}" if result.decoding == "smc" else target
+    private = f" ({result.private} private)" if result.private else ""
+    kv = ", synthetic KV" if result.synthetic_kv else ""
     rows = [
         ("device", f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s"),
-        ("models", f"{models}, random weights"),
+        ("models", f"{_models_named(result, draft, target)}, random weights{kv}"),
         (
             "case",
-            f"{what}, {result.groups} request(s), context {result.context}, page {result.page_size}, "
-            + ("plain XLA" if result.implementation == "xla" else "kernels where they apply"),
+            f"{what}, {result.groups} request(s), context {result.context}{private}, page {result.page_size}, "
+            + _implementation(result),
         ),
         ("max_model_len", str(result.max_model_len)),
+        (
+            "memory",
+            f"weights {result.held_weight_bytes / 2**30:.2f} GiB, KV {result.held_kv_bytes / 2**30:.2f} GiB, "
+            f"scratch {result.scratch_bytes / 2**30:.2f} GiB",
+        ),
         ("weights a cycle", f"{result.weight_bytes / 1e9:.2f} GB → {result.weight_roofline_ms:.2f} ms"),
         ("KV a cycle", f"{result.kv_bytes / 1e9:.3f} GB; roofline with KV and FLOPs {result.roofline_ms:.2f} ms"),
         ("measured", f"{result.ms:.2f} ms a cycle (windows {', '.join(f'{ms:.2f}' for ms in result.ms_windows)})"),

@@ -19,6 +19,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="DIR", help="target: a Hugging Face directory (default: the bundled pair)")
     group.add_argument("--draft-model", metavar="DIR", help="draft: a Hugging Face directory of the same tokenizer")
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (auto: bfloat16 on GPU)")
+    group.add_argument("--quantization", help="int8: the target's matrices (default: as they are)")
+    group.add_argument("--draft-quantization", help="int8: the draft's matrices (default: as they are)")
     group.add_argument("--max-model-len", type=int, metavar="T", help="prompt and generated tokens at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=int, default=16, metavar="B", help="tokens in a KV page (16)")
@@ -76,6 +78,8 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "draft_model": args.draft_model,
         "dtype": args.dtype,
+        "quantization": args.quantization,
+        "draft_quantization": args.draft_quantization,
         "max_model_len": args.max_model_len,
         "page_size": args.page_size,
         "implementation": args.implementation,

@@ -16,12 +16,13 @@ from smcjax import autoregressive, smc
 from smcjax.autoregressive import Autoregressive
 from smcjax.engine.batch import BatchRunner
 from smcjax.engine.loading import load_models
-from smcjax.engine.memory import buckets, choose_num_pages, worst_case_pages
+from smcjax.engine.memory import Budget, buckets, choose_num_pages, device_memory, worst_case_pages
 from smcjax.engine.outputs import RequestOutput
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, make_batch, params_for_each, short, tokenize
 from smcjax.engine.results import assemble
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.smc import SMC
 
 logger = logging.getLogger("smcjax")
@@ -37,6 +38,8 @@ class LLM:
         draft_model: the same for the draft, of the same tokenizer. Only `SMC` reads it.
         decoding: `SMC(...)` (the default) or `Autoregressive()`.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
+        quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
+            made when they are loaded; activations and KV stay in `dtype`.
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 64.
@@ -57,6 +60,8 @@ class LLM:
         draft_model: str | os.PathLike[str] | None = None,
         decoding: SMC | Autoregressive | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
+        draft_quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         page_size: int = 16,
@@ -71,6 +76,8 @@ class LLM:
             raise ValueError(f"decoding must be SMC(...) or Autoregressive(), got {decoding!r}.")
         _check_path("model", model)
         _check_path("draft_model", draft_model)
+        check_quantization("quantization", quantization)
+        check_quantization("draft_quantization", draft_quantization)
         _check_range("max_num_seqs", max_num_seqs, 1, 4096)
         _check_range("page_size", page_size, 1, 64)
         if implementation not in ("auto", "xla"):
@@ -87,7 +94,15 @@ class LLM:
 
         enable_compilation_cache()
         self._smc = self.decoding if isinstance(self.decoding, SMC) else None
+        if draft_quantization is not None and self._smc is None:
+            raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
         self.models = load_models(model, draft_model, needs_draft=self._smc is not None, dtype=dtype)
+        if quantization is not None:
+            target_params = quantize_params(self.models.target_params, consume=True)
+            self.models = dataclasses.replace(self.models, target_params=target_params)
+        if draft_quantization is not None and self.models.draft_params is not None:
+            draft_params = quantize_params(self.models.draft_params, consume=True)
+            self.models = dataclasses.replace(self.models, draft_params=draft_params)
         self.tokenizer = self.models.tokenizer
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:
@@ -102,7 +117,7 @@ class LLM:
 
         decoder, program, params = self._decoder()
         self._rows = self._smc.n_particles if self._smc else 1
-        self.num_pages = self._num_pages(params, num_pages, gpu_memory_utilization)
+        self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
         self._programs = Programs()
         self._runner: BatchRunner | None = BatchRunner(decoder, program, params, self.num_pages, self._programs)
 
@@ -122,18 +137,23 @@ class LLM:
         alone = autoregressive.Program(models.target, **geometry)
         return autoregressive, alone, models.target_params
 
-    def _num_pages(self, params: Any, num_pages: int | None, gpu_memory_utilization: float) -> int:
-        configs = (self.models.target, self.models.draft)
+    def _num_pages(self, num_pages: int | None, gpu_memory_utilization: float) -> int:
+        """How many pages to take; the whole budget is logged before they are."""
+        models = self.models
+        configs = (models.target, models.draft)
         page_bytes = self.page_size * sum(config.kv_bytes_per_token for config in configs if config is not None)
+        weights = {"target": _bytes_of(models.target_params)}
+        if models.draft_params is not None:
+            weights["draft"] = _bytes_of(models.draft_params)
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
             largest_request=worst_case_pages(1, self.max_model_len, self._rows, self.page_size),
             max_num_seqs=self.max_num_seqs,
-            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+            weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        logger.info("KV cache: %d pages of %d tokens, %.2f GiB.", chosen, self.page_size, chosen * page_bytes / 2**30)
+        logger.info("%s", Budget(device_memory(), weights, chosen * page_bytes, chosen, self.page_size))
         return chosen
 
     def generate(
@@ -277,6 +297,10 @@ class LLM:
         self._totals["cycles"] += output.metrics.cycles
         self._totals["resamples"] += output.metrics.resamples
         self._totals["generated_tokens"] += output.metrics.generated_tokens
+
+
+def _bytes_of(params: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:

@@ -7,7 +7,8 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
+from smcjax.engine.memory import require_room_for_weights, weight_bytes
+from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
@@ -49,6 +50,14 @@ def _path(name: str | os.PathLike[str] | None, bundled: str) -> Path:
     return bundled_model(bundled) if name is None else resolve_model_path(name)
 
 
+def _require_room(paths: dict[str, Path], dtype: str) -> None:
+    """Raises ValueError where the weights exceed the device, before a byte of them is read."""
+    kept = weights_dtype(dtype).name
+    weights = {name: weight_bytes(dataclasses.replace(load_config(path), dtype=kept)) for name, path in paths.items()}
+    halve = "use dtype='bfloat16', or smaller models" if kept == "float32" else "use smaller models"
+    require_room_for_weights(weights, halve)
+
+
 def load_models(
     model: str | os.PathLike[str] | None, draft_model: str | os.PathLike[str] | None, *, needs_draft: bool, dtype: str
 ) -> Models:
@@ -63,11 +72,13 @@ def load_models(
     path = _path(model, "target")
     tokenizer = Tokenizer.load(path)
     if not needs_draft:
+        _require_room({"model": path}, dtype)
         target, target_params = load_checkpoint(path, dtype)
         return Models(tokenizer, target, target_params)
 
     draft_path = _path(draft_model, "draft")
     draft_tokenizer = Tokenizer.load(draft_path)
+    _require_room({"model": path, "draft_model": draft_path}, dtype)
     target, target_params = load_checkpoint(path, dtype)
     draft, draft_params = load_checkpoint(draft_path, dtype)
     size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)

@@ -1,14 +1,19 @@
-"""How many pages there are, and how many a request can ever need. Host arithmetic."""
+"""What the device's memory goes to: weights, KV pages, scratch. Host arithmetic, done before any of it is taken."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 from pathlib import Path
 
 import jax
 
 from smcjax.kv import pages_for
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import param_shapes
+from smcjax.model.quantize import quantize_params
 
 CPU_KV_BYTES = 1 << 30  # default share of host memory; a GPU's share is a fraction of what the device has
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -29,6 +34,46 @@ def device_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or its limit is "max"
         limit = min(limit, int(_CGROUP_LIMIT.read_text()))
     return limit
+
+
+def weight_bytes(config: ModelConfig, quantization: str | None = None) -> int:
+    """Bytes of a model's weights in `config.dtype`, or quantised."""
+    shapes = param_shapes(config, config.dtype)
+    leaves = jax.tree.leaves(shapes if quantization is None else jax.eval_shape(quantize_params, shapes))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def require_room_for_weights(weights: dict[str, int], mend: str) -> None:
+    """Raises ValueError, ending in `mend`, where the weights alone (bytes by name) exceed the device's memory."""
+    if sum(weights.values()) > device_memory():
+        each = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in weights.items())
+        raise ValueError(
+            f"the weights of these models take {sum(weights.values()) / 1e9:.1f} GB ({each}) and the device has "
+            f"{device_memory() / 1e9:.1f} GB; {mend}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What weights and KV take of the device's memory, in bytes, and what that leaves to programs as scratch."""
+
+    device: int
+    weights: dict[str, int]  # by model
+    kv: int
+    num_pages: int
+    page_size: int
+
+    @property
+    def left(self) -> int:
+        """For the temporaries of programs; negative where weights and KV do not fit."""
+        return self.device - sum(self.weights.values()) - self.kv
+
+    def __str__(self) -> str:
+        weights = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in self.weights.items())
+        return (
+            f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}, KV {self.kv / 2**30:.2f} "
+            f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}."
+        )
 
 
 def worst_case_pages(prompt_length: int, limit: int, rows: int, page_size: int) -> int:

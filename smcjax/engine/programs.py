@@ -33,6 +33,7 @@ class Programs:
     def __init__(self) -> None:
         self._executables: dict[Hashable, Any] = {}
         self.seconds = 0.0
+        self.scratch_bytes = 0  # temporaries of the program that needs most; one runs at a time
 
     def __len__(self) -> int:
         return len(self._executables)
@@ -63,27 +64,37 @@ class Programs:
 
         with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
             made = dict(zip(missing, pool.map(build, missing.values()), strict=True))
-        _require_memory(what, made.values())
+        scratch = _require_memory(what, made.values())
         self._executables.update(made)
+        self.scratch_bytes = max(self.scratch_bytes, scratch)
         elapsed = time.perf_counter() - began
         self.seconds += elapsed
-        logger.info("Compiled %s: %d programs in %.1f s.", what, len(missing), elapsed)
+        logger.info(
+            "Compiled %s: %d programs in %.1f s, scratch %.2f GiB.", what, len(missing), elapsed, scratch / 2**30
+        )
 
 
-def _require_memory(what: str, executables: Iterable[Any]) -> None:
-    """Raises ValueError where a program's arguments, results and temporaries together exceed the device."""
-    needed = 0
+def _require_memory(what: str, executables: Iterable[Any]) -> int:
+    """Most bytes of temporaries that one of the programs takes.
+
+    Raises ValueError where a program's arguments, results and temporaries together exceed the device.
+    """
+    needed, held_then, scratch = 0, 0, 0
     for executable in executables:
         sizes = executable.memory_analysis()
         if sizes is not None:  # a backend need not know
             held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-            needed = max(needed, held + sizes.temp_size_in_bytes)
+            scratch = max(scratch, sizes.temp_size_in_bytes)
+            if held + sizes.temp_size_in_bytes > needed:
+                needed, held_then = held + sizes.temp_size_in_bytes, held
     limit = device_memory()
     if needed > limit:
         raise ValueError(
-            f"a program {what} needs {needed / 2**30:.1f} GiB and the device has {limit / 2**30:.1f} GiB; "
-            "lower max_num_seqs, n_particles, gamma or max_model_len."
+            f"a program {what} needs {held_then / 2**30:.1f} GiB of weights, KV and state beside a scratch of "
+            f"{(needed - held_then) / 2**30:.1f} GiB and the device has {limit / 2**30:.1f} GiB; lower max_num_seqs, "
+            "n_particles, gamma or max_model_len, or num_pages or gpu_memory_utilization for less KV."
         )
+    return scratch
 
 
 def abstract(tree: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from smcjax.kv.cache import KVCache
 from smcjax.kv.pages import TRASH, PagePool, Room, allocate, make_room, page_of, pages_for, rebind, release
+from smcjax.pallas import Copies
 
 __all__ = [
     "TRASH",
+    "Copies",
     "KVCache",
     "PagePool",
     "Room",

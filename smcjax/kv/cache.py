@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas import Copies, HeadNorms, copy_pages, rotate_and_write
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +46,41 @@ class KVCache:
 
         Entries that need no copy name the trash page on both sides.
         """
-
-        def copy(pages: jax.Array) -> jax.Array:
-            return pages.at[destination].set(pages[source])
-
-        return KVCache(keys=tuple(map(copy, self.keys)), values=tuple(map(copy, self.values)))
+        copies = Copies(source, destination)
+        keys, values = (tuple(copy_pages(pages, copies) for pages in pools) for pools in (self.keys, self.values))
+        return KVCache(keys=keys, values=values)
 
     def write(
         self,
         layer: int,
-        k: Float[Array, "R T Hkv D"],
-        v: Float[Array, "R T Hkv D"],
+        qkv: Float[Array, "R T HHH D"] | Float[Array, "parts R T HHH D"],
+        cos: Float[Array, "R T half"],
+        sin: Float[Array, "R T half"],
         pages: Int[Array, "R T"],
-        offsets: Int[Array, "R T"],
-    ) -> KVCache:
-        """Stores one layer's keys and values of token (r, t) at slot `offsets[r, t]` of page `pages[r, t]`."""
+        slots: Int[Array, "R T"],
+        copies: Copies | None = None,
+        norms: HeadNorms | None = None,
+        *,
+        implementation: str = "auto",
+    ) -> tuple[Float[Array, "R T H D"], KVCache]:
+        """Rotated queries of one layer's fused product, and the cache with its keys and values stored.
 
-        def put(array: jax.Array, new: jax.Array) -> jax.Array:
-            return array.at[pages, offsets].set(new.astype(array.dtype))
-
-        return KVCache(
-            keys=_replace(self.keys, layer, put(self.keys[layer], k)),
-            values=_replace(self.values, layer, put(self.values[layer], v)),
+        Those of token (r, t) go to slot `slots[r, t]` of page `pages[r, t]`, after the layer's pages are copied:
+        `smcjax.pallas.rotate_and_write`.
+        """
+        q, keys, values = rotate_and_write(
+            qkv,
+            cos,
+            sin,
+            self.keys[layer],
+            self.values[layer],
+            pages,
+            slots,
+            copies,
+            norms,
+            implementation=implementation,
         )
+        return q, KVCache(keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values))
 
 
 def _replace(arrays: tuple[jax.Array, ...], index: int, array: jax.Array) -> tuple[jax.Array, ...]:

@@ -90,7 +90,11 @@ def page_of(block_table: Int[Array, "R M"], positions: Int[Array, "R T"], page_s
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Where a block of new tokens goes: what `make_room` decided."""
+    """Where a block of new tokens goes: what `make_room` decided.
+
+    Nobody writes a slot that is to be copied: a page to copy from is not handed out again, and the row that keeps it
+    writes behind its own last token. So a forward may copy and write in any order.
+    """
 
     pool: PagePool
     block_table: Int[Array, "R M"]
@@ -111,8 +115,8 @@ def make_room(
     """Gives every live row pages of its own for positions `first`…`last` (at most `max_width` of them).
 
     Positions before `first` are already in pages. A page that `first` enters half-way and that others share is
-    replaced by a copy (copy-on-write); the old reference is dropped before new pages are popped, so a population
-    never needs more pages than its rows' own worst case.
+    replaced by a copy (copy-on-write), except that the first of its sharers keeps it where all of them would leave: so
+    no page is freed here, and a population never needs more pages than its rows' own worst case.
     """
     rows, table_width = block_table.shape
     touched = (max_width + page_size - 2) // page_size + 1
@@ -125,9 +129,20 @@ def make_room(
     shared = pool.refcount[current] > 1
     needed = in_use & (~entered_half_way | shared)
     replaced = jnp.where(needed & entered_half_way, current, TRASH)[:, 0]
+    keeps = _first_of_all_sharers(pool, replaced)
+    needed = needed & ~(keeps[:, None] & entered_half_way)
+    replaced = jnp.where(keeps, TRASH, replaced)
 
     pool = release(pool, replaced)
     pool, fresh = allocate(pool, needed)
     target = jnp.where(needed, logical, table_width)  # out of range: dropped
     block_table = block_table.at[row, target].set(fresh, mode="drop")
     return Room(pool, block_table, replaced, jnp.where(replaced == TRASH, TRASH, fresh[:, 0]))
+
+
+def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:
+    """Rows that are the first to name their page in `pages`, where every reference to that page is in `pages`."""
+    same = pages[:, None] == pages
+    row = jnp.arange(pages.shape[0])
+    first = ~(same & (row < row[:, None])).any(axis=1)
+    return (pages != TRASH) & first & (same.sum(axis=1) == pool.refcount[pages])

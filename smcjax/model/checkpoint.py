@@ -147,7 +147,7 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
-    target = _weights_dtype(dtype)
+    target = weights_dtype(dtype)
     directory = resolve_model_path(directory)
     config = dataclasses.replace(load_config(directory), dtype=target.name)
     tensors = _open_tensors(directory)
@@ -167,7 +167,8 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
     return config, jax.tree.unflatten(treedef, leaves)
 
 
-def _weights_dtype(dtype: Any) -> np.dtype:
+def weights_dtype(dtype: Any) -> np.dtype:
+    """The dtype that weights are kept in when `dtype` is asked for: "auto" and None depend on the platform."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.kv import TRASH, KVCache
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import hidden_states
+from smcjax.model.decoder import Projection, hidden_states
 from smcjax.model.params import Params
-from smcjax.pallas import paged_attention
+from smcjax.pallas import Copies, Sharing, paged_attention
 
 
 def create_cache(config: ModelConfig, params: Params, *, num_pages: int, page_size: int) -> KVCache:
@@ -34,21 +34,35 @@ def paged_hidden_states(
     block_table: Int[Array, "R M"],
     write_pages: Int[Array, "R T"],
     *,
+    copies: Copies | None = None,
+    sharing: Sharing | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "R T E"], KVCache]:
     """Forward of T new tokens a row; returns normalised hidden states and the cache with their KV written.
 
     `positions` are places in the sequence, `write_pages` the physical page of each token's KV: the page that
     `block_table` names for its position, or the trash page where nothing must be written: behind the row's last
-    written token that is KV already there, beyond it a token whose output means nothing. `implementation` says how to
-    attend: `smcjax.pallas.paged_attention`.
+    written token that is KV already there, beyond it a token whose output means nothing. `copies` are the shared pages
+    that must be copied before rows write to their copies (`smcjax.kv.make_room`). `sharing` is what rows of a group
+    share (`smcjax.pallas.plan_sharing`), to be read once. `implementation` says how to attend, write and norm:
+    `smcjax.pallas.paged_attention`.
     """
-    offsets = positions % cache.page_size
+    slots = positions % cache.page_size
     lengths = jnp.max(jnp.where(write_pages == TRASH, 0, positions + 1), axis=1)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, projection: Projection) -> jax.Array:
         nonlocal cache
-        cache = cache.write(layer, k, v, write_pages, offsets)
+        q, cache = cache.write(
+            layer,
+            projection.qkv,
+            projection.cos,
+            projection.sin,
+            write_pages,
+            slots,
+            copies,
+            projection.norms,
+            implementation=implementation,
+        )
         return paged_attention(
             q,
             cache.keys[layer],
@@ -57,7 +71,8 @@ def paged_hidden_states(
             positions,
             lengths,
             implementation=implementation,
+            sharing=sharing,
         )
 
-    hidden = hidden_states(config, params, tokens, positions, attend)
+    hidden = hidden_states(config, params, tokens, positions, attend, implementation=implementation)
     return hidden, cache

@@ -1,13 +1,35 @@
 """Hand-written GPU kernels (Pallas, Mosaic GPU, Hopper); each with a plain reference and behind a wrapper."""
 
 from smcjax.pallas.attention import attention, paged_attention_reference
-from smcjax.pallas.paged_attention import IMPLEMENTATIONS, paged_attention, paged_attention_mosaic, supports
+from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
+from smcjax.pallas.norm import add_rms_norm, rms_norm
+from smcjax.pallas.paged_attention import (
+    IMPLEMENTATIONS,
+    paged_attention,
+    paged_attention_mosaic,
+    plan_sharing,
+    supports,
+    uses_kernels,
+)
+from smcjax.pallas.shared_attention import shared_attention_mosaic
+from smcjax.pallas.sharing import Sharing
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Copies",
+    "HeadNorms",
+    "Sharing",
+    "add_rms_norm",
     "attention",
+    "copy_pages",
     "paged_attention",
     "paged_attention_mosaic",
     "paged_attention_reference",
+    "plan_sharing",
+    "rms_norm",
+    "rotate_and_write",
+    "shared_attention_mosaic",
+    "split_and_rotate",
     "supports",
+    "uses_kernels",
 ]

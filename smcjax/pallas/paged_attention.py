@@ -27,9 +27,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas.attention import paged_attention_reference
+from smcjax.pallas.shared_attention import applies as shared_attention_applies
+from smcjax.pallas.shared_attention import covers, shared_attention_mosaic, tiles_of
+from smcjax.pallas.sharing import Sharing, find_sharing
 
 QUERIES = 64  # the M of a warpgroup's matrix product: T·G queries, padded
 STREAMING_MULTIPROCESSORS = 132
+# Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
+SLOTS_WORTH_SHARING = 1024
+# Until its last form has run on a GPU only "mosaic" reads what rows share once: docs/performance.md.
+SHARING_PROVEN = False
+CHUNK = 64  # slots a task of shared reads
 MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
 
 # A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
@@ -244,12 +252,14 @@ def paged_attention(
     lengths: Int[Array, " R"],
     *,
     implementation: str = "auto",
+    sharing: Sharing | None = None,
 ) -> Float[Array, "R T H D"]:
     """Query (r, t) attends to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
 
     `implementation`: "mosaic" is the kernel where it applies to these shapes and plain XLA elsewhere, "xla" never the
-    kernel, "auto" the kernel where this process computes on a Hopper GPU. What a query at or beyond `lengths` returns
-    means nothing.
+    kernel, "auto" the kernel where this process computes on a Hopper GPU. `sharing`, the plan that `plan_sharing` made
+    of this block table, lets the kernel read what rows share once. What a query at or beyond `lengths` returns means
+    nothing.
     """
     applies = supports(
         columns=q.shape[1],
@@ -259,15 +269,67 @@ def paged_attention(
         page_size=key_pages.shape[1],
         dtype=q.dtype,
     )
-    wanted = implementation == "mosaic" or (implementation == "auto" and on_hopper())
+    wanted = uses_kernels(implementation)
+    if wanted and sharing is not None and covers(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2]):
+        return shared_attention_mosaic(q, key_pages, value_pages, sharing, positions, lengths)
     compute = paged_attention_mosaic if wanted and applies else paged_attention_reference
     return compute(q, key_pages, value_pages, block_table, positions, lengths)
+
+
+def plan_sharing(
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    settled: Int[Array, " R"],
+    *,
+    rows: int,
+    columns: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    implementation: str = "auto",
+) -> Sharing | None:
+    """What the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of T = `columns` tokens.
+
+    `lengths` is how many slots of each row hold KV when the plan is last used, 0 for a row that reads nothing;
+    `settled` how many of them every query sees. None where the kernel that reads each row by itself does better, or
+    none applies: all from static shapes.
+    """
+    group = num_heads // num_kv_heads
+    applies = shared_attention_applies(
+        rows=rows,
+        columns=columns,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    wanted = implementation == "mosaic" or (SHARING_PROVEN and uses_kernels(implementation))
+    if not (wanted and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
+        return None
+    return find_sharing(
+        block_table,
+        lengths,
+        settled,
+        rows=rows,
+        queries=columns * group,
+        page_size=page_size,
+        chunk=CHUNK,
+        tiles=tiles_of(rows * columns * group),
+    )
 
 
 def on_hopper() -> bool:
     """Whether the default device is one that the kernels are made for (compute capability 9)."""
     device = jax.devices()[0]
     return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+
+
+def uses_kernels(implementation: str) -> bool:
+    """Whether `implementation` asks for kernels where they apply."""
+    return implementation == "mosaic" or (implementation == "auto" and on_hopper())
 
 
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:

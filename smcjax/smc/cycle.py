@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.next_token import Law, next_token, plan
 from smcjax.decoding.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Block, append, cut_block
-from smcjax.kv import TRASH, KVCache, make_room, rebind
+from smcjax.kv import TRASH, Copies, KVCache, make_room, rebind
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import paged_hidden_states
+from smcjax.pallas import plan_sharing
 from smcjax.smc.resampling import resample as resample_ancestors
 from smcjax.smc.state import Info, PairParams, Program, State
 from smcjax.smc.weights import (
@@ -38,9 +40,9 @@ DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # the cache, drafts and their
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every live particle by one cycle of `program.smc.tokens_per_cycle` tokens."""
     ran = state.running
-    state = reserve(program, state)
-    state, drafts, draft_logprobs = propose(program, params, state)
-    state, proposal = verify(program, params, state, drafts, draft_logprobs)
+    state, copies = reserve(program, state)
+    state, drafts, draft_logprobs = propose(program, params, state, copies)
+    state, proposal = verify(program, params, state, copies, drafts, draft_logprobs)
     state = weigh(state, proposal)
     state, info = resample(program, state)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
@@ -52,8 +54,11 @@ def run(program: Program, params: PairParams, state: State, num_cycles: int) -> 
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
 
 
-def reserve(program: Program, state: State) -> State:
-    """Pages of their own for the positions that live rows are about to write, copying a shared part-filled page."""
+def reserve(program: Program, state: State) -> tuple[State, Copies | None]:
+    """Pages of their own for the positions that live rows are about to write.
+
+    Also returns which shared part-filled pages each model's first forward is to copy.
+    """
     sequences, memory = state.sequences, state.memory
     first = sequences.length - 1  # the frontier
     width = program.smc.tokens_per_cycle
@@ -68,21 +73,30 @@ def reserve(program: Program, state: State) -> State:
         page_size=program.page_size,
         max_width=width,
     )
-    target, draft = memory.target, memory.draft
-    if program.page_size > 1:  # pages of one token are never part-filled
-        target = target.copy_pages(room.copy_from, room.copy_to)
-        draft = draft.copy_pages(room.copy_from, room.copy_to)
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         sequences=dataclasses.replace(sequences, block_table=room.block_table),
-        memory=dataclasses.replace(memory, pool=room.pool, target=target, draft=draft),
+        memory=dataclasses.replace(memory, pool=room.pool),
     )
+    # Pages of one token are never part-filled.
+    return state, Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None
 
 
 def _pages(program: Program, state: State, positions: Int[Array, "R T"]) -> Int[Array, "R T"]:
     """Where the KV of these positions goes; nowhere for rows that are not live and positions beyond the cap."""
     within = positions < state.per_row(state.requests.limit)[:, None]
     return state.sequences.write_pages(positions, state.live[:, None] & within, program.page_size)
+
+
+def _reach(program: Program, state: State) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """How many slots of each row hold KV by the end of the cycle, and how many every query of the cycle sees.
+
+    Before the first forward a row holds KV up to its frontier; the column before that is the first that a query
+    stands at. Rows that are not live reach nothing.
+    """
+    frontier_at = state.sequences.length - 1
+    end = jnp.minimum(frontier_at + program.smc.tokens_per_cycle, state.per_row(state.requests.limit))
+    return jnp.where(state.live, end, 0), frontier_at
 
 
 def _tempered(
@@ -99,7 +113,9 @@ def _tempered(
     )
 
 
-def propose(program: Program, params: PairParams, state: State) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
+def propose(
+    program: Program, params: PairParams, state: State, copies: Copies | None
+) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
     """Draws K draft tokens a row and returns them with log q. Writes the draft KV of all but the last."""
     smc, sequences = program.smc, state.sequences
     rows, frontier_at = sequences.length.shape[0], sequences.length - 1
@@ -108,23 +124,44 @@ def propose(program: Program, params: PairParams, state: State) -> tuple[State, 
     if smc.draft_temperature is not None:
         temperature = jnp.full_like(temperature, smc.draft_temperature)
 
-    def forward(cache: KVCache, tokens: jax.Array, positions: jax.Array, pages: jax.Array) -> tuple[jax.Array, KVCache]:
-        hidden, cache = paged_hidden_states(
-            program.draft,
+    generated = sequences.length - state.per_row(state.requests.prompt_length)
+    stops, minimum = state.per_row(state.requests.stops), state.per_row(state.requests.min_tokens)
+    config = program.draft
+    sharing = plan(
+        config,
+        params.draft,
+        sequences.block_table,
+        *_reach(program, state),
+        rows=smc.n_particles,
+        columns=2 if smc.defers else 1,
+        page_size=program.page_size,
+        implementation=program.implementation,
+    )
+
+    def forward(
+        cache: KVCache,
+        column: int | jax.Array,
+        tokens: jax.Array,
+        positions: jax.Array,
+        pages: jax.Array,
+        copies: Copies | None = None,
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """Draws the token of `column`."""
+        law = Law(column_keys(keys, column), temperature, stops, generated + 1 + column <= minimum)
+        return next_token(
+            config,
             params.draft,
             cache,
             tokens,
             positions,
             sequences.block_table,
             pages,
+            law,
+            rows=smc.n_particles,
+            sharing=sharing,
+            copies=copies,
             implementation=program.implementation,
         )
-        return hidden[:, -1:], cache
-
-    def sample(hidden: jax.Array, column: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = _tempered(state, unembed(params.draft, hidden), temperature, jnp.asarray([column]))[:, 0]
-        tokens = draw(column_keys(keys, column), logits)
-        return tokens, log_softmax_at(logits, tokens)
 
     # The head: the frontier, and before it `prev` where the last cycle's bonus was deferred.
     frontier = sequences.token_at(frontier_at)
@@ -138,24 +175,22 @@ def propose(program: Program, params: PairParams, state: State) -> tuple[State, 
         tokens = jnp.stack([sequences.token_at(frontier_at - 1), frontier], axis=1)
         positions = jnp.concatenate([positions - 1, positions], axis=1)
         pages = jnp.concatenate([previous, pages], axis=1)
-    hidden, cache = forward(state.memory.draft, tokens, positions, pages)
-    token, logprob = sample(hidden, 0)
+    token, logprob, cache = forward(state.memory.draft, 0, tokens, positions, pages, copies)
     drafts = jnp.zeros((rows, smc.gamma), jnp.int32).at[:, 0].set(token)
     logprobs = jnp.zeros((rows, smc.gamma), jnp.float32).at[:, 0].set(logprob)
 
-    def write_only(cache: KVCache, token: jax.Array, column: int | jax.Array) -> tuple[jax.Array, KVCache]:
-        positions = (frontier_at + column)[:, None]
-        return forward(cache, token[:, None], positions, _pages(program, state, positions))
-
     def draft_one(column: jax.Array, carry: DraftCarry) -> DraftCarry:
         cache, drafts, logprobs = carry
-        hidden, cache = write_only(cache, drafts[:, column - 1], column)
-        token, logprob = sample(hidden, column)
+        positions = (frontier_at + column)[:, None]
+        pages = _pages(program, state, positions)
+        token, logprob, cache = forward(cache, column, drafts[:, column - 1][:, None], positions, pages)
         return cache, drafts.at[:, column].set(token), logprobs.at[:, column].set(logprob)
 
     cache, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, (cache, drafts, logprobs))
-    if smc.bonus and not smc.defer_bonus:
-        _, cache = write_only(cache, drafts[:, -1], smc.gamma)
+    if smc.bonus and not smc.defer_bonus:  # the last draft's KV: what would follow it is not wanted
+        positions = (frontier_at + smc.gamma)[:, None]
+        pages = _pages(program, state, positions)
+        _, _, cache = forward(cache, smc.gamma, drafts[:, -1][:, None], positions, pages)
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
 
 
@@ -169,7 +204,12 @@ class Proposal:
 
 
 def verify(
-    program: Program, params: PairParams, state: State, drafts: Int[Array, "R K"], draft_logprobs: Float[Array, "R K"]
+    program: Program,
+    params: PairParams,
+    state: State,
+    copies: Copies | None,
+    drafts: Int[Array, "R K"],
+    draft_logprobs: Float[Array, "R K"],
 ) -> tuple[State, Proposal]:
     """Scores the drafts in one target forward over [frontier, d₀ …], writing its KV, and draws the bonus token."""
     smc, sequences = program.smc, state.sequences
@@ -177,14 +217,29 @@ def verify(
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
+    config = program.target
+    sharing = plan_sharing(
+        sequences.block_table,
+        *_reach(program, state),
+        rows=smc.n_particles,
+        columns=width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=program.page_size,
+        dtype=params.target.embed.dtype,
+        implementation=program.implementation,
+    )
     hidden, cache = paged_hidden_states(
-        program.target,
+        config,
         params.target,
         state.memory.target,
         tokens,
         positions,
         sequences.block_table,
         _pages(program, state, positions),
+        copies=copies,
+        sharing=sharing,
         implementation=program.implementation,
     )
     temperature = state.per_row(state.requests.temperature)

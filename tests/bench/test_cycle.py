@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from smcjax.bench import cycle
-from smcjax.bench.cycle import CycleResult, bench_cycle
+from smcjax.bench.cycle import Bench, Case, CycleResult, Models, bench_cycle, budget_of
+from smcjax.bench.synthetic import own_pages
+from smcjax.engine import memory
+from smcjax.kv import TRASH
 from smcjax.smc import SMC
 
 
 def small(decoding: SMC | None, **changes: Any) -> CycleResult:
-    fields: dict[str, Any] = {
-        "target": "tiny-target",
-        "draft": "tiny-draft",
-        "context": 8,
-        "max_model_len": 48,
-        "page_size": 4,
-        "windows": 2,
-        "cycles_per_window": 3,
-        "bandwidth": 1e10,
+    models = {
+        name: changes.pop(name, default)
+        for name, default in {
+            "target": "tiny-target",
+            "draft": "tiny-draft",
+            "quantization": None,
+            "draft_quantization": None,
+        }.items()
     }
-    return bench_cycle(decoding=decoding, **{**fields, **changes})
+    return bench_cycle(Models(**models), small_case(decoding, **changes), bandwidth=1e10)
+
+
+def small_case(decoding: SMC | None, **changes: Any) -> Case:
+    fields = {"context": 8, "max_model_len": 48, "page_size": 4, "windows": 2, "cycles_per_window": 3}
+    return Case(decoding, **{**fields, **changes})
 
 
 @pytest.mark.slow
@@ -38,6 +47,67 @@ def test_figures_belong_together(decoding: SMC | None) -> None:
     assert result.roofline_ms >= result.weight_roofline_ms
     assert result.compile_seconds > 0
     assert result.flop_rate > 1e8
+    assert result.scratch_bytes > 0
+    assert result.held_weight_bytes > 1e5
+
+
+@pytest.mark.slow
+def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
+    plain, quantised = Models("tiny-target", "tiny-draft"), Models("tiny-target", "tiny-draft", "int8", "int8")
+    decoding = SMC(3, 2, ess_threshold=0.0)
+    case = small_case(decoding, groups=2, context=10, private=5, synthetic_kv=True)
+    bench = Bench(quantised, case, quantised.target_params(), quantised.draft_params())
+    bench.compile()
+    bench.runner.take()
+    state = bench._started()
+    table, length = np.asarray(state.sequences.block_table), np.asarray(state.sequences.length)
+    assert (length == 11).all()
+    # Page 0 of each group's ten tokens is shared; pages 1 and 2 are each row's own.
+    assert len(np.unique(table[:, 0])) == 2
+    assert len(np.unique(table[:, 1:3])) == 12
+    assert (table[:, 3:] == TRASH).all()
+    counts = np.bincount(table.reshape(-1), minlength=case.num_pages)
+    counts[TRASH] = 0
+    np.testing.assert_array_equal(counts, state.memory.pool.refcount)
+    assert int(state.memory.pool.num_free) == case.num_pages - 1 - 2 - 12
+    keys = np.asarray(state.memory.target.keys[0])
+    assert np.isfinite(keys).all()
+    assert keys.std() == pytest.approx(1.0, abs=0.05)
+
+    bench.runner.drop()
+    result = bench.measure(cycle.Rates(1e10, 1e12))
+    assert result.private == 5
+    assert result.kv_bytes == sum(
+        times * config.kv_bytes_per_token * 2 * (5 + 3 * 5)
+        for times, config in ((2, plain.draft_config), (1, plain.target_config))
+    )
+    assert result.weight_bytes < 0.26 * sum(phase.times * phase.weight_bytes for phase in _float32_phases(decoding))
+    assert bench.runner.memory is None
+
+
+def _float32_phases(decoding: SMC) -> list[Any]:
+    models = Models("tiny-target", "tiny-draft")
+    return cycle.cycle_phases(models.target_config, models.draft_config, decoding, groups=2, context=10)
+
+
+def test_own_pages_of_nothing_changes_nothing() -> None:
+    case = small_case(SMC(3, 2), synthetic_kv=True)
+    models = Models("tiny-target", "tiny-draft")
+    bench = Bench(models, case, models.target_params(), models.draft_params())
+    bench.runner.take()
+    begin = jax.jit(bench.runner._functions(bench.runner.program)[0])
+    state, _ = begin(bench.runner.memory, cycle.dataclasses.asdict(bench.batch))
+    table = np.asarray(state.sequences.block_table)
+    after = own_pages(state, 12)
+    np.testing.assert_array_equal(after.sequences.block_table, table)
+    assert int(after.memory.pool.num_free) == case.num_pages - 1 - 2
+
+
+def test_pages_are_those_that_the_cases_can_need() -> None:
+    # 3 pages of the prompt shared and 9 of each row's own, for 2 requests of 4 rows; the trash page.
+    assert small_case(SMC(4, 2), groups=2, context=12).num_pages == 1 + 2 * (3 + 4 * 9)
+    assert small_case(SMC(4, 2), groups=2, context=12, private=4, synthetic_kv=True).num_pages == 1 + 2 * (2 + 4 * 10)
+    assert small_case(None, groups=2, context=12).num_pages == 1 + 2 * 12
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -45,6 +115,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "gpt-9"}, r"shape 'gpt-9' is unknown"),
     ({"context": 40}, r"context 40 and 7 cycles of 3 tokens exceed max_model_len 48; raise"),
     ({"draft": "llama-3.2-1b"}, r"one vocabulary, got 512 and 128256"),
+    ({"private": 4}, r"private must be 0, or less than context 8 with SMC and synthetic KV, got 4"),
+    ({"private": 8, "synthetic_kv": True}, r"private must be 0, or less than context 8 .*, got 8"),
+    ({"quantization": "int4"}, r"quantization must be 'int8' or None .*, got 'int4'"),
+    ({"draft_quantization": "fp8"}, r"draft_quantization must be 'int8' or None"),
 ]
 
 
@@ -58,9 +132,31 @@ def test_what_cannot_run_is_refused_at_once(
 
 
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cycle, "device_memory", lambda: int(16e9))
+    monkeypatch.setattr(memory, "device_memory", lambda: int(16e9))
     monkeypatch.setattr(cycle, "random_params", None)
-    with pytest.raises(ValueError, match=r"take 18\.5 GB and the device has 16\.0 GB; use smaller ones"):
+    with pytest.raises(ValueError, match=r"take 18\.5 GB \(.*\) and the device has 16\.0 GB; use smaller ones"):
         small(SMC(2, 2), target="llama-3.1-8b", draft="llama-3.2-1b", context=1)
     with pytest.raises(ValueError, match=r"take 16\.1 GB"):
         small(None, target="llama-3.1-8b", context=1)
+
+
+def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, case = Models("tiny-target", "tiny-draft"), small_case(None, context=12)
+    budget = budget_of(models, case)
+    assert budget.kv == 13 * 4 * models.target_config.kv_bytes_per_token
+    assert budget.left == budget.device - sum(budget.weights.values()) - budget.kv
+    for module in (cycle, memory):
+        monkeypatch.setattr(module, "device_memory", lambda: sum(budget.weights.values()) + 5)
+    monkeypatch.setattr(cycle, "random_params", None)  # never reached
+    with pytest.raises(ValueError, match=r"1 request\(s\) of 12 tokens, up to max_model_len 48, .*; lower requests"):
+        bench_cycle(models, case)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_budget_is_what_the_weights_take(quantization: str | None) -> None:
+    models = Models("tiny-target", "tiny-draft", quantization, quantization)
+    held = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        for params in (models.target_params(), models.draft_params())
+    ]
+    assert list(budget_of(models, small_case(SMC(2, 2))).weights.values()) == held

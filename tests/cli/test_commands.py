@@ -13,7 +13,8 @@ import pytest
 
 from smcjax import LLM, SMC, SamplingParams
 from smcjax.bench import cycle
-from smcjax.bench.cycle import CycleResult
+from smcjax.bench import table as bench_table
+from smcjax.bench.cycle import Case, CycleResult, Models
 from smcjax.viz.trace_file import load_trace
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
@@ -135,15 +136,44 @@ def test_bench_cycle_prints_a_table_and_one_json_line(smcjax: Command) -> None:
 def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     figures |= {"device": "test", "decoding": "autoregressive", "ms_windows": [1.0, 2.0]}
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(cycle, "bench_cycle", lambda **options: asked.append(options) or CycleResult(**figures))
+    asked: list[tuple[Any, ...]] = []
+
+    def bench(models: Models, case: Case, *, bandwidth: float | None) -> CycleResult:
+        asked.append((models, case, bandwidth))
+        return CycleResult(**figures)
+
+    monkeypatch.setattr(cycle, "bench_cycle", bench)
     arguments = ["bench", "cycle", "--decoding", "autoregressive", "--bandwidth", "5"]
     table = smcjax(*arguments)
     assert table.code == 0
     assert "target only" in table.out
+    assert "scratch" in table.out
     assert "{" not in table.out
     assert json.loads(smcjax(*arguments, "--json").out.splitlines()[-1]) == figures
     assert asked[0] == asked[1]
-    assert (asked[0]["decoding"], asked[0]["bandwidth"], asked[0]["groups"]) == (None, 5e9, 1)
-    assert smcjax("bench", "cycle", "-N", "5", "-K", "6").code == 0
-    assert asked[2]["decoding"] == SMC(5, 6)
+    assert asked[0][1:] == (Case(None), 5e9)
+    assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
+    assert asked[2] == (Models("llama-3.1-8b", "llama-3.2-1b", None, "int8"), Case(SMC(5, 6)), None)
+
+
+def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
+    figures |= {"device": "test", "decoding": "smc", "private": 0, "quantization": None, "draft_quantization": "int8"}
+    asked: list[Any] = []
+
+    def run_cases(models: Models, cases: list[Case], **options: Any) -> list[CycleResult]:
+        asked.append((models, cases))
+        options["on_result"]("a case: 1 ms")
+        return [CycleResult(**figures)] * len(cases)
+
+    monkeypatch.setattr(bench_table, "run_cases", run_cases)
+    result = smcjax("bench", "table", "--contexts", "32", "--requests", "--draft-quantization", "int8", "--json")
+    assert result.code == 0
+    assert [case.context for case in asked[0][1]] == [32, 32, 32, 32]  # N, 2N, 2K, the target alone
+    assert asked[0][0].draft_quantization == "int8"
+    assert "a case: 1 ms" in result.err
+    assert "llama-3.2-1b (int8) → llama-3.1-8b" in result.out
+    lines = result.out.splitlines()
+    assert sum(line.startswith("|") for line in lines) == 2 + 4
+    assert len(json.loads(lines[-1])) == 4
+    assert smcjax("bench", "table", "--contexts", "0").code == 2

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from smcjax import SamplingParams
-from smcjax.engine import memory, programs
+from smcjax.engine import loading, memory, programs
+from smcjax.engine.batch import BatchRunner
 from smcjax.engine.memory import buckets, choose_num_pages, device_memory, worst_case_pages
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -138,4 +139,49 @@ def test_programs_that_exceed_the_device_are_refused_before_they_run(
             with pytest.raises(ValueError, match=r"needs .* GiB and the device has .*; lower max_num_seqs"):
                 llm.generate("ab", use_tqdm=False)
         assert llm.metrics()["compilations"] == 0
+        assert llm._programs.scratch_bytes == 0
         assert llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
+        assert 0 < llm._programs.scratch_bytes < 1 << 28
+
+
+def test_the_budget_is_logged_before_it_is_taken(
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchRunner, "__init__", lambda *_: (_ for _ in ()).throw(RuntimeError("taken")))
+    with caplog.at_level("INFO", "smcjax"), pytest.raises(RuntimeError, match="taken"):
+        smc_llm(pair)
+    line = caplog.messages[-1]
+    pages = 1 + 4 * worst_case_pages(1, 48, 4, 4)
+    assert line.startswith("Memory, GiB of ")
+    assert "weights target 0.00 + draft 0.00, KV 0.00" in line
+    assert f"({pages} pages of 4 tokens), left for scratch" in line
+
+
+def test_a_budget_adds_up() -> None:
+    budget = memory.Budget(100 * GIB, {"target": 15 * GIB, "draft": 3 * GIB}, 40 * GIB, 2561, 16)
+    assert budget.left == 42 * GIB
+    assert str(budget) == (
+        "Memory, GiB of 100.00: weights target 15.00 + draft 3.00, KV 40.00 (2561 pages of 16 tokens), "
+        "left for scratch 42.00."
+    )
+
+
+def test_weights_that_exceed_the_device_are_refused_before_they_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_checkpoint", None)  # never reached
+    monkeypatch.setattr(memory, "device_memory", lambda: 20_000)
+    with pytest.raises(ValueError, match=r"\(model 0\.0, draft_model 0\.0\) and the device has 0\.0 GB; use dtype='bf"):
+        smc_llm(pair)
+    with pytest.raises(ValueError, match=r"; use smaller models\.$"):
+        smc_llm(pair, dtype="bfloat16")
+
+
+def test_weight_bytes_are_those_of_the_arrays(pair: Pair) -> None:
+    with smc_llm(pair) as llm:
+        for config, params in (
+            (llm.models.target, llm.models.target_params),
+            (llm.models.draft, llm.models.draft_params),
+        ):
+            assert config is not None
+            assert memory.weight_bytes(config) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -91,6 +91,9 @@ class Pages(RuleBasedStateMachine):
         self.pool, table, source, destination = _make_room(
             self.pool, self.table, length - 1, last, go, page_size=self.page_size, max_width=WIDTH
         )
+        fresh = np.setdiff1d(table, self.table)
+        copied = np.setdiff1d(source, [TRASH])
+        assert not np.isin(copied, fresh).any(), "a page is copied from and written to at once"
         self.table = np.array(table)
         if self.copy_on_write:
             self.target[np.asarray(destination)] = self.target[np.asarray(source)]
@@ -191,6 +194,20 @@ def test_copy_pages_reads_before_it_writes(page_size: int) -> None:
         assert pages[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 4]
 
 
+def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:
+    """Rows 1 and 2 go on, row 0 has finished: its page stays as it is, and both others get copies."""
+    pool = PagePool.create(5)
+    pool, page = allocate(pool, jnp.asarray([True]))
+    table = jnp.tile(page, (3, 1))
+    pool = rebind(pool, jnp.zeros_like(table).at[0, 0].set(page[0]), table)
+    where = functools.partial(jnp.full, (3,))
+    live = jnp.asarray([False, True, True])
+    room: Any = make_room(pool, table, where(1), where(2), live, page_size=4, max_width=2)
+    assert room.copy_from.tolist() == [TRASH, int(page[0]), int(page[0])]
+    assert len(set(room.block_table[:, 0].tolist())) == 3
+    assert_pages_sound(room.block_table, room.pool)
+
+
 @given(st.integers(0, 200), st.integers(1, 64))
 def test_pages_for_is_the_ceiling(tokens: int, page_size: int) -> None:
     assert (pages_for(tokens, page_size) - 1) * page_size < tokens <= pages_for(
@@ -204,7 +221,7 @@ def test_page_of_clips() -> None:
 
 
 def test_two_sharers_take_turns_with_one_spare_page() -> None:
-    """Old references are dropped first: two rows that share their part-filled page need one page more, not two."""
+    """One of two rows that share their part-filled page keeps it, so they need one page more, not two."""
     pool = PagePool.create(3)
     pool, page = allocate(pool, jnp.asarray([True]))
     table = jnp.tile(page, (2, 1))
@@ -212,5 +229,6 @@ def test_two_sharers_take_turns_with_one_spare_page() -> None:
     where = functools.partial(jnp.full, (2,))
     room: Any = make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2)
     assert sorted(room.block_table[:, 0].tolist()) == [1, 2]
-    assert room.copy_from.tolist() == [int(page[0])] * 2
+    assert room.copy_from.tolist() == [TRASH, int(page[0])]
+    assert room.copy_to.tolist() == [TRASH, int(room.block_table[1, 0])]
     assert_pages_sound(room.block_table, room.pool)

@@ -219,9 +219,9 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
-    state = cycle.reserve(program, smc.init(program, params, prompts, requests))
-    state, drafts, draft_logprobs = cycle.propose(program, params, state)
-    state, proposal = cycle.verify(program, params, state, drafts, draft_logprobs)
+    state, copies = cycle.reserve(program, smc.init(program, params, prompts, requests))
+    state, drafts, draft_logprobs = cycle.propose(program, params, state, copies)
+    state, proposal = cycle.verify(program, params, state, copies, drafts, draft_logprobs)
     return state, drafts, proposal.increments
 
 

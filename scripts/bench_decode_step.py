@@ -1,0 +1,320 @@
+"""The persistent decode step on a GPU: is each stage right, and how long does a step take?
+
+    python scripts/bench_decode_step.py check     # every stage of a layer against jnp, launched alone and together
+    python scripts/bench_decode_step.py time      # a whole step: variants of the ring, parts left out
+
+Llama-3.2-1B shapes, 8 rows that share all but their last pages, random data. Times are the kernel's own, from the
+profiler, beside the bytes of its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from profile_cycle import _events
+
+from smcjax.bench.shapes import SHAPES
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import linear, rope_frequencies
+from smcjax.model.params import Params, init_params
+from smcjax.pallas import decode_step as ds
+from smcjax.pallas import paged_attention_reference, rms_norm
+from smcjax.pallas.kv_write import rotate
+from smcjax.pallas.sharing import Sharing, find_sharing
+
+PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
+BANDWIDTH = 4.8e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of `decode_step`, KV apart."""
+
+    shape: ds.Shape
+    table: jax.Array
+    positions: jax.Array
+    arguments: tuple[Any, ...]  # tokens … draws
+    sharing: Sharing
+    pages: int
+
+
+def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Problem:
+    """ROWS rows of `columns` tokens after `context`."""
+    rng = np.random.default_rng(0)
+    positions = np.broadcast_to(context + np.arange(columns), (ROWS, columns)).astype(np.int32)
+    shared, need = (context - OWN) // PAGE, int(positions[0, -1]) // PAGE + 1
+    count = 1 + shared + ROWS * (need - shared)
+    names = 1 + rng.permutation(count - 1)
+    table = np.zeros((ROWS, need + 4), np.int32)
+    table[:, :shared] = names[:shared]
+    table[:, shared:need] = names[shared:].reshape(ROWS, -1)
+    shape = ds.make_shape(
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        groups=1,
+        rows=ROWS,
+        columns=columns,
+        page_size=PAGE,
+        **tuning,
+    )
+    assert ds.supports(shape, jnp.bfloat16), shape
+    lengths = jnp.asarray(positions[:, -1] + 1)
+    queries = columns * config.num_heads // config.num_kv_heads
+    sharing = find_sharing(
+        jnp.asarray(table),
+        lengths,
+        jnp.zeros_like(lengths),
+        rows=ROWS,
+        queries=queries,
+        page_size=PAGE,
+        chunk=ds.CHUNK,
+        tiles=1,
+    )
+    angles = jnp.asarray(positions[..., None] * rope_frequencies(config), jnp.float32)
+    slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
+    draws = ds.Draws(
+        keys=jax.random.key_data(jax.random.split(jax.random.key(5), ROWS)),
+        temperature=jnp.linspace(0.7, 1.3, ROWS),
+        noise_scale=jnp.ones(ROWS),
+        forbidden=jnp.zeros((ROWS, config.vocab_size // 32), jnp.uint32),
+    )
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, columns)), jnp.int32)
+    arguments = (tokens, jnp.cos(angles), jnp.sin(angles), jnp.asarray(positions), jnp.asarray(slots), sharing, draws)
+    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), arguments, sharing, count)
+
+
+def pools(config: ModelConfig, pages: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Random keys and values of every layer."""
+    dims = (pages, PAGE, config.num_kv_heads, config.head_dim)
+    normal = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), dims, jnp.bfloat16))
+    layers = config.num_layers
+    return tuple(normal(i) for i in range(layers)), tuple(normal(100 + i) for i in range(layers))
+
+
+def weights_of(params: Params) -> ds.Weights:
+    """The kernel's view of a decoder's parameters."""
+    layers = params.layers
+    norms = [norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)]
+    return ds.Weights(
+        qkv=tuple(layer.qkv for layer in layers),
+        o=tuple(layer.o for layer in layers),
+        gate_up=tuple(layer.gate_up for layer in layers),
+        down=tuple(layer.down for layer in layers),
+        norms=jnp.stack([*norms, params.final_norm]),
+        embed=params.embed,
+        unembed=params.unembed,
+    )
+
+
+def error(got: Any, want: Any) -> str:
+    """Largest difference of each row, relative to the largest value."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    rows = np.abs(got - want).reshape(got.shape[0], -1).max(axis=1) / np.abs(want).max()
+    return " ".join(f"{row:.3f}" for row in rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- check
+
+
+def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, values: Any, *, together: bool) -> Any:
+    """What each stage of the one layer leaves behind."""
+
+    @jax.jit
+    def run(params: Params, keys: Any, values: Any) -> dict[str, jax.Array]:
+        operands = ds.make_operands(problem.shape, weights_of(params), *problem.arguments, keys, values)
+        after: dict[str, jax.Array] = {"x0": operands.x[...]}
+        leaves = {"qkv": "q", "attend": "partial", "merge": "attended", "o": "x", "gate_up": "h", "down": "x"}
+        if together:
+            ds.launch(problem.shape, operands, stages=ds.LAYER_STAGES, with_head=True)
+            after |= {stage: getattr(operands, leaf)[...] for stage, leaf in leaves.items() if stage != "o"}
+        else:
+            for stage, leaf in leaves.items():
+                ds.launch(problem.shape, operands, stages=(stage,), with_head=False)
+                after[stage] = getattr(operands, leaf)[...]
+        after |= {"lse": operands.partial_lse[...], "keys": operands.keys[0][...], "values": operands.values[0][...]}
+        return after
+
+    return jax.device_get(run(params, keys, values))
+
+
+def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `attend` should leave: output and log2-sum-exp of each (KV head, split), in float64."""
+    shape, sharing = problem.shape, jax.device_get(problem.sharing)
+    count, width = int(sharing.count[0, 0]), ds.CHUNK // PAGE
+    share = -(-count // shape.splits)
+    out = np.zeros((shape.kv_heads * shape.splits, shape.queries, shape.dim))
+    lse = np.full(out.shape[:2], -np.inf)
+    sees = np.asarray(problem.positions).reshape(-1).repeat(shape.per_kv_head) + 1
+    columns = shape.group_tokens // shape.rows
+    row = np.arange(shape.queries) // (shape.per_kv_head * columns)
+    for head in range(shape.kv_heads):
+        for split in range(shape.splits):
+            scores, seen = [], []
+            for i in range(split * share, min(split * share + share, count)):
+                *pages, number, members = (int(x) for x in sharing.tasks[0, 0, i])
+                k, v = (pool[pages[:width], :, head].reshape(ds.CHUNK, -1) for pool in (keys, values))
+                visible = np.where((members >> row) & 1, sees - number * ds.CHUNK, 0)
+                mask = np.arange(ds.CHUNK) < visible[:, None]
+                scores.append(np.where(mask, q[head] @ k.T / np.sqrt(shape.dim), -np.inf))
+                seen.append(v)
+            if not scores:
+                continue
+            s = np.concatenate(scores, axis=1)
+            top = np.maximum(s.max(axis=1), -1e30)
+            p = np.exp(s - top[:, None])
+            mass = p.sum(axis=1)
+            block = head * shape.splits + split
+            out[block] = p @ np.concatenate(seen) / np.maximum(mass, 1e-30)[:, None]
+            with np.errstate(divide="ignore"):
+                lse[block] = np.where(mass > 0, (top + np.log(mass)) / np.log(2), -np.inf)
+    return out, lse
+
+
+def check(columns: int, context: int) -> None:
+    """Prints every stage's error, each from what the kernel itself handed it."""
+    config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=1)
+    params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
+    layer, eps = params.layers[0], config.rms_norm_eps
+    problem = make(config, columns, context)
+    keys, values = pools(config, problem.pages)
+    shape = problem.shape
+    total = shape.group_tokens
+    for together in (False, True):
+        got = stages(config, params, problem, keys, values, together=together)
+        print(f"\nT={columns}, context {context}, {'together' if together else 'stage by stage'}")
+        x0 = got["x0"][:total]
+        qkv = linear(rms_norm(x0, layer.attn_norm, eps), layer.qkv, None).reshape(ROWS, columns, -1, shape.dim)
+        cos, sin = problem.arguments[1:3]
+        want_q, want_k = (rotate(part, cos, sin) for part in (qkv[:, :, : shape.heads], qkv[:, :, shape.heads :]))
+        q = got["qkv"].reshape(shape.kv_heads, shape.tokens, shape.per_kv_head, shape.dim)[:, :total]
+        print("q      ", error(q.swapaxes(0, 1), want_q.reshape(total, shape.kv_heads, shape.per_kv_head, -1)))
+        slots = np.asarray(problem.arguments[4]).reshape(-1)
+        flat = (-1, shape.kv_heads, shape.dim)
+        print("k      ", error(got["keys"].reshape(flat)[slots], want_k.reshape(total, -1, shape.dim)[:, : flat[1]]))
+        want_v = qkv.reshape(total, -1, shape.dim)[:, shape.heads + shape.kv_heads :]
+        print("v      ", error(got["values"].reshape(flat)[slots], want_v))
+        by_head = q.reshape(shape.kv_heads, shape.queries, shape.dim).astype(np.float64)
+        pages = (got[name].astype(np.float64) for name in ("keys", "values"))
+        out, lse = shares(problem, by_head, *pages)
+        used = np.isfinite(lse)
+        ours, ours_lse = got["attend"][:, : shape.queries], got["lse"][:, : shape.queries]
+        print("shares ", f"{np.abs(np.where(used[..., None], ours - out, 0)).max() / np.abs(out).max():.4f}", end=" ")
+        print("lse", f"{np.abs(ours_lse[used] - lse[used]).max():.4f}", "unused", np.unique(ours_lse[~used])[:4])
+        wrong = np.abs(np.where(used, ours_lse - lse, 0)) > 0.1
+        print("        wrong lse at (KV head · splits + split, query):", np.argwhere(wrong)[:12].tolist())
+        queries = jnp.asarray(q.swapaxes(0, 1).reshape(ROWS, columns, shape.heads, shape.dim))
+        want = paged_attention_reference(
+            queries,
+            jnp.asarray(got["keys"]),
+            jnp.asarray(got["values"]),
+            problem.table,
+            problem.positions,
+            problem.positions[:, -1] + 1,
+        ).reshape(total, -1)
+        print("merged ", error(got["merge"][:total], want))
+        x1 = x0 + linear(jnp.asarray(got["merge"][:total]), layer.o, None)
+        if "o" in got:
+            print("x1     ", error(got["o"][:total], x1))
+            x1 = jnp.asarray(got["o"][:total])
+        gate, up = jnp.split(linear(rms_norm(x1, layer.mlp_norm, eps), layer.gate_up, None), 2, axis=-1)
+        print("h      ", error(got["gate_up"][:total], jax.nn.silu(gate) * up))
+        print("x2     ", error(got["down"][:total], x1 + linear(jnp.asarray(got["gate_up"][:total]), layer.down, None)))
+
+
+# --------------------------------------------------------------------------------------------------------------- time
+
+
+def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, launches: Callable[..., None]) -> None:
+    """Compiles and times one way to run a step."""
+    keys, values = pools(config, problem.pages)
+
+    def step(params: Params, keys: Any, values: Any) -> Any:
+        operands = ds.make_operands(problem.shape, weights_of(params), *problem.arguments, keys, values)
+        launches(problem.shape, operands)
+        return operands.x[...], *(tuple(map(jax.freeze, refs)) for refs in (operands.keys, operands.values))
+
+    began = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, keys, values).compile()
+    compile_seconds = time.perf_counter() - began
+    x, keys, values = compiled(params, keys, values)
+    first, same = np.asarray(x), True
+    walls = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(20):
+            x, keys, values = compiled(params, keys, values)
+        jax.block_until_ready(x)
+        walls.append((time.perf_counter() - began) / 20 * 1e6)
+        same &= bool((np.asarray(x) == first).all())
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(5):
+                x, keys, values = compiled(params, keys, values)
+            jax.block_until_ready(x)
+        events = _events(Path(directory))
+    kernel = sum(us for event, us in events if "decode_step" in event) / 5
+    others = [us for event, us in events if "decode_step" not in event]
+    streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if len(params.layers) > 1 else 0
+    share = 100 * streamed / BANDWIDTH / kernel * 1e6
+    print(
+        f"{name:<40} {kernel:8.1f} µs {share:5.1f}%  wall {statistics.median(walls):7.1f}  "
+        f"others {sum(others) / 5:5.1f} ({len(others) / 5:.0f})  compiled {compile_seconds:4.1f} s  repeatable {same}",
+        flush=True,
+    )
+
+
+def time_all(variants: list[str]) -> None:
+    """A line each."""
+    config = SHAPES["llama-3.2-1b"]
+    params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
+
+    def whole(shape: ds.Shape, operands: ds.Operands) -> None:
+        ds.launch(shape, operands, stages=ds.LAYER_STAGES, with_head=True)
+
+    def without_attention(shape: ds.Shape, operands: ds.Operands) -> None:
+        ds.launch(shape, operands, stages=("qkv", "o", "gate_up", "down"), with_head=True)
+
+    cases: dict[str, tuple[Callable[..., None], int, int, dict[str, int]]] = {
+        "base": (whole, 1, 256, {}),
+        "ring8": (whole, 1, 256, {"ring": 8}),
+        "flight6": (whole, 1, 256, {"in_flight": 6}),
+        "ahead6": (whole, 1, 256, {"ahead": 6, "pause": 800}),
+        "ahead12": (whole, 1, 256, {"ahead": 12, "pause": 500}),
+        "bare": (without_attention, 1, 256, {}),
+        "head2": (whole, 2, 256, {}),
+        "4k": (whole, 1, 4000, {}),
+    }
+    for name in variants or cases:
+        launches, columns, context, tuning = cases[name]
+        label = f"{name}: T={columns} context {context} {tuning or ''}"
+        time_step(label, config, params, make(config, columns, context, **tuning), launches)
+
+
+def main() -> None:
+    """`check` or `time`."""
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    what, *variants = sys.argv[1:] or ["check"]
+    if what == "time":
+        time_all(variants)
+    else:
+        for columns, context in ((1, 256), (2, 700)):
+            check(columns, context)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""`smcjax bench cycle --compare`: ours, ours without GPU kernels, and the PyTorch peer, one after the other.
+
+Each runs in a process of its own, because a process keeps the GPU memory that it has taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import smcjax
+
+ROOT = Path(smcjax.__file__).parents[1]
+PEER = ROOT / "scripts" / "peers" / "torch_cycle.py"
+OWN = (sys.executable, "-c", "import sys; from smcjax.cli.main import main; sys.exit(main(sys.argv[1:]))")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One row of the comparison: its JSON result, or why there is none."""
+
+    name: str
+    result: dict[str, Any] | None
+    reason: str = ""
+
+
+def contenders(own: Sequence[str], peer: Sequence[str], peer_script: Path = PEER) -> list[Contender]:
+    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script."""
+    ours = [*OWN, "bench", "cycle", *own, "--json"]
+    ran = [
+        _run("this package", [*ours, "--implementation", "auto"]),
+        _run("this package, plain XLA", [*ours, "--implementation", "xla"]),
+    ]
+    name = "PyTorch, torch.compile and one CUDA graph"
+    if importlib.util.find_spec("torch") is None:
+        return [*ran, Contender(name, None, "torch is not installed")]
+    if not peer_script.exists():
+        return [*ran, Contender(name, None, f"{peer_script} does not exist: the peer is part of the repository only")]
+    return [*ran, _run(name, [sys.executable, str(peer_script), *peer])]
+
+
+def _run(name: str, command: Sequence[str]) -> Contender:
+    """The last line of the command's output as JSON. Its stderr is ours."""
+    print(f"{name} …", file=sys.stderr, flush=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        return Contender(name, None, f"it ended with exit code {done.returncode}; its message is above")
+    return Contender(name, json.loads(lines[-1]))
+
+
+def markdown(ran: Sequence[Contender]) -> str:
+    """The comparison as a table."""
+    lines = ["| implementation | ms a cycle | tokens/s | of the weight roofline |", "|---|---|---|---|"]
+    for each in ran:
+        result = each.result
+        if result is None:
+            lines.append(f"| {each.name} | not run: {each.reason} | – | – |")
+            continue
+        share = result["weight_roofline_fraction"]
+        percent = "–" if share is None else f"{100 * share:.1f}%"
+        lines.append(f"| {each.name} | {result['ms']:.2f} | {result['tokens_per_second']:,.0f} | {percent} |")
+    return "\n".join(lines)

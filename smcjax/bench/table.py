@@ -1,0 +1,140 @@
+"""`smcjax bench table`: the cycle over contexts, particles, draft lengths and batch sizes, in one process.
+
+Weights are made once and serve all cases. Each case compiles its programs, takes its KV, is timed and gives the KV
+back, so that nothing else runs or takes memory beside a measurement; what was autotuned serves the cases after it.
+KV is synthetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from smcjax.bench.cycle import (
+    WARMUP,
+    Bench,
+    Case,
+    CycleResult,
+    Models,
+    Rates,
+    described,
+    require_one_vocabulary,
+    require_room,
+)
+from smcjax.engine.programs import enable_compilation_cache
+from smcjax.smc import SMC
+
+CONTEXTS = (256, 4096, 16_384, 32_768)
+REQUESTS = (2, 4, 8, 16, 32)
+REQUESTS_CONTEXT = 1024
+
+
+def standard_cases(
+    *,
+    n_particles: int = 8,
+    gamma: int = 8,
+    contexts: Sequence[int] = CONTEXTS,
+    requests: Sequence[int] = REQUESTS,
+    requests_context: int = REQUESTS_CONTEXT,
+    page_size: int = 16,
+    implementation: str = "auto",
+    windows: int = 3,
+    cycles: int = 12,
+) -> list[Case]:
+    """The rows of the table; the first is what added milliseconds are counted from.
+
+    Contexts at one request; the second context with its later half private to each particle; twice the particles;
+    twice the draft length; several requests; the target alone. Private pages would be shared again after the first
+    resampling, so that case never resamples (ess_threshold=0); the program is the same.
+    """
+
+    def case(decoding: SMC | None, groups: int, context: int, private: int = 0) -> Case:
+        advance = 1 if decoding is None else decoding.tokens_per_cycle
+        room = (WARMUP + cycles) * advance + 1
+        return Case(
+            decoding,
+            groups=groups,
+            context=context,
+            private=private,
+            max_model_len=max(1024, -(-(context + room) // 256) * 256),
+            page_size=page_size,
+            implementation=implementation,
+            synthetic_kv=True,
+            windows=windows,
+            cycles_per_window=cycles,
+        )
+
+    base = SMC(n_particles=n_particles, gamma=gamma)
+    cases = [case(base, 1, context) for context in contexts]
+    if len(contexts) > 1:
+        half = contexts[1] // 2
+        cases.insert(2, case(dataclasses.replace(base, ess_threshold=0.0), 1, contexts[1], half))
+    cases.append(case(dataclasses.replace(base, n_particles=2 * n_particles), 1, contexts[0]))
+    cases.append(case(dataclasses.replace(base, gamma=2 * gamma), 1, contexts[0]))
+    cases += [case(base, groups, requests_context) for groups in requests]
+    cases.append(case(None, 1, contexts[0]))
+    return cases
+
+
+def run_cases(
+    models: Models, cases: Sequence[Case], *, bandwidth: float | None = None, on_result: Callable[[str], None]
+) -> list[CycleResult]:
+    """Times the cases in order on one set of weights; `on_result` hears one line each."""
+    enable_compilation_cache()
+    with_draft = any(case.decoding is not None for case in cases)
+    for case in cases:
+        require_one_vocabulary(models, case)
+        require_room(models, case)
+    target = models.target_params()
+    draft = models.draft_params() if with_draft else None
+    rates = Rates.measure(models.target_config.dtype, bandwidth)
+    results = []
+    for case in cases:
+        bench = Bench(models, case, target, draft)
+        bench.compile()
+        began = time.perf_counter()
+        results.append(bench.measure(rates))
+        seconds = time.perf_counter() - began
+        on_result(f"{described(case)}: {results[-1].ms:.2f} ms ({seconds:.1f} s beside the compilation)")
+    return results
+
+
+def markdown(results: Sequence[CycleResult]) -> str:
+    """The table. Added milliseconds, and their bound by bytes, are over the first row, for its decoding and batch."""
+    first = results[0]
+    lines = [
+        "| case | max_model_len | ms a cycle | tokens/s | of the weight roofline | of the roofline "
+        f"| ms added over {first.context:,} tokens | bound of the addition, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        added = bound = "–"
+        if _comparable(result, first) and result.kv_bytes > first.kv_bytes:
+            added = f"{result.ms - first.ms:.2f}"
+            bound = f"{(result.kv_bytes - first.kv_bytes) / result.bandwidth * 1e3:.2f}"
+        cells = (
+            _name(result),
+            f"{result.max_model_len:,}",
+            f"{result.ms:.2f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{100 * result.weight_roofline_fraction:.1f}%",
+            f"{100 * result.roofline_fraction:.1f}%",
+            added,
+            bound,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _comparable(result: CycleResult, first: CycleResult) -> bool:
+    """Whether only the context differs."""
+    fields = ("decoding", "groups", "n_particles", "gamma")
+    return all(getattr(result, field) == getattr(first, field) for field in fields)
+
+
+def _name(result: CycleResult) -> str:
+    what = f"N={result.n_particles}, K={result.gamma}" if result.decoding == "smc" else "target only"
+    requests = "" if result.groups == 1 else f", {result.groups} requests"
+    private = f", {result.private:,} of them private to each particle (no resampling)" if result.private else ""
+    return f"{what}{requests}, {result.context:,} tokens{private}"

@@ -1,0 +1,207 @@
+"""The next token of each row: a forward over its newest tokens, and a draw from what it predicts.
+
+Two ways to the same law: layer by layer, then logits, then the draw; or all of it in one persistent kernel
+(`smcjax.pallas.decode_step`), which writes no logits at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from smcjax.decoding.sampling import draw, log_softmax_at, truncate
+from smcjax.kv import Copies, KVCache
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import rope_frequencies, unembed
+from smcjax.model.paged import paged_hidden_states
+from smcjax.model.params import Params
+from smcjax.model.quantize import QuantizedMatrix
+from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
+from smcjax.pallas.sharing import find_sharing
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """What each row's token is drawn from: softmax(logits / temperature), without the stop tokens where forbidden."""
+
+    keys: Key[Array, " R"]
+    temperature: Float[Array, " R"]  # above 0
+    stops: Bool[Array, "R V"]
+    forbidden: Bool[Array, " R"]  # whether the row's stop tokens are impossible
+    greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
+    truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
+
+
+def sample(law: Law, logits: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """A token a row and its log-probability under the law, NaN where a logit is."""
+    logits = logits / law.temperature[:, None]
+    logits = jnp.where(law.stops & law.forbidden[:, None], -jnp.inf, logits)
+    if law.truncation is not None:
+        logits = truncate(logits, *law.truncation)
+    token = draw(law.keys, logits)
+    if law.greedy is not None:
+        token = jnp.where(law.greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)
+    return token, log_softmax_at(logits, token)
+
+
+def plan(
+    config: ModelConfig,
+    params: Params,
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    settled: Int[Array, " R"],
+    *,
+    rows: int,
+    columns: int,
+    page_size: int,
+    implementation: str,
+) -> Sharing | None:
+    """What the rows of each group share, for `next_token` of up to `columns` tokens a row: `plan_sharing`'s terms."""
+    if _one_kernel(config, params, block_table.shape[0], columns, rows, page_size, implementation) is not None:
+        queries = columns * config.num_heads // config.num_kv_heads
+        return find_sharing(
+            block_table,
+            lengths,
+            settled,
+            rows=rows,
+            queries=queries,
+            page_size=page_size,
+            chunk=decode_step.CHUNK,
+            tiles=1,
+        )
+    return plan_sharing(
+        block_table,
+        lengths,
+        settled,
+        rows=rows,
+        columns=columns,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=params.embed.dtype,
+        implementation=implementation,
+    )
+
+
+def next_token(
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    block_table: Int[Array, "R M"],
+    write_pages: Int[Array, "R T"],
+    law: Law,
+    *,
+    rows: int = 1,
+    sharing: Sharing | None = None,
+    copies: Copies | None = None,
+    implementation: str = "auto",
+) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
+    """A token for each row after its T new ones, its log-probability, and the cache with their KV written.
+
+    What `sample` says of the token holds. N = `rows` consecutive rows are a group, `sharing` is the
+    `plan` for them; other arguments as for `smcjax.model.paged.paged_hidden_states`.
+    """
+    total, columns = tokens.shape
+    shape = _one_kernel(config, params, total, columns, rows, cache.page_size, implementation)
+    if shape is not None and sharing is not None and law.truncation is None:
+        return _by_one_kernel(shape, config, params, cache, tokens, positions, write_pages, law, sharing, copies)
+    hidden, cache = paged_hidden_states(
+        config,
+        params,
+        cache,
+        tokens,
+        positions,
+        block_table,
+        write_pages,
+        copies=copies,
+        sharing=sharing,
+        implementation=implementation,
+    )
+    return *sample(law, unembed(params, hidden[:, -1])), cache
+
+
+def _one_kernel(
+    config: ModelConfig, params: Params, total: int, columns: int, rows: int, page_size: int, implementation: str
+) -> decode_step.Shape | None:
+    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply."""
+    layer = params.layers[0]
+    variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
+    plain = all(variant is None for variant in variants)
+    plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
+    wanted = implementation == "mosaic" or (decode_step.PROVEN and uses_kernels(implementation))
+    if not (wanted and plain):
+        return None
+    shape = decode_step.make_shape(
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        groups=total // rows,
+        rows=rows,
+        columns=columns,
+        page_size=page_size,
+    )
+    return shape if decode_step.supports(shape, params.embed.dtype) else None
+
+
+def _by_one_kernel(
+    shape: decode_step.Shape,
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    write_pages: Int[Array, "R T"],
+    law: Law,
+    sharing: Sharing,
+    copies: Copies | None,
+) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
+    if copies is not None:
+        cache = cache.copy_pages(copies.source, copies.target)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
+    greedy = jnp.zeros(tokens.shape[0], bool) if law.greedy is None else law.greedy
+    layers = params.layers
+    weights = decode_step.Weights(
+        qkv=tuple(layer.qkv for layer in layers),
+        o=tuple(layer.o for layer in layers),
+        gate_up=tuple(layer.gate_up for layer in layers),
+        down=tuple(layer.down for layer in layers),
+        norms=jnp.stack([*(norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)), params.final_norm]),
+        embed=params.embed,
+        unembed=params.unembed,
+    )
+    draws = decode_step.Draws(
+        keys=jax.random.key_data(law.keys),
+        temperature=law.temperature,
+        noise_scale=jnp.where(greedy, 0.0, 1.0),
+        forbidden=jnp.where(law.forbidden[:, None], pack_bits(law.stops), jnp.uint32(0)),
+    )
+    token, logprob, keys, values = decode_step.decode_step(
+        shape,
+        weights,
+        tokens,
+        jnp.cos(angles),
+        jnp.sin(angles),
+        positions,
+        write_pages * cache.page_size + positions % cache.page_size,
+        sharing,
+        draws,
+        cache.keys,
+        cache.values,
+    )
+    return token, logprob, KVCache(keys=keys, values=values)
+
+
+def pack_bits(mask: Bool[Array, "R V"]) -> UInt[Array, "R words"]:
+    """32 flags to a word, the first in the lowest bit; V is a multiple of 32."""
+    bits = mask.reshape(mask.shape[0], -1, 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)

@@ -1,0 +1,316 @@
+"""From a layer's fused product to its attention: rotary embedding, and keys and values into their pages, in one kernel.
+
+    q, k, v = split(qkv)                        optionally q, k = norm(q), norm(k), per head
+    q, k = rotate(q), rotate(k)
+    pages[copy_to] = pages[copy_from]           the slots before the row's first new token: copy-on-write
+    pages[page, slot] = k, v                    in place
+
+The product may come in parts, its inner dimension split: the kernel adds them up, in order.
+
+One block serves one new token, or one slot of one page to copy. No block waits for another: a copy's slots are not
+those that this forward writes, and nobody writes the slots that a copy reads (`smcjax.kv.pages.make_room`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from smcjax.numerics import sum_parts
+from smcjax.pallas.norm import rms_norm
+from smcjax.pallas.paged_attention import uses_kernels
+
+THREADS = 128  # of a warpgroup
+MOST_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
+TRASH = 0  # `smcjax.kv.TRASH`, which imports from here
+
+Ref = Any  # a reference in a kernel: Pallas gives no better type
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the norms of single query and key heads, before rotation (Qwen3)."""
+
+    q: Float[Array, " D"]
+    k: Float[Array, " D"]
+    eps: float
+
+
+class Copies(NamedTuple):
+    """Page `source[r]` is to be copied to page `target[r]` before row r writes; the trash page on both sides: none."""
+
+    source: Int[Array, " R"]
+    target: Int[Array, " R"]
+
+
+Product = Float[Array, "R T HHH D"] | Float[Array, "parts R T HHH D"]
+Written = tuple[Float[Array, "R T H D"], Float[Array, "P B Hkv D"], Float[Array, "P B Hkv D"]]
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def rotate(
+    x: Float[Array, "R T H D"], cos: Float[Array, "R T half"], sin: Float[Array, "R T half"]
+) -> Float[Array, "R T H D"]:
+    """Rotary embedding: pairs are (first half, second half) of a head, as in Hugging Face checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def split_and_rotate(
+    qkv: Float[Array, "R T HHH D"],
+    cos: Float[Array, "R T half"],
+    sin: Float[Array, "R T half"],
+    *,
+    num_kv_heads: int,
+    norms: HeadNorms | None = None,
+) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
+    """Queries, keys and values of a fused product of H + 2·Hkv heads; q and k normed where asked, and rotated."""
+    heads = qkv.shape[2] - 2 * num_kv_heads
+    q, k, v = jnp.split(qkv, [heads, heads + num_kv_heads], axis=2)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def copy_pages(pages: Float[Array, "P B Hkv D"], copies: Copies) -> Float[Array, "P B Hkv D"]:
+    """The copies made, as if all pages were read before any is written."""
+    return pages.at[copies.target].set(pages[copies.source])
+
+
+def rotate_and_write_reference(
+    qkv: Product,
+    cos: Float[Array, "R T half"],
+    sin: Float[Array, "R T half"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    pages: Int[Array, "R T"],
+    slots: Int[Array, "R T"],
+    copies: Copies | None = None,
+    norms: HeadNorms | None = None,
+) -> Written:
+    """Rotated queries, and the pages with the copies made and token (r, t) at slot `slots[r, t]` of `pages[r, t]`.
+
+    Copies are whole pages, all read before any is written.
+    """
+    qkv = sum_parts(qkv, 4, key_pages.dtype)
+    q, k, v = split_and_rotate(qkv, cos, sin, num_kv_heads=key_pages.shape[2], norms=norms)
+
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        if copies is not None:
+            array = copy_pages(array, copies)
+        return array.at[pages, slots].set(new.astype(array.dtype))
+
+    return q, put(key_pages, k), put(value_pages, v)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+def _vector(heads: int, width: int) -> int:
+    """Elements that each of 128 threads takes at once from an array [heads, width]; 0 where they cannot share it."""
+    for vector in (8, 4, 2, 1):
+        at_once = THREADS * vector // width  # heads
+        if THREADS * vector % width == 0 and at_once % 4 == 0 and heads % at_once == 0:
+            return vector
+    return 0
+
+
+def _layout(heads: int, width: int) -> Any:
+    """Registers of a warpgroup for [heads, width]: a warp takes whole heads, a thread a few consecutive elements."""
+    vector = _vector(heads, width)
+    of_a_warp = THREADS * vector // width // 4
+    if of_a_warp == 1:
+        return plgpu.Layout.TILED(Tiling(((4, width), (vector,))), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(Tiling(((4 * of_a_warp, width), (of_a_warp, width), (vector,))), (-5,), (-3, -2), -1)
+
+
+def _load(ref: Ref, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _across(values: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """A vector along `axis`, repeated along the other."""
+    return lax.broadcast_in_dim(values, shape, [axis])
+
+
+def _kernel(
+    qkv_ref: Ref,  # [parts, R, T, H + 2 Hkv, D] GMEM, as all that follow; f32 if more than one
+    cos_ref: Ref,  # [R, T, D/2] f32
+    sin_ref: Ref,  # [R, T, D/2] f32
+    pages_ref: Ref,  # [R, T] int32
+    slots_ref: Ref,  # [R, T] int32
+    *refs: Ref,  # with copies: source [R], target [R]; with norms: of q [D], of k [D]; keys, values [P, B, Hkv, D]
+    # (both read and written); q [R, T, H, D]
+    copying: bool,
+    eps: float | None,
+) -> None:
+    *optional, keys_ref, values_ref, q_ref = refs
+    copy_refs, norm_refs = (optional[:2], optional[2:]) if copying else ([], optional)
+    q_norm_ref, k_norm_ref = norm_refs or (None, None)
+    _, columns, heads, dim = q_ref.shape
+    _, _, kv_heads, _ = keys_ref.shape
+    half = dim // 2
+    first, second = pl.ds(0, half), pl.ds(half, half)
+    row, index = lax.axis_index("row"), lax.axis_index("index")
+
+    layout = _layout(kv_heads, half)  # of queries too
+
+    def new(start: int, count: int, part: Any, layout: Any) -> jax.Array:
+        """Part of `count` heads of the product from `start` on."""
+        refs = [qkv_ref.at[i, row, index, pl.ds(start, count), part] for i in range(qkv_ref.shape[0])]
+        whole = functools.reduce(jnp.add, [_load(ref, layout).astype(jnp.float32) for ref in refs])
+        return whole.astype(q_ref.dtype)
+
+    def rotated(
+        start: int, count: int, cos: jax.Array, sin: jax.Array, norm_ref: Ref | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both halves of `count` heads from `start` on."""
+        shape = (count, half)
+        a, b = (new(start, count, part, layout).astype(jnp.float32) for part in (first, second))
+        cos, sin = _across(cos, shape, 1), _across(sin, shape, 1)
+        if norm_ref is not None:
+            mean = ((a * a).sum(axis=1) + (b * b).sum(axis=1)) / dim
+            scale = _across(lax.rsqrt(mean + eps), shape, 0)
+
+            def normed(x: jax.Array, part: Any) -> jax.Array:
+                weight = _load(norm_ref.at[part], layout.reduce(0)).astype(jnp.float32)
+                x = (x * scale).astype(q_ref.dtype).astype(jnp.float32) * _across(weight, shape, 1)
+                return x.astype(q_ref.dtype).astype(jnp.float32)
+
+            a, b = normed(a, first), normed(b, second)
+        return (a * cos - b * sin).astype(q_ref.dtype), (b * cos + a * sin).astype(q_ref.dtype)
+
+    def token() -> None:
+        page, slot = pages_ref[row, index], slots_ref[row, index]
+        # Everything is read before anything is written: loads do not move up across stores.
+        cos, sin = (_load(ref.at[row, index], layout.reduce(0)) for ref in (cos_ref, sin_ref))
+        q = rotated(0, heads, cos, sin, q_norm_ref)
+        k = rotated(heads, kv_heads, cos, sin, k_norm_ref)
+        v = new(heads + kv_heads, kv_heads, pl.ds(0, dim), _layout(kv_heads, dim))
+        for part, q_half, k_half in zip((first, second), q, k, strict=True):
+            q_ref[row, index, :, part] = q_half
+            keys_ref[page, slot, :, part] = k_half
+        values_ref[page, slot] = v
+
+    if not copying:
+        token()
+        return
+
+    def copy() -> None:
+        source, target, slot = copy_refs[0][row], copy_refs[1][row], index - columns
+        before = jnp.int32(keys_ref.shape[1])
+        for t in reversed(range(columns)):  # the slot of the first token that is written
+            before = jnp.where(pages_ref[row, t] == TRASH, before, slots_ref[row, t])
+
+        @pl.when(jnp.logical_and(target != TRASH, slot < before))
+        def _copy() -> None:
+            k, v = (_load(ref.at[source, slot], _layout(kv_heads, dim)) for ref in (keys_ref, values_ref))
+            keys_ref[target, slot] = k
+            values_ref[target, slot] = v
+
+    pl.when(index < columns)(token)
+    pl.when(index >= columns)(copy)
+
+
+# ------------------------------------------------------------------------------------------------------------ wrapper
+
+
+def supports_write(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
+    """Whether the kernel applies to these static shapes."""
+    return (
+        jnp.dtype(dtype) == jnp.bfloat16
+        and head_dim in (64, 128)
+        and num_heads % num_kv_heads == 0
+        and _vector(num_kv_heads, head_dim // 2) > 0
+        and _vector(num_kv_heads, head_dim) > 0
+    )
+
+
+def rotate_and_write(
+    qkv: Product,
+    cos: Float[Array, "R T half"],
+    sin: Float[Array, "R T half"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    pages: Int[Array, "R T"],
+    slots: Int[Array, "R T"],
+    copies: Copies | None = None,
+    norms: HeadNorms | None = None,
+    *,
+    implementation: str = "auto",
+) -> Written:
+    """Splits, norms and rotates a layer's fused product; makes the copies; writes keys and values to their pages.
+
+    Returns rotated queries [R, T, H, D] and the pages, updated in place where the caller gives them up. Of a copied
+    page only the slots before the row's first written token are sure to be the source's (a row that writes nothing has
+    the whole page copied). No page to copy from may be written in those slots by another row of the same call.
+    `implementation` as in `paged_attention`.
+    """
+    num_kv_heads, head_dim = key_pages.shape[2:]
+    num_heads = qkv.shape[-2] - 2 * num_kv_heads
+    applies = (qkv.ndim == 5 or key_pages.dtype == qkv.dtype) and supports_write(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=key_pages.dtype
+    )
+    compute = rotate_and_write_reference
+    if applies and uses_kernels(implementation):
+        compute = rotate_and_write_mosaic
+        if copies is not None and pages.shape[1] > MOST_COLUMNS:
+            key_pages, value_pages = copy_pages(key_pages, copies), copy_pages(value_pages, copies)
+            copies = None
+    return compute(qkv, cos, sin, key_pages, value_pages, pages, slots, copies, norms)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "eps"))
+def _rotate_and_write(
+    inputs: tuple[jax.Array, ...],
+    copies: Copies | None,
+    norm_weights: tuple[jax.Array, ...],
+    pools: tuple[jax.Array, jax.Array],
+    *,
+    eps: float | None,
+    interpret: Any,
+) -> Written:
+    """A jit of its own, so that a model's layers trace and lower the kernel once."""
+    qkv, pages = inputs[0], inputs[3]
+    rows, columns = pages.shape
+    page_size, num_kv_heads, head_dim = pools[0].shape[1:]
+    num_heads = qkv.shape[-2] - 2 * num_kv_heads
+    # References, so that the kernel's results are its operands' buffers.
+    keys_ref, values_ref = (jax.new_ref(pool) for pool in pools)
+    q = plgpu.kernel(
+        functools.partial(_kernel, copying=copies is not None, eps=eps),
+        out_type=jax.ShapeDtypeStruct((rows, columns, num_heads, head_dim), pools[0].dtype),
+        grid=(rows, columns + (page_size if copies is not None else 0)),
+        grid_names=("row", "index"),
+        interpret=interpret,
+        kernel_name="rotate_and_write",
+    )(*inputs, *(copies or ()), *norm_weights, keys_ref, values_ref)
+    return q, jax.freeze(keys_ref), jax.freeze(values_ref)
+
+
+def rotate_and_write_mosaic(
+    qkv: Product,
+    cos: Float[Array, "R T half"],
+    sin: Float[Array, "R T half"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    pages: Int[Array, "R T"],
+    slots: Int[Array, "R T"],
+    copies: Copies | None = None,
+    norms: HeadNorms | None = None,
+    *,
+    interpret: Any = None,
+) -> Written:
+    """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    weights, eps = ((norms.q, norms.k), norms.eps) if norms is not None else ((), None)
+    inputs = (qkv if qkv.ndim == 5 else qkv[None], cos, sin, pages, slots)
+    return _rotate_and_write(inputs, copies, weights, (key_pages, value_pages), eps=eps, interpret=interpret)

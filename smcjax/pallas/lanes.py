@@ -1,0 +1,394 @@
+"""What the decode-step kernel needs of single threads and Pallas does not offer.
+
+Strided gathers and scatters of a [16, M] tile (16 features of M tokens), a row statistic, copies whose source is chosen
+at run time, a proxy fence. What computes has a twin in plain Pallas for interpret mode.
+
+A tile lives in the registers of one warpgroup in the *tile layout*: element (r, m) is number r·M + m, and thread t has
+the elements t·v … t·v + v − 1 with v = M/8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Ref = Any
+FEATURES = 16  # rows of a tile
+_THREADS = 128
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def tile_layout(tokens: int) -> Any:
+    """The layout of a [16, tokens] tile; `tokens` is a multiple of 8."""
+    return plgpu.Layout.WG_STRIDED((FEATURES, tokens), vec_size=tokens // 8)
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def _c(value: int) -> ir.Value:
+    return mu.c(value, _i32())
+
+
+def _thread() -> ir.Value:
+    return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=_i32()), _c(_THREADS))
+
+
+def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
+    return x.registers.flat[0]
+
+
+def _address(ref: ir.Value, element: ir.Value, size: int) -> ir.Value:
+    """Byte address of a flat element number (32 bits) of a contiguous GMEM reference."""
+    base = llvm.ptrtoint(_i64(), mu.memref_ptr(ref))
+    return arith.addi(base, arith.muli(arith.extui(_i64(), element), mu.c(size, _i64())))
+
+
+def _elements(tokens: int) -> list[tuple[ir.Value, ir.Value]]:
+    """(feature, token) of each of this thread's v elements."""
+    v = tokens // 8
+    first = arith.muli(_thread(), _c(v))
+    out = []
+    for j in range(v):
+        element = arith.addi(first, _c(j))
+        out.append((arith.divui(element, _c(tokens)), arith.remui(element, _c(tokens))))
+    return out
+
+
+def _tile(values: list[ir.Value], tokens: int, dtype: ir.Type, signed: bool | None) -> mgpu.FragmentedArray:
+    register = vector.from_elements(ir.VectorType.get((len(values),), dtype), values)
+    registers = np.empty((1,), object)
+    registers[0] = register
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile_layout(tokens).to_mgpu(), _is_signed=signed)
+
+
+def _flat(row: ir.Value, width: int, column: ir.Value) -> ir.Value:
+    return arith.addi(arith.muli(row, _c(width)), column)
+
+
+def gather(
+    ref: Ref,
+    row: jax.Array,
+    row_step: int,
+    column: jax.Array,
+    *,
+    tokens: int,
+    column_step: int = 1,
+    interpret: bool = False,
+) -> jax.Array:
+    """tile[r, m] = ref[row + m·row_step, column + r·column_step] of a contiguous [rows, width] GMEM reference."""
+    _, width = ref.shape
+    dtype = jnp.dtype(ref.dtype)
+    if interpret:
+        columns = []
+        for m in range(tokens):
+            if column_step:
+                columns.append(ref[row + m * row_step, pl.ds(column, FEATURES)])
+            else:
+                columns.append(jnp.broadcast_to(ref[row + m * row_step, column], (FEATURES,)))
+        return jnp.stack(columns, axis=1)
+
+    load = {"bfloat16": "ld.global.b16", "float32": "ld.global.f32", "uint32": "ld.global.b32"}[dtype.name]
+    signed = False if dtype.name == "uint32" else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((FEATURES, tokens), dtype, layout=tile_layout(tokens)),
+    )
+    def go(_: Any, ref: ir.Value, row: Any, column: Any) -> mgpu.FragmentedArray:
+        row, column = _scalar(row), _scalar(column)
+        values = []
+        for r, m in _elements(tokens):
+            at = _flat(
+                arith.addi(row, arith.muli(m, _c(row_step))), width, arith.addi(column, arith.muli(r, _c(column_step)))
+            )
+            where = _address(ref, at, dtype.itemsize)
+            if dtype.itemsize == 2:
+                bits = mu.inline_ptx(
+                    f"{{.reg .b16 h; {load} h, [$1]; cvt.u32.u16 $0, h;}}",
+                    where,
+                    result_types=_i32(),
+                    has_side_effects=True,
+                )
+                small = arith.trunci(ir.IntegerType.get_signless(16), bits)
+                values.append(arith.bitcast(ir.BF16Type.get(), small))
+            else:
+                kind = _f32() if dtype.name == "float32" else _i32()
+                values.append(mu.inline_ptx(f"{load} $0, [$1];", where, result_types=kind, has_side_effects=True))
+        kinds = {"bfloat16": ir.BF16Type.get, "float32": _f32, "uint32": _i32}
+        return _tile(values, tokens, kinds[dtype.name](), signed)
+
+    return go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32))
+
+
+def _store_bf16(where: ir.Value, value: ir.Value) -> None:
+    mu.inline_ptx("{.reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h;}", where, value, has_side_effects=True)
+
+
+def _values(tile: mgpu.FragmentedArray, tokens: int) -> list[ir.Value]:
+    register = tile.registers.flat[0]
+    return [llvm.extractelement(register, _c(j)) for j in range(tokens // 8)]
+
+
+def scatter(
+    ref: Ref, row: jax.Array, row_step: int, column: jax.Array, value: jax.Array, *, interpret: bool = False
+) -> None:
+    """ref[row + m·row_step, column + r] = bf16(value[r, m]); the reverse of `gather`, from an f32 tile."""
+    tokens = value.shape[1]
+    _, width = ref.shape
+    if interpret:
+        for m in range(tokens):
+            ref[row + m * row_step, pl.ds(column, FEATURES)] = value[:, m].astype(ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
+    def go(_: Any, ref: ir.Value, row: Any, column: Any, value: mgpu.FragmentedArray) -> None:
+        row, column = _scalar(row), _scalar(column)
+        for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
+            at = _flat(arith.addi(row, arith.muli(m, _c(row_step))), width, arith.addi(column, r))
+            _store_bf16(_address(ref, at, 2), x)
+
+    go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), value)
+
+
+def scatter_to_slots(
+    pages: Sequence[Ref],
+    layer: jax.Array,
+    slots: Ref,
+    head: jax.Array,
+    column: jax.Array,
+    value: jax.Array,
+    *,
+    interpret: bool = False,
+) -> None:
+    """pages[layer][slots[m] // B, slots[m] % B, head, column + r] = bf16(value[r, m]) for KV pages [P, B, Hkv, D]."""
+    tokens = value.shape[1]
+    _, page_size, kv_heads, dim = pages[0].shape
+    if interpret:
+        for m in range(tokens):
+            slot = slots[m]
+            page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
+            pages[0][page, offset, head, pl.ds(column, FEATURES)] = value[:, m].astype(pages[0].dtype)
+        return
+
+    refs = (plgpu.RefType(),) * len(pages)
+
+    @plgpu.inline_mgpu(arg_types=(refs, SCALAR, plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
+    def go(_: Any, pages: Any, layer: Any, slots: Any, head: Any, column: Any, value: mgpu.FragmentedArray) -> None:
+        base = _chosen([llvm.ptrtoint(_i64(), mu.memref_ptr(ref)) for ref in pages], _scalar(layer))
+        start = _flat(_scalar(head), dim, _scalar(column))
+        for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
+            slot = mu.inline_ptx(
+                "ld.global.b32 $0, [$1];", _address(slots, m, 4), result_types=_i32(), has_side_effects=True
+            )
+            element = arith.addi(
+                arith.muli(arith.extui(_i64(), slot), mu.c(kv_heads * dim, _i64())),
+                arith.extui(_i64(), arith.addi(start, r)),
+            )
+            _store_bf16(arith.addi(base, arith.muli(element, mu.c(2, _i64()))), x)
+
+    go(
+        tuple(pages),
+        jnp.asarray(layer, jnp.int32),
+        slots,
+        jnp.asarray(head, jnp.int32),
+        jnp.asarray(column, jnp.int32),
+        value,
+    )
+
+
+def _chosen(values: Sequence[ir.Value], index: ir.Value) -> ir.Value:
+    """values[index]."""
+    out = values[0]
+    for i, value in enumerate(values[1:], 1):
+        out = arith.select(arith.cmpi(arith.CmpIPredicate.eq, index, _c(i)), value, out)
+    return out
+
+
+@contextlib.contextmanager
+def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) -> Iterator[Ref]:
+    """A reference that stands for refs[layer] as the source of the TMA copies and prefetches made within.
+
+    All `refs` have one shape, so their copies differ in the descriptor only. Descriptors of one kind are made here one
+    after the other, and the layer's is found by its distance: no branch for each layer, whose code would grow with the
+    model. Copies look descriptors up through the launch context, so that is where the choice is made.
+    """
+    if interpret or len(refs) == 1:
+        yield refs[0]
+        return
+
+    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR))
+    def begin(ctx: Any, refs: Any, layer: Any) -> None:
+        _choose_descriptor(ctx, refs, _scalar(layer))
+
+    @plgpu.inline_mgpu()
+    def end(ctx: Any) -> None:
+        del ctx._get_tma_desc
+
+    begin(tuple(refs), jnp.asarray(layer, jnp.int32))
+    yield refs[0]
+    end()
+
+
+def prefetch_tiles(
+    refs: Sequence[Ref], layer: jax.Array, starts: Sequence[tuple[jax.Array, jax.Array]], shape: tuple[int, int]
+) -> None:
+    """Asks the L2 for refs[layer][row : row + shape[0], column : column + shape[1]] of each (row, column).
+
+    Through the descriptors of the copies to swizzled [8, 64] tiles, so that there is one of them a matrix, not two.
+    """
+    flat = [jnp.asarray(x, jnp.int32) for start in starts for x in start]
+
+    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR, (SCALAR,) * len(flat)))
+    def go(ctx: Any, refs: Any, layer: Any, flat: Any) -> None:
+        if len(refs) > 1:
+            _choose_descriptor(ctx, refs, _scalar(layer))
+        at = [arith.index_cast(ir.IndexType.get(), _scalar(x)) for x in flat]
+        for row, column in zip(at[::2], at[1::2], strict=True):
+            ctx.async_prefetch(
+                gmem_ref=refs[0],
+                gmem_slice=(mgpu.ds(row, shape[0]), mgpu.ds(column, shape[1])),
+                gmem_transform=(mgpu.TileTransform((8, 64)),),
+                swizzle=128,
+            )
+        if len(refs) > 1:
+            del ctx._get_tma_desc
+
+    go(tuple(refs), jnp.asarray(layer, jnp.int32), tuple(flat))
+
+
+_DESCRIPTOR = 128  # bytes of a TMA descriptor
+
+
+def _choose_descriptor(ctx: Any, refs: Sequence[ir.Value], layer: ir.Value) -> None:
+    """From here on descriptors are those of refs[layer], until `_get_tma_desc` is deleted from `ctx`."""
+    _hold_descriptors_as_words(ctx.scratch)
+    plain = ctx._get_tma_desc
+
+    def choose(_: ir.Value, *kind: Any, **named: Any) -> ir.Value:
+        descriptors = [plain(one, *kind, **named) for one in refs]
+        offsets = [_constant_offset(descriptor) for descriptor in descriptors]
+        if any(b - a != _DESCRIPTOR for a, b in itertools.pairwise(offsets)):
+            raise RuntimeError(f"TMA descriptors of the layers do not lie one after the other: {offsets}")
+        distance = arith.muli(arith.extui(_i64(), layer), mu.c(_DESCRIPTOR, _i64()))
+        first = llvm.ptrtoint(_i64(), descriptors[0])
+        return llvm.inttoptr(descriptors[0].type, arith.addi(first, distance))
+
+    ctx._get_tma_desc = choose
+
+
+def _hold_descriptors_as_words(scratch: Any) -> None:
+    """The launch passes its descriptors by value as one array of bytes, for which LLVM needs time quadratic in their
+    number: minutes for the hundred of a whole model. As 64-bit words it is an eighth of the elements."""
+    if "finalize_size" in scratch.__dict__:
+        return
+    plain = scratch.finalize_size
+
+    def finalize() -> None:
+        allocation, load, _ = scratch._find_alloc_load_and_device_ptr()
+        plain()
+        words = llvm.ArrayType.get(_i64(), -(-scratch.next_offset // 8))
+        allocation.elem_type = ir.TypeAttr.get(words)
+        load.result.set_type(words)
+
+    scratch.finalize_size = finalize
+
+
+def _constant_offset(descriptor: ir.Value) -> int:
+    """Where a descriptor lies in the launch's scratch: the constant of the address computation that made it."""
+    address: Any = descriptor.owner
+    return int(ir.DenseI32ArrayAttr(address.attributes["rawConstantIndices"])[0])
+
+
+def nanosleep(nanoseconds: int) -> None:
+    """Lets the memory system breathe."""
+
+    @plgpu.inline_mgpu()
+    def go(_: Any) -> None:
+        mu.inline_ptx(f"nanosleep.u32 {nanoseconds};", has_side_effects=True)
+
+    go()
+
+
+def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> None:
+    """out[r, m] = 1 / rms(x[m]) for every r, in a fixed order of addition. x [M, E] bf16 GMEM, out [16, M] f32 SMEM."""
+    tokens, width = x.shape
+    if interpret:
+        for m in range(tokens):
+            row = x[m].astype(jnp.float32)
+            out[:, m] = jnp.broadcast_to(lax.rsqrt(jnp.mean(row * row) + eps), (FEATURES,))
+        return
+    loads = width // 256  # a lane loads 8 bf16 at a time
+    if width % 256:
+        raise ValueError(f"rows of {width} elements do not divide among 32 lanes of 8")
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def go(_: Any, x: ir.Value, out: ir.Value) -> None:
+        t = _thread()
+        warp, lane = arith.divui(t, _c(32)), arith.remui(t, _c(32))
+        base = llvm.ptrtoint(_i32(), mu.memref_ptr(out))
+        for i in range(tokens // 4):
+            token = arith.addi(warp, _c(4 * i))
+            words: list[ir.Value] = []
+            for j in range(loads):
+                column = arith.muli(arith.addi(lane, _c(32 * j)), _c(8))
+                words += mu.inline_ptx(
+                    "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];",
+                    _address(x, _flat(token, width, column), 2),
+                    result_types=[_i32()] * 4,
+                    has_side_effects=True,
+                )
+            total = mu.c(0.0, _f32())
+            for word in words:
+                for bits in (arith.shli(word, _c(16)), arith.andi(word, mu.c(-65536, _i32()))):
+                    value = arith.bitcast(_f32(), bits)
+                    total = arith.addf(total, arith.mulf(value, value))
+            for distance in (16, 8, 4, 2, 1):
+                total = arith.addf(total, mu.shfl_bfly(total, distance))
+            mean = arith.addf(arith.mulf(total, mu.c(1.0 / width, _f32())), mu.c(eps, _f32()))
+            scale = mu.inline_ptx("rsqrt.approx.f32 $0, $1;", mean, result_types=_f32())
+            where = arith.addi(base, arith.muli(_flat(lane, tokens, token), _c(4)))
+            mu.inline_ptx(
+                "st.shared.f32 [$0], $1;",
+                where,
+                scale,
+                predicate=arith.cmpi(arith.CmpIPredicate.ult, lane, _c(FEATURES)),
+                has_side_effects=True,
+            )
+
+    go(x, out)
+
+
+def proxy_fence(*, interpret: bool = False) -> None:
+    """Orders this thread's ordinary global accesses and those of the copy engine (TMA)."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_: Any) -> None:
+        mu.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+    go()

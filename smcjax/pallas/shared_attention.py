@@ -1,0 +1,548 @@
+"""Paged attention that reads what rows of a group share once: two Mosaic GPU kernels (Hopper) over a plan of tasks.
+
+The reference is `attention.py`, the plan `sharing.py`. One block serves a group, one key-value head, one part
+of the group's queries (all rows' T·G queries of a head, packed 64 to a warpgroup's product) and one share of the part's
+tasks, a contiguous range of them:
+
+    S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every task of the share
+
+A warpgroup of its own walks the tasks and fills a ring in shared memory page by page, by TMA. The others compute, one
+for every 64 queries (a *tile*) of the part, times `subs`, which take the block's tasks in turn. Each leaves O/Σ and
+log2 of Σ exp in f32; the second kernel merges them in a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from smcjax.pallas.sharing import MAX_ROWS, QUERIES, Sharing, query_limits
+
+STREAMING_MULTIPROCESSORS = 132
+MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
+MOST_TILES = 16  # of 64 queries, of a group and key-value head
+SHARED_MEMORY = 224 * 1024  # of a block, for tiles
+MERGED = 128  # values that a block of the second kernel merges
+
+# A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
+Ref = Any
+Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Static choices of the kernel."""
+
+    splits: tuple[int, ...]  # shares of the tasks of each part
+    tiles: int = 1  # of 64 queries of a block
+    subs: int = 1  # warpgroups that take a lane's tasks in turn
+    stages: int = 4  # depth of the ring, in chunks; a multiple of `subs`
+    last_tiles: int = 0  # of the last part, where that has fewer
+    pipelined: bool = False  # the next scores are computed during this softmax
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the warpgroups take the last part's tasks in turn, since it has one tile."""
+        return self.last_tiles == 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.tiles * self.subs
+
+
+REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}  # of a computing and the loading warpgroup's threads
+
+
+def _tensor_core_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
+    """acc + a·b with `b` in shared memory, `a` too or in registers; done when it returns."""
+
+    def run(ref: Ref) -> jax.Array:
+        plgpu.wgmma(ref, a, b_ref)
+        return ref[...]
+
+    if acc is None:
+        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b_ref))(plgpu.ACC.init(acc))
+
+
+def _interpreted_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
+    """The same for interpret mode, which knows no product with `a` in registers."""
+    a = a if isinstance(a, jax.Array) else a[...]
+    ab = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+    return ab if acc is None else acc + ab
+
+
+def _across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One value a query, repeated along the other axis."""
+    return lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def _kernel(
+    q_ref: Ref,  # [R, T, H, D] GMEM
+    keys_ref: Ref,  # [P, B, Hkv, D] GMEM
+    values_ref: Ref,  # [P, B, Hkv, D] GMEM
+    tasks_ref: Ref,  # [G, parts, tasks, W + 2] int32 GMEM: pages, chunk, rows
+    clear_ref: Ref,  # [G, parts] int32 GMEM
+    count_ref: Ref,  # [G, parts] int32 GMEM
+    limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
+    lengths_ref: Ref,  # [R] int32 GMEM
+    out_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f32 GMEM
+    lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
+    *,
+    q_rows: Ref,  # [warpgroups, 64, D] SMEM, as the queries come
+    q_smem: Ref,  # [warpgroups, 64, D] SMEM, as the products want them
+    k_smem: Ref,  # [stages, C, D] SMEM
+    v_smem: Ref,  # [stages, C, D] SMEM
+    q_ready: Ref,  # [warpgroups] barriers
+    k_ready: Ref,  # [stages] barriers
+    v_ready: Ref,  # [stages] barriers
+    k_used: Ref,  # [stages] barriers of the warpgroups of a task
+    v_used: Ref,  # [stages] barriers of the warpgroups of a task
+    tuning: Tuning,
+    rows: int,
+    chunk: int,
+    product: Product,
+    interpret: bool,
+) -> None:
+    _, columns, heads, dim = q_ref.shape
+    _, page_size, kv_heads, _ = keys_ref.shape
+    group_heads = heads // kv_heads
+    per_chunk, fields = max(1, chunk // page_size), tasks_ref.shape[3]
+    stages, subs, tiles, warpgroups = tuning.stages, tuning.subs, tuning.tiles, tuning.warpgroups
+    group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
+    warpgroup = lax.axis_index("warpgroup")
+
+    # Which part, and which of its shares: the splits of one part after those of the other.
+    part, index, splits = jnp.int32(0), share, jnp.int32(tuning.splits[0])
+    first = 0
+    for p in range(1, len(tuning.splits)):
+        first += tuning.splits[p - 1]
+        beyond = share >= first
+        part = jnp.where(beyond, p, part)
+        index = jnp.where(beyond, share - first, index)
+        splits = jnp.where(beyond, tuning.splits[p], splits)
+    count = count_ref[group, part]
+    start = lax.div(index * count, splits)
+    stop = lax.div((index + 1) * count, splits)
+
+    def load() -> None:
+        """Fills the ring; the next task's pages are looked up while this one's slot becomes free."""
+
+        def look_up(task: jax.Array) -> tuple[jax.Array, ...]:
+            names = [tasks_ref[group, part, task, j] for j in range(per_chunk)]
+            if page_size > chunk:
+                names.append(tasks_ref[group, part, task, fields - 2])
+            return tuple(names)
+
+        def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: tuple[jax.Array, ...]) -> None:
+            if page_size > chunk:
+                offset = pl.multiple_of(lax.rem(names[1] * chunk, page_size), chunk)
+                page = source.at[names[0], pl.ds(offset, chunk), head]
+                plgpu.copy_gmem_to_smem(page, buffer.at[slot], ready.at[slot])
+                return
+            for j, name in enumerate(names):
+                target = buffer.at[slot, pl.ds(j * page_size, page_size)]
+                plgpu.copy_gmem_to_smem(source.at[name, :, head], target, ready.at[slot])
+
+        def fill(task: jax.Array, names: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            following = look_up(lax.min(task + 1, stop - 1))
+            slot = lax.rem(task - start, stages)
+            again = task - start >= stages
+            pl.when(again)(lambda: plgpu.barrier_wait(k_used.at[slot]))
+            fetch(keys_ref, k_smem, k_ready, slot, names)
+            pl.when(again)(lambda: plgpu.barrier_wait(v_used.at[slot]))
+            fetch(values_ref, v_smem, v_ready, slot, names)
+            return following
+
+        def drain(task: jax.Array, _: None) -> None:
+            slot = lax.rem(task - start, stages)
+            plgpu.barrier_wait(k_used.at[slot])
+            plgpu.barrier_wait(v_used.at[slot])
+
+        @pl.when(start < stop)
+        def _() -> None:
+            lax.fori_loop(start, stop, fill, look_up(start))
+            lax.fori_loop(lax.max(start, stop - stages), stop, drain, None)
+
+    def compute() -> None:
+        lane, sub, in_turn = lax.rem(warpgroup, tiles), lax.div(warpgroup, tiles), jnp.int32(subs)
+        tile = part * tiles + lane
+        idle = jnp.bool_(False)
+        if tuning.last_tiles:
+            last = part == len(tuning.splits) - 1
+            if tuning.alternates:
+                sub = jnp.where(last, warpgroup, sub)
+                in_turn = jnp.where(last, tiles, in_turn)
+                tile = jnp.where(last, part * tiles, tile)
+            else:
+                idle = last & (lane >= tuning.last_tiles)
+
+        def used(barrier: Ref) -> None:
+            """Tells the loading warpgroup, which waits for `tiles` arrivals, also where fewer have part in the task."""
+            plgpu.barrier_arrive(barrier)
+            if tuning.last_tiles:
+                for _ in range(tiles - tuning.last_tiles):
+                    pl.when(last if tuning.alternates else last & (lane == 0))(lambda: plgpu.barrier_arrive(barrier))
+
+        pairs = rows * columns  # (row, column) pairs of a group, each with `group_heads` queries of this head
+        in_tile = QUERIES // group_heads
+        for i in range(min(in_tile, pairs)):  # beyond the group's last query the last again, or whatever was there
+            pair = group * pairs + lax.min(tile * in_tile + i, pairs - 1)
+            source = q_ref.at[lax.div(pair, columns), lax.rem(pair, columns), pl.ds(head * group_heads, group_heads)]
+            target = q_rows.at[warpgroup, pl.ds(i * group_heads, group_heads)]
+            plgpu.copy_gmem_to_smem(source, target, q_ready.at[warpgroup])
+        tile_rows = pl.ds(tile * QUERIES, QUERIES)
+        limits = plgpu.layout_cast(
+            plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
+            plgpu.Layout.WGMMA.reduce(1),
+        )
+        visible, row = limits >> 5, limits & 31
+        lengths = [lengths_ref[group * rows + r] for r in range(rows)]
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        q = q_smem.at[warpgroup]
+        q[...] = plgpu.layout_cast(q_rows[warpgroup], plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        scale = math.log2(math.e) / math.sqrt(dim)
+
+        def turns(end: jax.Array) -> jax.Array:
+            """How many of the tasks from `start` to `end` are this warpgroup's."""
+            return lax.max(lax.div(end - start - sub + (in_turn - 1), in_turn), 0)
+
+        total = jnp.where(idle, 0, turns(stop))
+
+        def slot_of(turn: jax.Array) -> jax.Array:
+            return lax.rem(turn * in_turn + sub, stages)
+
+        def keys(turn: jax.Array) -> Ref:
+            return k_smem.at[slot_of(turn)].transpose((1, 0))
+
+        def softmax(
+            turn: jax.Array, s: jax.Array, acc: jax.Array, m: jax.Array, mass: jax.Array, *, masked: bool
+        ) -> tuple[jax.Array, ...]:
+            """Rescaled acc, new m and mass, weights; where masked also the first key and the end of what is used."""
+            if masked:
+                task = start + turn * in_turn + sub
+                base = tasks_ref[group, part, task, fields - 2] * chunk
+                members = tasks_ref[group, part, task, fields - 1]
+                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+                seen = jnp.where(((members >> row) & 1) != 0, visible - base, 0)
+                s = jnp.where(key < _across(seen, s.shape), s * scale, MASKED)
+                new_m = jnp.maximum(m, s.max(axis=1))
+                p = jnp.exp2(s - _across(new_m, s.shape))
+                end = jnp.int32(0)
+                for r in range(rows):
+                    end = jnp.where(((members >> r) & 1) != 0, lax.max(end, lengths[r]), end)
+            else:
+                base = end = jnp.int32(0)
+                new_m = jnp.maximum(m, s.max(axis=1) * scale)
+                p = jnp.exp2(s * scale - _across(new_m, s.shape))
+            alpha = jnp.exp2(m - new_m)
+            mass = mass * alpha + p.sum(axis=1)
+            return acc * _across(alpha, acc.shape), new_m, mass, p.astype(jnp.bfloat16), base, end
+
+        def weigh(
+            turn: jax.Array, acc: jax.Array, p: jax.Array, base: jax.Array, end: jax.Array, *, masked: bool
+        ) -> jax.Array:
+            """acc + p · values."""
+            slot = slot_of(turn)
+            plgpu.barrier_wait(v_ready.at[slot])
+            own = v_smem.at[slot]
+            if masked:  # 0 · NaN is NaN: slots that hold nothing for any row of the task must be zeros
+
+                @pl.when(end < base + chunk)
+                def _clean() -> None:
+                    v = plgpu.layout_cast(own[...], plgpu.Layout.WGMMA)
+                    key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + base
+                    own[...] = jnp.where(key < end, v, jnp.zeros_like(v))
+                    plgpu.commit_smem()
+
+            acc = product(acc, p, own)
+            used(v_used.at[slot])
+            return acc
+
+        def step(turn: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
+            slot = slot_of(turn)
+            plgpu.barrier_wait(k_ready.at[slot])
+            s = product(None, q, keys(turn))
+            used(k_used.at[slot])
+            acc, m, mass, p, base, end = softmax(turn, s, *carry, masked=masked)
+            return weigh(turn, acc, p, base, end, masked=masked), m, mass
+
+        def pipelined_step(turn: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
+            """The same with this turn's scores in `carry`; the next ones are computed while these are exponentiated."""
+            acc, m, mass, s = carry
+            more, following = turn + 1 < total, turn + 1
+            pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
+            if interpret:
+                acc, m, mass, p, base, end = softmax(turn, s, acc, m, mass, masked=masked)
+                s = product(None, q, keys(following))
+            else:
+
+                def overlapped(scores: Ref) -> tuple[jax.Array, ...]:
+                    plgpu.wgmma(scores, q, keys(following))
+                    done = softmax(turn, s, acc, m, mass, masked=masked)
+                    done = lax.optimization_barrier(done)
+                    return (*done, scores[...])
+
+                acc, m, mass, p, base, end, s = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, chunk), jnp.float32))
+            pl.when(more)(lambda: used(k_used.at[slot_of(following)]))
+            return weigh(turn, acc, p, base, end, masked=masked), m, mass, s
+
+        carry: tuple[jax.Array, ...] = (
+            plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+            plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+        )
+        if tuning.pipelined:
+            zero = jnp.int32(0)
+            pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
+            carry = (*carry, product(None, q, keys(zero)))
+            pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
+            step = pipelined_step
+        clear = lax.min(turns(lax.clamp(start, clear_ref[group, part], stop)), total)
+        carry = lax.fori_loop(0, clear, functools.partial(step, masked=False), carry)
+        acc, m, mass = lax.fori_loop(clear, total, functools.partial(step, masked=True), carry)[:3]
+
+        worked = mass > 0
+        mass = jnp.where(worked, mass, 1.0)
+        place = (group, share, lax.div(warpgroup, tiles), head, lane)
+        out_ref.at[place][...] = acc / _across(mass, acc.shape)
+        lse_ref.at[place][...] = jnp.where(worked, m + jnp.log2(mass), 2 * MASKED)
+
+    registers = REGISTERS.get(warpgroups)
+
+    @pl.when(warpgroup == warpgroups)
+    def _load() -> None:
+        if registers and not interpret:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        load()
+
+    @pl.when(warpgroup < warpgroups)
+    def _compute() -> None:
+        if registers and not interpret:
+            plgpu.set_max_registers(registers[0], action="increase")
+        compute()
+
+
+def _merge_kernel(
+    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64·D / 128, 128] f32 GMEM
+    lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
+    out_ref: Ref,  # [R·T·H·D / 128, 128] GMEM
+    *,
+    tuning: Tuning,
+    rows: int,
+    columns: int,
+    dim: int,
+    group_heads: int,
+) -> None:
+    """128 consecutive values of the output: Σ over shares of each one's, weighted by its part of the softmax."""
+    kv_heads = parts_ref.shape[3]
+    block = lax.axis_index("block")
+    together = MERGED // dim  # heads that these values belong to; all of one key-value head
+    heads = kv_heads * group_heads
+    query = lax.div(block * MERGED, dim)  # among all R·T·H
+    pair, head = lax.div(query, heads), lax.rem(query, heads)
+    group, pair = lax.div(pair, rows * columns), lax.rem(pair, rows * columns)
+    kv_head = lax.div(head, group_heads)
+    packed = pair * group_heads + lax.rem(head, group_heads)
+    tile, place = lax.div(packed, QUERIES), lax.rem(packed, QUERIES)
+    part = lax.div(tile, tuning.tiles)
+    first, splits, before = jnp.int32(0), jnp.int32(tuning.splits[0]), 0
+    for p in range(1, len(tuning.splits)):
+        before += tuning.splits[p - 1]
+        first = jnp.where(part >= p, before, first)
+        splits = jnp.where(part >= p, tuning.splits[p], splits)
+    tile_lane, lanes = lax.rem(tile, tuning.tiles), jnp.int32(1)
+    most = max(tuning.splits)
+    if tuning.alternates:  # every lane has a share of its own
+        lanes = jnp.where(part == len(tuning.splits) - 1, tuning.tiles, lanes)
+        splits = splits * lanes
+        most = max(most, tuning.splits[-1] * tuning.tiles)
+
+    sources = []
+    for s in range(most):
+        source = lax.min(jnp.int32(s), splits - 1)
+        share, lane = first + source, tile_lane
+        if tuning.alternates:
+            share, lane = first + lax.div(source, lanes), tile_lane + lax.rem(source, lanes)
+        sources += [(s, (group, share, sub, kv_head, lane)) for sub in range(tuning.subs)]
+    values = [parts_ref[(*where, lax.div(place, together))] for _, where in sources]
+    lse = [
+        [jnp.where(s < splits, lse_ref[(*where, place + i)], 4 * MASKED) for s, where in sources]
+        for i in range(together)
+    ]
+    top = [functools.reduce(jnp.maximum, x) for x in lse]
+    weight = [[jnp.exp2(x - top[i]) for x in lse[i]] for i in range(together)]
+    scaled = [[w / functools.reduce(jnp.add, ws) for w in ws] for ws in weight]
+    total = jnp.zeros((MERGED,), jnp.float32)
+    lane = lax.broadcasted_iota(jnp.int32, (MERGED,), 0)
+    for j, value in enumerate(values):
+        factor = jnp.broadcast_to(scaled[0][j], (MERGED,))
+        for i in range(1, together):
+            factor = jnp.where(lane >= i * dim, jnp.broadcast_to(scaled[i][j], (MERGED,)), factor)
+        total = total + factor * value
+    out_ref[block] = total.astype(out_ref.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ wrapper
+
+
+def applies(
+    *, rows: int, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
+) -> bool:
+    """Whether the kernels apply to these static shapes: groups of N = `rows` rows of T = `columns` new tokens."""
+    group = num_heads // num_kv_heads
+    return (
+        jnp.dtype(dtype) == jnp.bfloat16
+        and head_dim in (64, 128)
+        and num_heads % num_kv_heads == 0
+        and QUERIES % group == 0
+        and group % (MERGED // head_dim) == 0
+        and page_size % 8 == 0
+        and (64 % page_size == 0 or page_size % 64 == 0)
+        and 1 < rows <= MAX_ROWS
+        and rows * columns * group <= MOST_TILES * QUERIES
+    )
+
+
+def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
+    """Whether this plan's parts are those of T = `columns` tokens a row, `group` query heads to a key-value head."""
+    parts = -(-sharing.rows * columns * group // (tiles_of(sharing.rows * columns * group) * QUERIES))
+    same = sharing.queries == columns * group
+    return sharing.count.shape[1] == parts and (same or parts == 1)
+
+
+def tiles_of(queries: int) -> int:
+    """Tiles of 64 queries in a part, of a group's `queries` for one key-value head: rows · T · H/Hkv."""
+    return min(3, -(-queries // QUERIES))
+
+
+def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
+    """Blocks to fill the GPU once, those of a part with more tiles more."""
+    tiles, in_block = -(-queries // QUERIES), tiles_of(queries)
+    blocks = STREAMING_MULTIPROCESSORS // (groups * kv_heads)
+    work = [min(in_block, tiles - first) for first in range(0, tiles, in_block)]
+    splits = [1] * len(work)
+    for _ in range(blocks - len(work)):
+        busiest = max(range(len(work)), key=lambda p: (work[p] + 1) / splits[p])
+        splits[busiest] += 1
+    subs = 2 if in_block == 1 else 1
+    in_turn = in_block if work[-1] == 1 < in_block else subs  # warpgroups that take tasks in turn
+    ring = SHARED_MEMORY - 2 * in_block * subs * QUERIES * dim * 2
+    stages = min(10, ring // (4 * chunk * dim))
+    return Tuning(
+        splits=tuple(splits),
+        tiles=in_block,
+        subs=subs,
+        stages=stages // in_turn * in_turn,
+        last_tiles=work[-1] % in_block,
+        pipelined=in_block > 1,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "tuning"))
+def shared_attention_mosaic(
+    q: Float[Array, "R T H D"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    sharing: Sharing,
+    positions: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "R T H D"]:
+    """Query (r, t) attends to slots 0…positions[r, t], as far as below `lengths[r]`, of the rows that were planned.
+
+    `sharing` is the plan that `find_sharing` made of the rows' block table for this many queries a row; it must cover
+    `lengths`, and its settled slots must be seen by every query. What a query at or beyond `lengths` returns means
+    nothing, but is finite. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+
+    A jit of its own, so that a model's layers trace and lower the kernels once.
+    """
+    all_rows, columns, heads, dim = q.shape
+    _, page_size, kv_heads, _ = key_pages.shape
+    rows, chunk = sharing.rows, sharing.chunk
+    groups, group_heads = all_rows // rows, heads // kv_heads
+    queries = rows * columns * group_heads
+    if tuning is None:
+        tuning = default_tuning(groups=groups, queries=queries, kv_heads=kv_heads, dim=dim, chunk=chunk)
+    if len(tuning.splits) != sharing.count.shape[1]:
+        raise ValueError(f"{sharing.count.shape[1]} parts in the plan, {len(tuning.splits)} in {tuning}")
+    if tuning.stages % (tuning.subs * (tuning.tiles if tuning.alternates else 1)):
+        raise ValueError(f"warpgroups that take turns must divide stages: {tuning}")
+
+    size = len(tuning.splits) * tuning.tiles * QUERIES
+    limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
+    shares = sum(tuning.splits)
+    place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
+    tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    swizzled = (tiling((8, 64)), swizzle(128))
+    copies = max(1, chunk // page_size)
+    scratch: dict[str, Any] = {
+        "q_rows": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype),
+        "q_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype, transforms=swizzled),
+        "k_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=swizzled),
+        "v_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=swizzled),
+        "q_ready": plgpu.Barrier(
+            num_arrivals=min(QUERIES // group_heads, rows * columns), num_barriers=tuning.warpgroups
+        ),
+        "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
+        "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
+        "k_used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=tuning.stages),
+        "v_used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=tuning.stages),
+    }
+    parts, lse = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            tuning=tuning,
+            rows=rows,
+            chunk=chunk,
+            product=_interpreted_product if interpret else _tensor_core_product,
+            interpret=bool(interpret),
+        ),
+        out_type=[
+            jax.ShapeDtypeStruct((*place, dim), jnp.float32),
+            jax.ShapeDtypeStruct(place, jnp.float32),
+        ],
+        grid=(groups, kv_heads, shares),
+        grid_names=("group", "head", "share"),
+        num_threads=tuning.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="shared_attention",
+    )(
+        q,
+        key_pages,
+        value_pages,
+        sharing.tasks,
+        sharing.clear,
+        sharing.count,
+        limits,
+        lengths,
+    )
+    blocks = q.size // MERGED
+    merged = plgpu.kernel(
+        functools.partial(_merge_kernel, tuning=tuning, rows=rows, columns=columns, dim=dim, group_heads=group_heads),
+        out_type=jax.ShapeDtypeStruct((blocks, MERGED), q.dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="shared_attention_merge",
+    )(parts.reshape(*place[:-1], QUERIES * dim // MERGED, MERGED), lse)
+    return merged.reshape(q.shape)

@@ -1,0 +1,77 @@
+"""The comparison's processes, without their work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smcjax.bench.compare import PEER, Contender, contenders, markdown
+from tests.cli.conftest import Command, smcjax
+
+__all__ = ["smcjax"]
+
+FIGURES = {"ms": 12.345, "tokens_per_second": 1234.5, "weight_roofline_fraction": 0.4567}
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What would run; every command succeeds but those in plain XLA."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(list(command))
+        if command[-1] == "xla":
+            return subprocess.CompletedProcess(command, 1, "")
+        return subprocess.CompletedProcess(command, 0, "a table\n" + json.dumps(FIGURES) + "\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def has_torch(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
+
+
+def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    has_torch(monkeypatch, True)
+    ran = contenders(["--context", "8"], ["--gamma", "3"])
+    assert [each.result for each in ran] == [FIGURES, None, FIGURES]
+    assert "exit code 1" in ran[1].reason
+    assert commands[0][-6:] == ["cycle", "--context", "8", "--json", "--implementation", "auto"]
+    assert commands[2][1:] == [str(PEER), "--gamma", "3"]
+    assert PEER.exists()
+    lines = markdown(ran).splitlines()
+    assert lines[2] == "| this package | 12.35 | 1,234 | 45.7% |"
+    assert lines[3].startswith("| this package, plain XLA | not run: it ended with exit code 1")
+    assert lines[4].startswith("| PyTorch, torch.compile and one CUDA graph | 12.35")
+
+
+def test_no_peer(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    has_torch(monkeypatch, False)
+    assert contenders([], [])[2].reason == "torch is not installed"
+    has_torch(monkeypatch, True)
+    assert "does not exist" in contenders([], [], tmp_path / "none.py")[2].reason
+    assert len(commands) == 4
+    assert "| – |" in markdown([Contender("x", {**FIGURES, "weight_roofline_fraction": None})])
+
+
+def test_the_command(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, smcjax: Command) -> None:
+    has_torch(monkeypatch, False)
+    arguments = ["bench", "cycle", "--compare", "--context", "99", "--bandwidth", "7", "--draft-quantization", "int8"]
+    result = smcjax(*arguments, "--json")
+    assert result.code == 1  # plain XLA failed
+    assert "torch is not installed" in result.out
+    report = json.loads(result.out.splitlines()[-1])
+    assert report["this package"] == FIGURES
+    assert report["this package, plain XLA"] is None
+    text = " ".join(commands[0])
+    assert "--context 99" in text
+    assert "--bandwidth 7.0" in text
+    assert "--draft-quantization int8" in text
+    assert smcjax("bench", "cycle", "--compare", "--context", "1020").code == 2  # checked before anything runs
+    assert len(commands) == 2

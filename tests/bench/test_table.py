@@ -1,0 +1,93 @@
+"""The table's rows, what it says of them, and one small table from start to end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from smcjax.bench.cycle import CycleResult, Models
+from smcjax.bench.table import markdown, run_cases, standard_cases
+from smcjax.smc import SMC
+
+
+def result(**changes: Any) -> CycleResult:
+    fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
+    fields |= {"decoding": "smc", "groups": 1, "n_particles": 8, "gamma": 8, "context": 256, "private": 0}
+    fields |= {"ms": 10.0, "kv_bytes": 10**9, "bandwidth": 1e12, "weight_roofline_fraction": 0.5}
+    fields |= {"max_model_len": 1024, "tokens_per_second": 900.0, "roofline_fraction": 0.51}
+    return CycleResult(**{**fields, **changes})
+
+
+def test_the_standard_cases() -> None:
+    cases = standard_cases()
+    assert all(case.synthetic_kv for case in cases)
+    shapes = [(case.rows, case.advance - 1, case.groups, case.context, case.private) for case in cases]
+    assert shapes == [
+        (8, 8, 1, 256, 0),
+        (8, 8, 1, 4096, 0),
+        (8, 8, 1, 4096, 2048),
+        (8, 8, 1, 16_384, 0),
+        (8, 8, 1, 32_768, 0),
+        (16, 8, 1, 256, 0),
+        (8, 16, 1, 256, 0),
+        (8, 8, 2, 1024, 0),
+        (8, 8, 4, 1024, 0),
+        (8, 8, 8, 1024, 0),
+        (8, 8, 16, 1024, 0),
+        (8, 8, 32, 1024, 0),
+        (1, 0, 1, 256, 0),
+    ]
+    assert [case.decoding.ess_threshold for case in cases[:3] if case.decoding] == [0.5, 0.5, 0.0]
+    assert cases[0].max_model_len == 1024
+    assert cases[4].max_model_len == 33_024
+
+
+def test_what_the_table_says() -> None:
+    rows = [
+        result(),
+        result(context=4096, ms=12.5, kv_bytes=3 * 10**9),
+        result(context=4096, private=2048, ms=15.0, kv_bytes=9 * 10**9),
+        result(groups=32, context=1024, ms=40.0, kv_bytes=9 * 10**9),
+        result(decoding="autoregressive", n_particles=1, gamma=0, ms=4.0),
+    ]
+    lines = markdown(rows).splitlines()
+    assert "ms added over 256 tokens" in lines[0]
+    assert lines[2] == "| N=8, K=8, 256 tokens | 1,024 | 10.00 | 900 | 50.0% | 51.0% | – | – |"
+    assert lines[3] == "| N=8, K=8, 4,096 tokens | 1,024 | 12.50 | 900 | 50.0% | 51.0% | 2.50 | 2.00 |"
+    assert "2,048 of them private to each particle (no resampling)" in lines[4]
+    assert lines[4].endswith("| 5.00 | 8.00 |")
+    assert lines[5].startswith("| N=8, K=8, 32 requests, 1,024 tokens |")
+    assert lines[5].endswith("| – | – |")
+    assert lines[6].startswith("| target only, 256 tokens |")
+
+
+@pytest.mark.slow
+def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for name in ("target_params", "draft_params"):
+        make = getattr(Models, name)
+        monkeypatch.setattr(Models, name, lambda self, name=name, make=make: made.append(name) or make(self))
+    cases = standard_cases(
+        n_particles=2, gamma=2, contexts=[8, 16], requests=[2], requests_context=8, page_size=4, windows=1, cycles=2
+    )
+    keep = [case for case in cases if case.advance == 3 and case.rows == 2 and not case.private]
+    keep = [dataclasses.replace(case, max_model_len=48) for case in [*keep, cases[-1]]]
+    lines: list[str] = []
+    results = run_cases(Models("tiny-target", "tiny-draft"), keep, bandwidth=1e10, on_result=lines.append)
+    assert made == ["target_params", "draft_params"]
+    assert [each.context for each in results] == [8, 16, 8, 8]
+    assert [each.groups for each in results] == [1, 1, 2, 1]
+    assert results[-1].decoding == "autoregressive"
+    assert len(lines) == 4
+    assert lines[1].startswith("N=2 K=2, 1 request, context 16: ")
+    assert markdown(results).count("\n") == 5
+
+
+def test_a_case_names_its_decoding() -> None:
+    from smcjax.bench.cycle import Case, described
+
+    assert described(Case(SMC(4, 2), groups=3)) == "N=4 K=2, 3 requests, context 256"
+    assert described(Case(None)) == "target only, 1 request, context 256"
+    assert described(Case(SMC(4, 2), private=16, synthetic_kv=True)).endswith("context 256, of which 16 private")

@@ -1,0 +1,80 @@
+"""What stands between a layer's products as kernels: how many there are, and that nothing else touches the KV."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.kv import Copies
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import linear, product
+from smcjax.model.paged import create_cache, paged_hidden_states
+from smcjax.model.params import param_shapes
+
+LAYERS, NUM_PAGES = 2, 77
+
+
+def lowered(rows: int, columns: int, implementation: str) -> str:
+    """A forward with copies, its cache donated, lowered for CUDA."""
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=512,
+        num_layers=LAYERS,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    params = param_shapes(config, jnp.bfloat16)
+    cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=16), params)
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def forward(cache: Any, params: Any, tokens: Any, positions: Any, table: Any, pages: Any, copies: Copies) -> Any:
+        return paged_hidden_states(
+            config, params, cache, tokens, positions, table, pages, copies=copies, implementation=implementation
+        )
+
+    block = integers(rows, columns)
+    copies = Copies(integers(rows), integers(rows))
+    traced = jax.jit(forward, donate_argnums=0).trace(cache, params, block, block, integers(rows, 8), block, copies)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 9), (8, 1)])
+def test_kernels_of_a_layer(rows: int, columns: int) -> None:
+    """One that rotates, writes and copies, one that attends, two that add and norm; all else leaves the pages alone."""
+    text = lowered(rows, columns, "mosaic")
+    called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
+    assert called.count("_rotate_and_write") == called.count("paged_attention_mosaic") == LAYERS
+    assert called.count("add_rms_norm_mosaic") == 2 * LAYERS
+    touching = [line for line in text.splitlines() if f"tensor<{NUM_PAGES}x16x4x128xbf16>" in line]
+    assert not [line for line in touching if "stablehlo." in line and "custom_call" not in line]
+    parts = len(re.findall(r"stablehlo.dot_general.*-> tensor<4x\d+x\d+xf32>", text))
+    assert parts == (3 * LAYERS if rows * columns > 16 else 0)
+
+
+def test_control_without_kernels() -> None:
+    """Negative control: plain XLA writes and copies by scatters, whose operands are the pages."""
+    text = lowered(8, 9, "xla")
+    assert "mosaic" not in text
+    assert re.search(rf'"stablehlo.(scatter|gather)".*tensor<{NUM_PAGES}x16x4x128xbf16>', text)
+
+
+@pytest.mark.parametrize("rows", [(2, 9), (300,), (4,)], ids=str)
+def test_a_product_in_parts_is_the_product(rows: tuple[int, ...]) -> None:
+    x = jax.random.normal(jax.random.key(0), (*rows, 1024), jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (256, 1024), jnp.bfloat16)
+    whole, parts = linear(x, weight, None), product(x, weight, None)
+    assert (parts.ndim > whole.ndim) == (rows == (2, 9))
+    summed = parts.sum(axis=0) if parts.ndim > whole.ndim else parts
+    np.testing.assert_allclose(summed.astype(jnp.float32), whole.astype(jnp.float32), rtol=2**-7, atol=0.05)
+    bias = jnp.ones(256, jnp.bfloat16)
+    np.testing.assert_array_equal(product(x, weight, bias), linear(x, weight, bias))

@@ -1,0 +1,299 @@
+"""The persistent decode step against the layer-by-layer forward: interpreted here, compiled on a GPU.
+
+Bounds: both sides round activations to bf16 (relative 2⁻⁸), at different places; a value that went through a handful of
+such roundings differs by a few of them relative to the largest value of its tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.bench.shapes import SHAPES
+from smcjax.decoding.sampling import log_softmax_at
+from smcjax.kv import KVCache
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import rope_frequencies, unembed
+from smcjax.model.paged import paged_hidden_states
+from smcjax.model.params import init_params, param_shapes
+from smcjax.pallas import decode_step as ds
+from smcjax.pallas.sharing import find_sharing
+
+PAGE = 16
+ROUNDING = 2.0**-8  # bf16, relative
+TINY = ModelConfig(
+    vocab_size=128,
+    hidden_size=256,
+    intermediate_size=256,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    tie_embeddings=True,
+    dtype="bfloat16",
+    max_position_embeddings=1024,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """G groups of N rows with T new tokens each, which share the beginnings of their tables."""
+
+    config: ModelConfig
+    rows: int  # N
+    columns: int  # T
+    tokens: np.ndarray  # [R, T]
+    positions: np.ndarray  # [R, T]
+    table: np.ndarray  # [R, M]
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    draws: ds.Draws
+
+    @property
+    def write_pages(self) -> np.ndarray:
+        """[R, T]."""
+        return np.take_along_axis(self.table, self.positions // PAGE, axis=1)
+
+
+def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, context: int, seed: int = 0) -> Problem:
+    """Random tokens, lengths around `context`, a tree of shared pages, NaN in every slot that holds nothing."""
+    rng = np.random.default_rng(seed)
+    total = groups * rows
+    lengths = context + rng.integers(-8, 9, total) if context > 16 else np.full(total, context)
+    positions = lengths[:, None] + np.arange(columns)
+    width = -(-int(positions.max() + 1) // PAGE) + 1
+    table = np.zeros((total, width), np.int32)
+    fresh = iter(range(1, 1 + total * width))
+    for row in range(total):
+        need = positions[row, -1] // PAGE + 1
+        own = [next(fresh) for _ in range(need)]
+        shared = 0
+        if row % rows:  # a branch of an earlier row's past: its full pages, some of them
+            parent = row - 1 - int(rng.integers(0, row % rows))
+            common = min(lengths[row], lengths[parent]) // PAGE
+            shared = int(rng.integers(common // 2, common + 1))
+            own[:shared] = table[parent, :shared]
+        table[row, :need] = own
+    count = int(table.max()) + 1
+    used = np.zeros((count, PAGE), bool)
+    for row in range(total):
+        slot = np.arange(lengths[row])
+        used[table[row, slot // PAGE], slot % PAGE] = True
+
+    def pool(number: int) -> jax.Array:
+        shape = (count, PAGE, config.num_kv_heads, config.head_dim)
+        values = jax.random.normal(jax.random.key(seed * 1000 + number), shape, jnp.bfloat16)
+        return jnp.where(used[:, :, None, None], values, jnp.nan)
+
+    layers = config.num_layers
+    forbidden = rng.integers(0, 2**32, (total, config.vocab_size // 32), dtype=np.uint32)
+    forbidden[1:] = 0
+    return Problem(
+        config=config,
+        rows=rows,
+        columns=columns,
+        tokens=rng.integers(0, config.vocab_size, (total, columns)).astype(np.int32),
+        positions=positions.astype(np.int32),
+        table=table,
+        keys=tuple(pool(i) for i in range(layers)),
+        values=tuple(pool(100 + i) for i in range(layers)),
+        draws=ds.Draws(
+            keys=jax.random.key_data(jax.random.split(jax.random.key(seed), total)),
+            temperature=jnp.linspace(0.7, 1.3, total),
+            noise_scale=jnp.ones(total).at[-1].set(0.0),
+            forbidden=jnp.asarray(forbidden),
+        ),
+    )
+
+
+def shape_of(problem: Problem, **tuning: int) -> ds.Shape:
+    """The kernel's static shape."""
+    config = problem.config
+    return ds.make_shape(
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        groups=problem.table.shape[0] // problem.rows,
+        rows=problem.rows,
+        columns=problem.columns,
+        page_size=PAGE,
+        **tuning,
+    )
+
+
+def weights_of(params: Any) -> ds.Weights:
+    """The kernel's view of a decoder's parameters."""
+    layers = params.layers
+    norms = [norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)]
+    return ds.Weights(
+        qkv=tuple(layer.qkv for layer in layers),
+        o=tuple(layer.o for layer in layers),
+        gate_up=tuple(layer.gate_up for layer in layers),
+        down=tuple(layer.down for layer in layers),
+        norms=jnp.stack([*norms, params.final_norm]),
+        embed=params.embed,
+        unembed=params.unembed,
+    )
+
+
+def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -> Any:
+    """The kernel on the problem."""
+    config = problem.config
+    angles = problem.positions[..., None] * rope_frequencies(config)
+    lengths = jnp.asarray(problem.positions[:, -1] + 1)
+    sharing = find_sharing(
+        jnp.asarray(problem.table),
+        lengths,
+        jnp.zeros_like(lengths),
+        rows=problem.rows,
+        queries=problem.columns * config.num_heads // config.num_kv_heads,
+        page_size=PAGE,
+        chunk=ds.CHUNK,
+        tiles=1,
+    )
+    return ds.decode_step(
+        shape,
+        weights_of(params),
+        jnp.asarray(problem.tokens),
+        jnp.cos(jnp.asarray(angles, jnp.float32)),
+        jnp.sin(jnp.asarray(angles, jnp.float32)),
+        jnp.asarray(problem.positions),
+        jnp.asarray(problem.write_pages * PAGE + problem.positions % PAGE),
+        sharing,
+        problem.draws,
+        problem.keys,
+        problem.values,
+        interpret=interpret,
+    )
+
+
+def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Tempered logits, logits with noise, and the cache, layer by layer in plain XLA."""
+    config, draws = problem.config, problem.draws
+    hidden, cache = paged_hidden_states(
+        config,
+        params,
+        KVCache(keys=problem.keys, values=problem.values),
+        jnp.asarray(problem.tokens),
+        jnp.asarray(problem.positions),
+        jnp.asarray(problem.table),
+        jnp.asarray(problem.write_pages),
+        implementation="xla",
+    )
+    logits = unembed(params, hidden[:, -1]) / draws.temperature[:, None]
+    bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+    logits = jnp.where(bits.reshape(logits.shape) == 1, -jnp.inf, logits)
+    keys = jax.vmap(jax.random.wrap_key_data)(draws.keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    return logits, logits + draws.noise_scale[:, None] * noise, cache
+
+
+def check(problem: Problem, params: Any, got: Any) -> None:
+    """Tokens, log-probabilities and the new tokens' keys and values agree to a few roundings."""
+    token, logprob, keys, values = got
+    logits, perturbed, cache = reference(problem, params)
+    finite = np.where(np.isfinite(logits), logits, 0.0)
+    tolerance = 8 * ROUNDING * np.abs(finite).max()
+    picked = np.take_along_axis(np.asarray(perturbed), np.asarray(token)[:, None], axis=1)[:, 0]
+    assert (picked >= np.asarray(perturbed).max(axis=1) - 2 * tolerance).all(), "a token that is not nearly the best"
+    np.testing.assert_allclose(logprob, log_softmax_at(logits, token), atol=2 * tolerance)
+    pages, slots = problem.write_pages, problem.positions % PAGE
+    for ours, theirs in ((keys, cache.keys), (values, cache.values)):
+        for a, b in zip(ours, theirs, strict=True):
+            a, b = (np.asarray(x, np.float32)[pages, slots] for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=8 * ROUNDING * np.abs(b).max())
+
+
+def random_params(config: ModelConfig) -> Any:
+    """Weights with norms that are not all one."""
+    params = init_params(config, jax.random.key(1), jnp.bfloat16)
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(2), leaf.shape)
+        return (leaf * (1 + 0.2 * noise)).astype(leaf.dtype) if leaf.ndim == 1 else leaf
+
+    return jax.tree.map(vary, params)
+
+
+CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem, blocks of the kernel
+    "two groups of four, two tokens a row": (TINY, {"groups": 2, "rows": 4, "columns": 2, "context": 70}, 4),
+    "one row, wide heads, two layers": (
+        dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2),
+        {"groups": 1, "rows": 1, "columns": 1, "context": 130},
+        3,
+    ),
+    "activations that do not fit": (
+        dataclasses.replace(TINY, hidden_size=512, intermediate_size=1024, num_heads=8),
+        {"groups": 1, "rows": 8, "columns": 1, "context": 20},
+        16,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_layer_by_layer_forward(case: str) -> None:
+    config, where, blocks = CASES[case]
+    problem, params = make_problem(config, **where), random_params(config)
+    shape = shape_of(problem, ring=3, blocks=blocks)
+    assert ds.supports(dataclasses.replace(shape, ring=4), jnp.bfloat16)
+    check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
+
+
+def test_the_noise_is_that_of_jax_random() -> None:
+    key = jax.random.key(7)
+    words = jnp.broadcast_to(jax.random.key_data(key)[:, None], (2, 4096))
+    ours = ds._gumbel(words[0], words[1], jnp.arange(4096, dtype=jnp.uint32))
+    np.testing.assert_allclose(ours, jax.random.gumbel(key, (4096,)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"), [("llama-3.2-1b", 8, 1), ("llama-3.2-1b", 8, 2), ("llama-3.1-8b", 1, 1)]
+)
+def test_lowers_to_cuda(name: str, rows: int, columns: int) -> None:
+    config = dataclasses.replace(SHAPES[name], num_layers=3)
+    problem = make_problem(dataclasses.replace(TINY, num_layers=1), groups=1, rows=rows, columns=columns, context=40)
+    struct = jax.ShapeDtypeStruct
+    pool = struct((600, PAGE, config.num_kv_heads, config.head_dim), jnp.bfloat16)
+    problem = dataclasses.replace(
+        problem,
+        config=config,
+        draws=dataclasses.replace(problem.draws, forbidden=jnp.zeros((rows, config.vocab_size // 32), jnp.uint32)),
+    )
+    shape = shape_of(problem)
+    assert ds.supports(shape, jnp.bfloat16)
+
+    def step(params: Any, keys: Any, values: Any) -> Any:
+        return run(dataclasses.replace(problem, keys=keys, values=values), params, shape)
+
+    pools = (pool,) * config.num_layers
+    lowered = jax.jit(step, donate_argnums=(1, 2)).trace(param_shapes(config, jnp.bfloat16), pools, pools)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 1
+    assert "decode_step" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "context"), [(8, 1, 256), (8, 2, 700), (1, 1, 256), (8, 1, 4000)])
+def test_on_a_gpu(rows: int, columns: int, context: int) -> None:
+    config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=2)
+    problem = make_problem(config, groups=1, rows=rows, columns=columns, context=context)
+    params = jax.jit(random_params, static_argnums=0)(config)
+    shape = shape_of(problem)
+    step = jax.jit(lambda params: run(problem, params, shape))
+    got = step(params)
+    check(problem, params, got)
+    again = step(params)
+    for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(again[:2]), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,312 @@
+"""The kernels that read what rows share once: interpreted, against the plain version; and lowered for CUDA."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax import smc
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import init_params
+from smcjax.pallas.attention import paged_attention_reference
+from smcjax.pallas.paged_attention import on_hopper, paged_attention, plan_sharing
+from smcjax.pallas.shared_attention import (
+    Tuning,
+    applies,
+    covers,
+    default_tuning,
+    shared_attention_mosaic,
+    tiles_of,
+)
+from smcjax.pallas.sharing import QUERIES, find_sharing
+from tests.helpers import Ask, batch
+
+INTERPRET = plgpu.InterpretGPUParams()
+Case = dict[str, jax.Array]
+
+
+def case(
+    lengths: list[int],
+    shared: list[int],
+    *,
+    rows: int,
+    columns: int = 1,
+    kv_heads: int = 1,
+    group: int = 4,
+    page_size: int = 16,
+    dim: int = 64,
+) -> tuple[Case, Case]:
+    """A family tree: row r names the first `shared[r]` pages of an earlier row of its group.
+
+    With NaN in all slots not in use, and with zeros there; where a table names nothing it names the trash page.
+    """
+    rng = np.random.default_rng(len(lengths) + columns + page_size)
+    count, width = len(lengths), -(-max(lengths) // page_size) + 2
+    table = 1 + rng.permutation(count * width).reshape(count, width)
+    for r in range(count):
+        if r % rows:
+            table[r, : shared[r]] = table[rng.integers(r - r % rows, r), : shared[r]]
+    shape = (count * width + 1, page_size, kv_heads, dim)
+    used = np.zeros(shape[:2], bool)
+    for r, length in enumerate(lengths):
+        slot = np.arange(length)
+        used[table[r, slot // page_size], slot % page_size] = True
+        table[r, -(-length // page_size) :] = 0
+    positions = np.maximum(np.array(lengths)[:, None] - columns + np.arange(columns), 0)
+    inputs = {
+        "q": jnp.asarray(rng.normal(size=(count, columns, kv_heads * group, dim)), jnp.bfloat16),
+        "block_table": jnp.asarray(table, jnp.int32),
+        "positions": jnp.asarray(positions, jnp.int32),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+    }
+    k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    mask = jnp.asarray(used)[:, :, None, None]
+    poisoned, clean = (
+        {**inputs, "key_pages": jnp.where(mask, k, fill), "value_pages": jnp.where(mask, v, fill)}
+        for fill in (jnp.nan, 0.0)
+    )
+    return poisoned, clean
+
+
+def want(clean: Case) -> np.ndarray:
+    inputs = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    return np.asarray(paged_attention_reference(**inputs))
+
+
+def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int = 64) -> None:
+    """The kernels in bf16 on poisoned pages against the plain version in f32 on clean ones.
+
+    Weights, values and output round to bf16, 2⁻⁹ each relative to the largest value: four such roundings at most.
+    """
+    inputs = dict(poisoned)
+    table = inputs.pop("block_table")
+    _, columns, heads, _ = inputs["q"].shape
+    _, page_size, kv_heads, _ = inputs["key_pages"].shape
+    lengths = inputs["lengths"]
+    sharing = find_sharing(
+        table,
+        lengths,
+        jnp.maximum(lengths - columns, 0),
+        rows=rows,
+        queries=columns * heads // kv_heads,
+        page_size=page_size,
+        chunk=chunk,
+        tiles=tuning.tiles,
+    )
+    got = shared_attention_mosaic(**inputs, sharing=sharing, tuning=tuning, interpret=INTERPRET)
+    assert got.dtype == jnp.bfloat16
+    got, expected = np.asarray(got, np.float32), want(clean)
+    assert np.isfinite(got).all()
+    live = np.asarray(lengths) > 0
+    np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
+
+
+def test_two_warpgroups_in_turn() -> None:
+    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills."""
+    poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=2, stages=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_two_tiles(pipelined: bool) -> None:
+    """More queries than one warpgroup takes, of two rows that stand at different columns."""
+    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=9, dim=128)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2, pipelined=pipelined))
+
+
+@pytest.mark.slow
+def test_parts() -> None:
+    """Three tiles: one part of two, and one of one whose tasks both warpgroups take in turn."""
+    poisoned, clean = case([150, 140, 150, 150], [9, 8, 8, 8], rows=4, columns=9)
+    check(poisoned, clean, rows=4, tuning=Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1, pipelined=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page_size", "chunk"), [(8, 64), (64, 64), (128, 64), (32, 128)])
+def test_pages_and_chunks(page_size: int, chunk: int) -> None:
+    poisoned, clean = case([300, 310], [2, 2], rows=2, page_size=page_size)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=1, stages=2), chunk=chunk)
+
+
+@pytest.mark.slow
+def test_nothing_shared_and_more_shares_than_tasks() -> None:
+    poisoned, clean = case([60, 70], [0, 0], rows=2)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(5,), subs=1, stages=2))
+
+
+REAL = [
+    {"T": 1},
+    {"T": 2},
+    {"T": 9, "D": 128},
+    {"T": 9, "D": 128, "R": 256},
+    {"T": 9, "D": 128, "N": 16},
+    {"T": 8, "D": 128, "H": 64, "N": 4},
+    {"T": 2, "B": 64},
+    {"T": 2, "B": 128, "N": 12},
+]
+
+
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_lowers_for_cuda(shape: dict[str, int]) -> None:
+    """Plan and kernels through the wrappers: the real Mosaic lowering at the shapes of Llama 3, without a GPU."""
+    sizes = {"N": 8, "H": 32, "Hkv": 8, "D": 64, "B": 16, "P": 512, **shape}
+    sizes = {"R": sizes["N"], "M": 32768 // sizes["B"], **sizes}
+    if sizes["R"] % sizes["N"]:
+        sizes["R"] = sizes["N"]
+
+    def struct(dtype: Any, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([sizes[axis] for axis in axes], dtype)
+
+    def attend(q: Any, keys: Any, values: Any, table: Any, positions: Any, lengths: Any) -> jax.Array:
+        sharing = plan_sharing(
+            table,
+            lengths,
+            lengths - 9,
+            rows=sizes["N"],
+            columns=sizes["T"],
+            num_heads=sizes["H"],
+            num_kv_heads=sizes["Hkv"],
+            head_dim=sizes["D"],
+            page_size=sizes["B"],
+            dtype=q.dtype,
+            implementation="mosaic",
+        )
+        assert sharing is not None
+        return paged_attention(q, keys, values, table, positions, lengths, implementation="mosaic", sharing=sharing)
+
+    arrays = (
+        struct(jnp.bfloat16, "R", "T", "H", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.int32, "R", "M"),
+        struct(jnp.int32, "R", "T"),
+        struct(jnp.int32, "R"),
+    )
+    text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "shared_attention_merge" in text
+
+
+LLAMA = {
+    "rows": 8,
+    "columns": 9,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "page_size": 16,
+    "dtype": jnp.bfloat16,
+}
+
+
+def test_where_it_applies() -> None:
+    assert applies(**LLAMA)
+    others: list[dict[str, Any]] = [
+        {"rows": 1},
+        {"rows": 32},
+        {"columns": 128},
+        {"num_heads": 8, "head_dim": 64},
+        {"head_dim": 96},
+        {"page_size": 1},
+        {"dtype": jnp.float32},
+    ]
+    assert not any(applies(**{**LLAMA, **other}) for other in others)
+
+
+def test_plans_are_made_where_they_pay() -> None:
+    """For wide tables and on request; a plan for T = 2 serves T = 1, one for another number of parts does not."""
+
+    def plan(width: int, implementation: str = "mosaic") -> Any:
+        table = jnp.zeros((8, width), jnp.int32)
+        rest = jnp.zeros(8, jnp.int32)
+        return plan_sharing(table, rest, rest, **LLAMA, implementation=implementation)
+
+    assert plan(64) is None
+    assert plan(256, "xla") is None
+    verify = plan(256)
+    assert covers(verify, columns=9, group=4)
+    assert not covers(verify, columns=1, group=4)
+    table, rest = jnp.zeros((8, 256), jnp.int32), jnp.zeros(8, jnp.int32)
+    draft = plan_sharing(table, rest, rest, **{**LLAMA, "columns": 2, "head_dim": 64}, implementation="mosaic")
+    assert draft is not None
+    assert covers(draft, columns=1, group=4)
+    assert not covers(draft, columns=9, group=4)
+
+
+@pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("groups", [1, 2, 32])
+def test_default_tuning_fits(queries: int, dim: int, groups: int) -> None:
+    """Parts cover the queries, shared memory of a block is at most 224 KiB and a little, the GPU is filled once."""
+    tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=64)
+    assert tuning.tiles == tiles_of(queries)
+    assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles))
+    assert tuning.stages >= 2
+    assert tuning.stages % (tuning.tiles if tuning.alternates else tuning.subs) == 0
+    assert tuning.stages * 2 * 64 * dim * 2 + 2 * tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
+    if groups == 1:
+        assert 120 <= 8 * sum(tuning.splits) <= 132
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_model_len", "calls"), [(2048, 3), (512, 0)])
+def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None:
+    """Draft head, the loop of other drafts and verify; with narrow tables each row by itself."""
+
+    def model(dim: int) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=dim,
+            max_position_embeddings=max_model_len,
+        )
+
+    target, draft = model(128), model(64)
+    config = smc.SMC(n_particles=4, gamma=2)
+    program = smc.Program(config, target, draft, max_model_len, implementation="mosaic")
+    params = smc.PairParams(*(init_params(m, jax.random.key(0), jnp.bfloat16) for m in (target, draft)))
+    prompts, requests = batch([Ask((1, 2, 3), 16)], 64, max_model_len)
+
+    def cycle(params: smc.PairParams, prompts: jax.Array, requests: Any) -> tuple[smc.State, smc.Info]:
+        return smc.step(program, params, smc.init(program, params, prompts, requests))
+
+    text = jax.jit(cycle).trace(params, prompts, requests).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @shared_attention_mosaic") == calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "dim"), [(1, 64), (2, 64), (9, 128), (9, 64)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_on_the_gpu(columns: int, dim: int, groups: int) -> None:
+    """The compiled kernels through the wrappers on a family tree, wide tables, unequal and dead rows."""
+    assert on_hopper()
+    lengths = [1500, 1501, 1499, 1500, 700, 1500, 0, 64] * groups
+    shared = [0, 90, 93, 40, 43, 85, 20, 3] * groups
+    poisoned, clean = case(lengths, shared, rows=8, columns=columns, kv_heads=8, dim=dim)
+    table = poisoned["block_table"]
+    plan = functools.partial(
+        plan_sharing,
+        rows=8,
+        columns=columns,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=dim,
+        page_size=16,
+        dtype=jnp.bfloat16,
+    )
+    sharing = jax.jit(plan)(table, poisoned["lengths"], jnp.maximum(poisoned["lengths"] - columns, 0))
+    assert sharing is not None
+    got = np.asarray(jax.jit(paged_attention)(**poisoned, sharing=sharing), np.float32)
+    assert np.isfinite(got).all()
+    live = np.array(lengths) > 0
+    expected = want(clean)
+    np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())

@@ -1,0 +1,107 @@
+"""The plan of shared reads against its definition, on random trees of sharing."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smcjax.pallas.sharing import Sharing, find_sharing, parts_of
+
+GROUPS, ROWS, WIDTH = 2, 5, 6
+
+
+def family_table(rng: np.random.Generator, lengths: np.ndarray, page_size: int) -> np.ndarray:
+    """[R, M]: a row names the pages of an earlier one of its group up to some place, then its own; trash at the end."""
+    rows = len(lengths)
+    table = 1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH)
+    for row in range(rows):
+        if row % ROWS:
+            parent, shared = rng.integers(row - row % ROWS, row), rng.integers(0, WIDTH + 1)
+            table[row, :shared] = table[parent, :shared]
+    for row, length in enumerate(lengths):
+        table[row, -(-length // page_size) :] = 0
+    return table
+
+
+@functools.partial(jax.jit, static_argnames=("queries", "page_size", "chunk", "tiles"))
+def plan(
+    table: jax.Array, lengths: jax.Array, settled: jax.Array, queries: int, page_size: int, chunk: int, tiles: int
+) -> Sharing:
+    return find_sharing(
+        table, lengths, settled, rows=ROWS, queries=queries, page_size=page_size, chunk=chunk, tiles=tiles
+    )
+
+
+@pytest.mark.parametrize(
+    ("queries", "page_size", "chunk", "tiles"), [(4, 16, 64, 2), (36, 16, 32, 1), (36, 64, 64, 2), (48, 64, 32, 1)]
+)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: int, tiles: int, seed: int) -> None:
+    """In each part, each of its rows' slots lies in exactly one task of that row, on the row's own page; no sharable
+    chunk is read twice; clear tasks come first and every query of the part sees all of their slots."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, WIDTH * page_size + 1, GROUPS * ROWS) * rng.integers(0, 2, GROUPS * ROWS)
+    if rng.random() < 0.5:
+        lengths[:] = lengths.max()
+    settled = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
+    table = family_table(rng, lengths, page_size)
+    arrays = (jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
+    found = jax.tree.map(np.asarray, plan(*arrays, queries, page_size, chunk, tiles))
+    span = min(page_size, chunk)
+
+    for group in range(GROUPS):
+        mine = range(group * ROWS, (group + 1) * ROWS)
+        for index, part in enumerate(parts_of(ROWS, queries, tiles)):
+            tasks = found.tasks[group, index, : found.count[group, index]]
+            covered: dict[tuple[int, int], int] = {}
+            reads = set()
+            for place, (*pages, number, members) in enumerate(tasks.tolist()):
+                rows = [r for r in range(ROWS) if members >> r & 1]
+                assert set(rows) & set(part)
+                assert (number, tuple(pages)) not in reads
+                reads.add((number, tuple(pages)))
+                for r in rows:
+                    length = lengths[mine[r]]
+                    for slot in range(number * chunk, min((number + 1) * chunk, length)):
+                        assert table[mine[r], slot // page_size] == pages[(slot - number * chunk) // span]
+                        covered[r, slot] = covered.get((r, slot), 0) + 1
+                if place < found.clear[group, index]:
+                    live = {r for r in part if lengths[mine[r]]}
+                    assert live <= set(rows)
+                    assert all((number + 1) * chunk <= settled[mine[r]] for r in live)
+            assert set(covered.values()) <= {1}
+            assert {(r, s) for r, s in covered if r in part} == {(r, s) for r in part for s in range(lengths[mine[r]])}
+
+
+def test_a_common_prompt_is_read_once() -> None:
+    """Eight rows of 200 slots, 128 of them common: two tasks of all rows, then two of each row."""
+    table = np.zeros((8, 16), np.int32)
+    table[:, :8] = np.arange(1, 9)
+    table[:, 8:13] = np.arange(9, 49).reshape(8, 5)
+    lengths = jnp.full(8, 200)
+    found = find_sharing(jnp.asarray(table), lengths, lengths - 9, rows=8, queries=4, page_size=16, chunk=64, tiles=2)
+    assert found.clear.tolist() == [[2]]
+    assert found.count.tolist() == [[2 + 2 * 8]]
+    assert found.tasks[0, 0, :2, -1].tolist() == [255, 255]
+    assert found.tasks[0, 0, :2, :4].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_parts() -> None:
+    """288 queries of 8 rows in parts of 128: a row may belong to two of them."""
+    assert parts_of(8, 4) == [range(8)]
+    assert parts_of(8, 36) == [range(4), range(3, 8), range(7, 8)]
+    assert parts_of(8, 36, 1) == [range(2), range(1, 4), range(3, 6), range(5, 8), range(7, 8)]
+
+
+def test_too_many_rows() -> None:
+    with pytest.raises(ValueError, match="31 bits"):
+        find_sharing(
+            jnp.zeros((32, 2), jnp.int32), jnp.zeros(32), jnp.zeros(32), rows=32, queries=1, page_size=16, chunk=64
+        )
