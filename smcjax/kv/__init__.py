@@ -1,7 +1,7 @@
 """The paged, reference-counted KV cache: ownership (`pages`) and storage (`cache`)."""
 
 from smcjax.kv.cache import KVCache
-from smcjax.kv.pages import TRASH, PagePool, Room, allocate, make_room, page_of, pages_for, rebind, release
+from smcjax.kv.pages import TRASH, PagePool, Room, allocate, fan_out, make_room, page_of, pages_for, rebind, release
 from smcjax.pallas import Copies
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "PagePool",
     "Room",
     "allocate",
+    "fan_out",
     "make_room",
     "page_of",
     "pages_for",

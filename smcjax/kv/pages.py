@@ -47,34 +47,55 @@ def allocate(pool: PagePool, needed: Bool[Array, "*shape"]) -> tuple[PagePool, I
     The caller guarantees enough free pages (admission accounts for the worst case). Were there too few, the last
     entries would get `TRASH`: their KV would be lost, nobody else's damaged.
     """
-    flat = needed.reshape(-1)
-    rank = jnp.cumsum(flat) - 1
-    granted = flat & (rank < pool.num_free)
-    pages = jnp.where(granted, pool.free[jnp.maximum(pool.num_free - 1 - rank, 0)], TRASH)
-    refcount = pool.refcount.at[pages].add(granted.astype(jnp.int32))
-    pool = PagePool(refcount, pool.free, pool.num_free - jnp.sum(granted, dtype=jnp.int32))
-    return pool, pages.reshape(needed.shape)
+    pages, left = _pop(pool, needed.reshape(-1))
+    refcount = pool.refcount.at[pages].add((pages != TRASH).astype(jnp.int32))
+    return PagePool(refcount, pool.free, left), pages.reshape(needed.shape)
 
 
-def _adjust(pool: PagePool, delta: Int[Array, " P"]) -> PagePool:
-    """Adds `delta` to the counts and pushes the pages that have become free."""
-    refcount = (pool.refcount + delta).at[TRASH].set(0)
-    freed = (pool.refcount > 0) & (refcount == 0)
-    num_pages = refcount.shape[0]
-    slot = jnp.where(freed, pool.num_free + jnp.cumsum(freed) - 1, num_pages)  # num_pages is out of range: dropped
-    free = pool.free.at[slot].set(jnp.arange(num_pages, dtype=jnp.int32), mode="drop")
-    return PagePool(refcount, free, pool.num_free + jnp.sum(freed, dtype=jnp.int32))
+def _pop(pool: PagePool, needed: Bool[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, ""]]:
+    """A free page for each true entry as long as there are some, and how many are left."""
+    rank = _running_count(needed)
+    granted = needed & (rank <= pool.num_free)
+    pages = jnp.where(granted, pool.free[jnp.maximum(pool.num_free - rank, 0)], TRASH)
+    return pages, pool.num_free - jnp.minimum(rank[-1], pool.num_free)
+
+
+def _running_count(flags: Bool[Array, " n"]) -> Int[Array, " n"]:
+    """Inclusive cumulative sum. Of few entries by comparing all pairs: one kernel on a GPU instead of three."""
+    size = flags.shape[0]
+    if size > 1024:
+        return jnp.cumsum(flags, dtype=jnp.int32)
+    index = jnp.arange(size)
+    return jnp.sum(flags & (index <= index[:, None]), axis=1, dtype=jnp.int32)
+
+
+def _adjust(pool: PagePool, pages: Int[Array, "*shape"], change: Int[Array, "*shape"]) -> PagePool:
+    """Adds `change` to the counts of `pages` (`TRASH` counts for nothing) and pushes the pages that become free."""
+    pages, change = pages.reshape(-1), change.reshape(-1)
+    num_pages = pool.refcount.shape[0]
+    delta = jnp.zeros_like(pool.refcount).at[pages].add(jnp.where(pages == TRASH, 0, change))
+    refcount = pool.refcount + delta
+    freed = (delta < 0) & (refcount == 0)
+    rank = jnp.cumsum(freed, dtype=jnp.int32)
+    slot = jnp.where(freed, pool.num_free + rank - 1, num_pages)  # num_pages is out of range: dropped
+    free = pool.free.at[slot].set(jnp.arange(num_pages, dtype=jnp.int32), mode="drop", unique_indices=True)
+    return PagePool(refcount, free, pool.num_free + rank[-1])
 
 
 def release(pool: PagePool, pages: Int[Array, "*shape"]) -> PagePool:
     """Takes one reference from each entry of `pages` (`TRASH` entries count for nothing)."""
-    return _adjust(pool, jnp.zeros_like(pool.refcount).at[pages.reshape(-1)].add(-1))
+    return _adjust(pool, pages, jnp.full_like(pages, -1))
 
 
 def rebind(pool: PagePool, old: Int[Array, "R M"], new: Int[Array, "R M"]) -> PagePool:
-    """The pool after block tables change from `old` to `new`: forks, resampling, release (`new` all `TRASH`)."""
-    delta = jnp.zeros_like(pool.refcount).at[new.reshape(-1)].add(1).at[old.reshape(-1)].add(-1)
-    return _adjust(pool, delta)
+    """The pool after block tables change from `old` to `new`."""
+    pages = jnp.stack([old, new])
+    return _adjust(pool, pages, jnp.broadcast_to(jnp.asarray([[[-1]], [[1]]], jnp.int32), pages.shape))
+
+
+def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array, " R"]) -> PagePool:
+    """The pool after row r of the table has become `offspring[r]` rows: 0 where nobody descends from it."""
+    return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -133,8 +154,12 @@ def make_room(
     needed = needed & ~(keeps[:, None] & entered_half_way)
     replaced = jnp.where(keeps, TRASH, replaced)
 
-    pool = release(pool, replaced)
-    pool, fresh = allocate(pool, needed)
+    # Replaced pages stay in use by others, so nothing is freed: one update of the counts does for both.
+    fresh, left = _pop(pool, needed.reshape(-1))
+    pages = jnp.concatenate([replaced, fresh])
+    change = jnp.where(pages == TRASH, 0, jnp.where(jnp.arange(pages.shape[0]) < rows, -1, 1))
+    pool = PagePool(pool.refcount.at[pages].add(change), pool.free, left)
+    fresh = fresh.reshape(needed.shape)
     target = jnp.where(needed, logical, table_width)  # out of range: dropped
     block_table = block_table.at[row, target].set(fresh, mode="drop")
     return Room(pool, block_table, replaced, jnp.where(replaced == TRASH, TRASH, fresh[:, 0]))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoding.next_token import Law, next_token, plan
 from smcjax.decoding.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Block, append, cut_block
-from smcjax.kv import TRASH, Copies, KVCache, make_room, rebind
+from smcjax.kv import TRASH, Copies, KVCache, fan_out, make_room
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.pallas import plan_sharing
@@ -294,9 +294,9 @@ def resample(program: Program, state: State) -> tuple[State, Info]:
     ess = effective_sample_size(log_weight)
     needed = state.running & must_resample(ess, n, smc.ess_threshold)
     keys = group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE)
-    # A frozen group may have no weight to draw from; its draw is discarded.
-    usable = jnp.where(needed[:, None], log_weight, 0.0)
-    ancestors = jnp.where(needed[:, None], resample_ancestors(keys, usable, smc.resampling), jnp.arange(n))
+    # A group that is not resampled may have no weight to draw from; what is drawn there is discarded.
+    drawn = resample_ancestors(keys, log_weight, smc.resampling)
+    ancestors = jnp.where(needed[:, None], drawn, jnp.arange(n))
 
     resampled = fork(state, needed, ancestors)
     info = Info(
@@ -320,7 +320,8 @@ def fork(state: State, groups: Bool[Array, " G"], ancestors: Int[Array, "G N"]) 
     num_groups, n = ancestors.shape
     source = (jnp.arange(num_groups)[:, None] * n + ancestors).reshape(-1)
     sequences = jax.tree.map(lambda rows: rows[source], state.sequences)
-    pool = rebind(state.memory.pool, state.sequences.block_table, sequences.block_table)
+    offspring = jnp.sum(ancestors[:, None] == jnp.arange(n)[:, None], axis=2, dtype=jnp.int32).reshape(-1)
+    pool = fan_out(state.memory.pool, state.sequences.block_table, offspring)
     return settle(
         dataclasses.replace(
             state,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.smc.weights import normalized_weights
 
@@ -47,12 +47,18 @@ def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, "
         # With nothing left over (total 0) no draw is used; W only keeps the division defined.
         drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
         used = jnp.arange(n) < n - jnp.sum(kept)
-        return kept.at[drawn].add(used.astype(jnp.int32))
+        return kept + _counts(drawn, used)
     if method == "multinomial":
         positions = uniforms
     else:  # systematic (one uniform for all strata) and stratified
         positions = (uniforms + jnp.arange(n)) / n
-    return jnp.zeros(n, jnp.int32).at[inverse_cdf(positions, weights)].add(1)
+    return _counts(inverse_cdf(positions, weights), jnp.ones(n, bool))
+
+
+def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
+    """How often each index is drawn. N² comparisons are one small kernel on a GPU, a scatter is several."""
+    index = jnp.arange(drawn.shape[0])
+    return jnp.sum((drawn == index[:, None]) & used, axis=1, dtype=jnp.int32)
 
 
 def ancestors_from_counts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
