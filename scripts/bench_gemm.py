@@ -186,7 +186,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
 
 def tunings(name: str, m: int, sweep: bool) -> list[Any]:
     """The kernel's tunings to try."""
-    from smcjax.pallas.stream_matmul import Tuning, objection
+    from stream_matmul import Tuning, objection
 
     if not sweep:
         return [None]
@@ -216,8 +216,7 @@ def run_jax(shapes: list[str], tokens: list[int], methods: list[str], sweep: boo
     """Compiles everything, XLA's programs alone since that times kernels too; then times one by one."""
     import jax
     import jax.numpy as jnp
-
-    from smcjax.pallas.stream_matmul import stream_matmul
+    from stream_matmul import stream_matmul
 
     began = time.perf_counter()
 

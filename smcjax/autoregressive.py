@@ -153,12 +153,13 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     tokens = sequences.token_at(position)[:, None]
     pages = sequences.write_pages(position[:, None], state.live[:, None], program.page_size)
-    sharing = plan(
+    alone = plan(
         program.target,
         params,
         sequences.block_table,
         jnp.where(state.live, position + 1, 0),
         position + 1,
+        state.requests.stops,
         rows=1,
         columns=1,
         page_size=program.page_size,
@@ -173,7 +174,7 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         sequences.block_table,
         pages,
         _law(program, state, Purpose.DRAFT),
-        sharing=sharing,
+        plan=alone,
         implementation=program.implementation,
     )
     state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))

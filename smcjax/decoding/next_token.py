@@ -47,44 +47,56 @@ def sample(law: Law, logits: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Flo
     return token, log_softmax_at(logits, token)
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the steps of one cycle have in common."""
+
+    sharing: Sharing | None  # what rows of a group share
+    norms: Float[Array, "norms E"] | None = None  # for the one kernel: all of the model's, in its order
+    stop_words: UInt[Array, "R words"] | None = None  # the law's stops, 32 to a word
+
+
 def plan(
     config: ModelConfig,
     params: Params,
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
     settled: Int[Array, " R"],
+    stops: Bool[Array, "R V"],
     *,
     rows: int,
     columns: int,
     page_size: int,
     implementation: str,
-) -> Sharing | None:
-    """What the rows of each group share, for `next_token` of up to `columns` tokens a row: `plan_sharing`'s terms."""
-    if _one_kernel(config, params, block_table.shape[0], columns, rows, page_size, implementation) is not None:
-        queries = columns * config.num_heads // config.num_kv_heads
-        return find_sharing(
+) -> Plan:
+    """For `next_token` of up to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
+    if _one_kernel(config, params, block_table.shape[0], columns, rows, page_size, implementation) is None:
+        sharing = plan_sharing(
             block_table,
             lengths,
             settled,
             rows=rows,
-            queries=queries,
+            columns=columns,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             page_size=page_size,
-            chunk=decode_step.CHUNK,
-            tiles=1,
+            dtype=params.embed.dtype,
+            implementation=implementation,
         )
-    return plan_sharing(
+        return Plan(sharing)
+    sharing = find_sharing(
         block_table,
         lengths,
         settled,
         rows=rows,
-        columns=columns,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        queries=columns * config.num_heads // config.num_kv_heads,
         page_size=page_size,
-        dtype=params.embed.dtype,
-        implementation=implementation,
+        chunk=decode_step.CHUNK,
+        tiles=1,
     )
+    norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm)]
+    return Plan(sharing, jnp.stack([*norms, params.final_norm]), pack_bits(stops))
 
 
 def next_token(
@@ -97,20 +109,20 @@ def next_token(
     write_pages: Int[Array, "R T"],
     law: Law,
     *,
+    plan: Plan,
     rows: int = 1,
-    sharing: Sharing | None = None,
     copies: Copies | None = None,
     implementation: str = "auto",
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
     """A token for each row after its T new ones, its log-probability, and the cache with their KV written.
 
-    What `sample` says of the token holds. N = `rows` consecutive rows are a group, `sharing` is the
-    `plan` for them; other arguments as for `smcjax.model.paged.paged_hidden_states`.
+    What `sample` says of the token holds. N = `rows` consecutive rows are a group, `plan` was made for them and for the
+    law's stops; other arguments as for `smcjax.model.paged.paged_hidden_states`.
     """
     total, columns = tokens.shape
     shape = _one_kernel(config, params, total, columns, rows, cache.page_size, implementation)
-    if shape is not None and sharing is not None and law.truncation is None:
-        return _by_one_kernel(shape, config, params, cache, tokens, positions, write_pages, law, sharing, copies)
+    if shape is not None and plan.norms is not None and law.truncation is None:
+        return _by_one_kernel(shape, config, params, cache, tokens, positions, write_pages, law, plan, copies)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -120,7 +132,7 @@ def next_token(
         block_table,
         write_pages,
         copies=copies,
-        sharing=sharing,
+        sharing=plan.sharing,
         implementation=implementation,
     )
     return *sample(law, unembed(params, hidden[:, -1])), cache
@@ -162,11 +174,14 @@ def _by_one_kernel(
     positions: Int[Array, "R T"],
     write_pages: Int[Array, "R T"],
     law: Law,
-    sharing: Sharing,
+    plan: Plan,
     copies: Copies | None,
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
+    assert plan.sharing is not None
+    assert plan.norms is not None
+    assert plan.stop_words is not None
     if copies is not None:
-        cache = cache.copy_pages(copies.source, copies.target)
+        cache = cache.copy_pages(copies, implementation="mosaic")
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
     greedy = jnp.zeros(tokens.shape[0], bool) if law.greedy is None else law.greedy
     layers = params.layers
@@ -175,7 +190,7 @@ def _by_one_kernel(
         o=tuple(layer.o for layer in layers),
         gate_up=tuple(layer.gate_up for layer in layers),
         down=tuple(layer.down for layer in layers),
-        norms=jnp.stack([*(norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)), params.final_norm]),
+        norms=plan.norms,
         embed=params.embed,
         unembed=params.unembed,
     )
@@ -183,7 +198,7 @@ def _by_one_kernel(
         keys=jax.random.key_data(law.keys),
         temperature=law.temperature,
         noise_scale=jnp.where(greedy, 0.0, 1.0),
-        forbidden=jnp.where(law.forbidden[:, None], pack_bits(law.stops), jnp.uint32(0)),
+        forbidden=jnp.where(law.forbidden[:, None], plan.stop_words, jnp.uint32(0)),
     )
     token, logprob, keys, values = decode_step.decode_step(
         shape,
@@ -193,7 +208,7 @@ def _by_one_kernel(
         jnp.sin(angles),
         positions,
         write_pages * cache.page_size + positions % cache.page_size,
-        sharing,
+        plan.sharing,
         draws,
         cache.keys,
         cache.values,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas import Copies, HeadNorms, copy_pages, rotate_and_write
+from smcjax.pallas import Copies, HeadNorms, copy_all_pages, rotate_and_write
 
 
 @jax.tree_util.register_dataclass
@@ -41,14 +41,10 @@ class KVCache:
         """B, tokens a page."""
         return self.keys[0].shape[1]
 
-    def copy_pages(self, source: Int[Array, " n"], destination: Int[Array, " n"]) -> KVCache:
-        """Page `source[i]` into page `destination[i]` in every layer, as if all were read before any is written.
-
-        Entries that need no copy name the trash page on both sides.
-        """
-        copies = Copies(source, destination)
-        keys, values = (tuple(copy_pages(pages, copies) for pages in pools) for pools in (self.keys, self.values))
-        return KVCache(keys=keys, values=values)
+    def copy_pages(self, copies: Copies, *, implementation: str = "auto") -> KVCache:
+        """The copies made in every layer; rows that need none name one page twice. No target is a source."""
+        pools = copy_all_pages(self.keys + self.values, copies, implementation=implementation)
+        return KVCache(keys=pools[: len(self.keys)], values=pools[len(self.keys) :])
 
     def write(
         self,

@@ -3,6 +3,7 @@
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
 from smcjax.pallas.norm import add_rms_norm, rms_norm
+from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention,
@@ -21,6 +22,7 @@ __all__ = [
     "Sharing",
     "add_rms_norm",
     "attention",
+    "copy_all_pages",
     "copy_pages",
     "paged_attention",
     "paged_attention_mosaic",

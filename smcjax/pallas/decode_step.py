@@ -271,8 +271,7 @@ class Operands:
     partial_lse: Ref  # [G·Hkv·S, 64] f32, base 2
     attended: Ref  # [M, H·D]
     h: Ref  # [M, F]
-    sample_f32: Ref  # [4, blocks, 16, M] f32: best perturbed logit, its logit, largest logit, Σ exp(logit − it)
-    sample_id: Ref  # [blocks, 16, M] int32: the best's id
+    found: Sequence[Ref]  # [blocks, 16, M] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
 
 
 class _Body:
@@ -871,9 +870,8 @@ class _Body:
             tile_of(0.0, jnp.float32),
         )
         _, (best, best_id, best_logit, top, mass) = self._multiply(self.products["head"], finish, t, start, early)
-        for row, value in enumerate((best, best_logit, top, mass)):
-            g.sample_f32[row, self.block] = value
-        g.sample_id[self.block] = best_id
+        for ref, value in zip(g.found, (best, best_id, best_logit, top, mass), strict=True):
+            ref[self.block] = value
 
 
 def _round(x: jax.Array) -> jax.Array:
@@ -1037,7 +1035,7 @@ def decode_step(
         launch(shape, operands, stages=LAYER_STAGES, with_head=True)
     else:
         _launch_by_stage(shape, operands, interpret)
-    token, logprob = _conclude(operands.sample_f32[...], operands.sample_id[...])
+    token, logprob = _conclude(*(ref[...].reshape(-1, shape.tokens) for ref in operands.found))
     rows, columns = tokens.shape
     last = slice(columns - 1, rows * columns, columns)
     return token[last], logprob[last], tuple(map(jax.freeze, operands.keys)), tuple(map(jax.freeze, operands.values))
@@ -1064,11 +1062,15 @@ def make_operands(
     def by_token(x: jax.Array) -> jax.Array:
         """[R, T, …] to [M, …], zeros beyond the last."""
         x = x.reshape(rows * columns, *x.shape[2:])
+        if padded == rows * columns:
+            return x
         return jnp.pad(x, [(0, padded - rows * columns)] + [(0, 0)] * (x.ndim - 1))
 
     def at_last(x: jax.Array) -> jax.Array:
         """[R, …] to [M, …]: at each row's last token."""
-        return by_token(jnp.zeros((rows, columns, *x.shape[1:]), x.dtype).at[:, -1].set(x))
+        return by_token(
+            jnp.zeros((rows, columns, *x.shape[1:]), x.dtype).at[:, -1].set(x) if columns > 1 else x[:, None]
+        )
 
     def scratch(*dims: int, dtype: Any = bf16) -> Any:
         return jax.new_ref(lax.empty(dims, dtype))
@@ -1103,8 +1105,7 @@ def make_operands(
         partial_lse=scratch(shares, QUERIES, dtype=f32),
         attended=scratch(padded, shape.heads * shape.dim),
         h=scratch(padded, shape.ffn),
-        sample_f32=scratch(4, shape.blocks, TILE, padded, dtype=f32),
-        sample_id=scratch(shape.blocks, TILE, padded, dtype=jnp.int32),
+        found=tuple(scratch(shape.blocks, TILE, padded, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
     )
 
 
@@ -1120,13 +1121,28 @@ def _launch_by_stage(shape: Shape, operands: Operands, interpret: Any) -> None:
     run(operands, stages=(), with_head=True)
 
 
-def _conclude(sample_f32: Float[Array, "4 blocks features M"], sample_id: Int[Array, "blocks features M"]) -> Any:
-    """Token and log-probability from what each block found among its ids; ties go to the lowest id."""
-    tokens = sample_id.shape[-1]
-    best, logit, top, mass = sample_f32.reshape(4, -1, tokens)
-    ids = sample_id.reshape(-1, tokens)
-    token = jnp.min(jnp.where(best == jnp.max(best, axis=0), ids, jnp.iinfo(jnp.int32).max), axis=0)
-    chosen = jnp.max(jnp.where(ids == token, logit, -jnp.inf), axis=0)
-    largest = jnp.max(top, axis=0)
-    total = jnp.sum(mass * jnp.exp(top - largest), axis=0)
-    return token, chosen - largest - jnp.log(total)
+def _conclude(
+    best: Float[Array, "n M"],
+    ids: Int[Array, "n M"],
+    logit: Float[Array, "n M"],
+    top: Float[Array, "n M"],
+    mass: Float[Array, "n M"],
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """Token and log-probability from what the blocks found among their ids; ties go to the lowest id.
+
+    One reduction of all five: one kernel.
+    """
+
+    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b
+        first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
+        top = jnp.maximum(top_a, top_b)
+        mass = mass_a * jnp.exp(top_a - top) + mass_b * jnp.exp(top_b - top)
+        chosen = (jnp.where(first, x, y) for x, y in ((best_a, best_b), (id_a, id_b), (logit_a, logit_b)))
+        return (*chosen, top, mass)
+
+    operands = (best, ids, logit, top, mass)
+    nothing = (-jnp.inf, jnp.iinfo(jnp.int32).max, -jnp.inf, MASKED, 0.0)
+    start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(nothing, operands, strict=True))
+    _, token, logit, top, mass = lax.reduce(operands, start, better, (0,))
+    return token, logit - top - jnp.log(mass)

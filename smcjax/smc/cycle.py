@@ -127,11 +127,12 @@ def propose(
     generated = sequences.length - state.per_row(state.requests.prompt_length)
     stops, minimum = state.per_row(state.requests.stops), state.per_row(state.requests.min_tokens)
     config = program.draft
-    sharing = plan(
+    together = plan(
         config,
         params.draft,
         sequences.block_table,
         *_reach(program, state),
+        stops,
         rows=smc.n_particles,
         columns=2 if smc.defers else 1,
         page_size=program.page_size,
@@ -157,8 +158,8 @@ def propose(
             sequences.block_table,
             pages,
             law,
+            plan=together,
             rows=smc.n_particles,
-            sharing=sharing,
             copies=copies,
             implementation=program.implementation,
         )

@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from smcjax.kv import TRASH, KVCache, PagePool, allocate, make_room, page_of, pages_for, rebind, release
+from smcjax.kv import (
+    TRASH,
+    Copies,
+    KVCache,
+    PagePool,
+    allocate,
+    fan_out,
+    make_room,
+    page_of,
+    pages_for,
+    rebind,
+    release,
+)
 from tests.helpers import assert_pages_sound
 
 GROUPS, FAN_OUT, CAPACITY, WIDTH = 2, 3, 23, 4
@@ -183,15 +195,16 @@ def test_allocate_grants_in_order_and_never_beyond(needed: list[bool], free: int
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 5])
-def test_copy_pages_reads_before_it_writes(page_size: int) -> None:
-    """A page that is freed, reallocated and copied to in the same call is still copied from correctly."""
+def test_copy_pages_copies_every_layer_and_nothing_else(page_size: int) -> None:
+    """Two rows take copies of one page, a third needs none."""
     cache = KVCache.create(
         num_layers=2, num_pages=5, page_size=page_size, num_kv_heads=1, head_dim=2, dtype=jnp.float32
     )
     filled = jax.tree.map(lambda x: x + jnp.arange(5.0)[:, None, None, None], cache)
-    copied = jax.jit(KVCache.copy_pages)(filled, jnp.asarray([2, 3, 0]), jnp.asarray([3, 2, 0]))
+    copies = Copies(jnp.asarray([2, 2, TRASH]), jnp.asarray([3, 4, TRASH]))
+    copied = jax.jit(KVCache.copy_pages)(filled, copies)
     for pages in (*copied.keys, *copied.values):
-        assert pages[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 4]
+        assert pages.mean(axis=(1, 2, 3)).tolist() == [0, 1, 2, 2, 2]
 
 
 def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:
@@ -232,3 +245,32 @@ def test_two_sharers_take_turns_with_one_spare_page() -> None:
     assert room.copy_from.tolist() == [TRASH, int(page[0])]
     assert room.copy_to.tolist() == [TRASH, int(room.block_table[1, 0])]
     assert_pages_sound(room.block_table, room.pool)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fan_out_by_offspring_is_a_rebinding_to_the_ancestors_tables(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, width, num_pages = 6, 4, 40
+    pool = PagePool.create(num_pages)
+    pool, table = allocate(pool, jnp.asarray(rng.random((rows, width)) < 0.8))
+    table = table.at[1].set(table[0])  # two rows that share
+    pool = rebind(pool, jnp.zeros_like(table), table)
+    pool = release(pool, table.at[1].set(TRASH))  # the references of `allocate`; row 1's were never counted there
+    ancestors = rng.integers(0, rows, rows)
+    new = table[ancestors]
+    ours = fan_out(pool, table, jnp.asarray(np.bincount(ancestors, minlength=rows)))
+    theirs = rebind(pool, table, new)
+    np.testing.assert_array_equal(ours.refcount, theirs.refcount)
+    assert int(ours.num_free) == int(theirs.num_free)
+    free = int(ours.num_free)
+    assert set(ours.free[:free].tolist()) == set(theirs.free[:free].tolist())
+
+
+@pytest.mark.parametrize("size", [7, 1024, 1500])
+def test_allocation_is_in_order_however_many_ask(size: int) -> None:
+    """Few entries are counted by comparing pairs, many by a scan."""
+    needed = np.random.default_rng(size).random(size) < 0.5
+    pool, pages = allocate(PagePool.create(size + 1), jnp.asarray(needed))
+    assert pages[needed].tolist() == list(range(1, 1 + needed.sum()))
+    assert (np.asarray(pages)[~needed] == TRASH).all()
+    assert int(pool.num_free) == size - needed.sum()

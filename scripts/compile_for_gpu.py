@@ -1,0 +1,132 @@
+"""The cycle compiled for an H200 on a machine without a GPU: its kernels, its copies, how long compiling takes.
+
+XLA and Mosaic compile for a described GPU; nothing runs. What a profile would list can be counted, and that no buffer
+of KV's size is copied can be seen. Algorithms that XLA chooses by timing are its defaults here.
+
+    uv run --isolated --no-project --with jax==0.11.2 --with jax-cuda13-plugin==0.11.2 --with jax-cuda13-pjrt \\
+        --with nvidia-cuda-nvcc --with . python scripts/compile_for_gpu.py --layers 2
+
+`MOSAIC_GPU_DUMP_PTX=1` and `MOSAIC_GPU_DUMP_PTXAS=1` print the kernels' PTX and registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from smcjax import smc
+from smcjax.bench.shapes import SHAPES
+from smcjax.decoding.sequences import Requests
+from smcjax.engine.memory import worst_case_pages
+from smcjax.model.params import param_shapes
+from smcjax.smc.lifecycle import begin
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+RUNS = ("fusion", "custom-call", "copy", "sort", "scatter", "gather", "reduce", "conditional")  # on the device
+NOTHING = "empty"  # custom calls that only name memory
+
+
+def main() -> None:
+    """Compiles one cycle and prints what it consists of."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-shape", default="llama-3.1-8b", choices=SHAPES)
+    parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
+    parser.add_argument("-N", "--n-particles", type=int, default=8)
+    parser.add_argument("-K", "--gamma", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--layers", type=int, help="of both models (all)")
+    parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
+    parser.add_argument("--hlo", type=Path, help="write the optimised program there")
+    args = parser.parse_args()
+
+    target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
+    if args.layers is not None:
+        target, draft = (dataclasses.replace(config, num_layers=args.layers) for config in (target, draft))
+    decoding = smc.SMC(n_particles=args.n_particles, gamma=args.gamma)
+    program = smc.Program(decoding, target, draft, args.max_model_len, implementation=args.implementation)
+    params = smc.PairParams(param_shapes(target, jnp.bfloat16), param_shapes(draft, jnp.bfloat16))
+    began = time.perf_counter()
+    text = compiled(program, params, args.requests, args.context)
+    print(f"compiled in {time.perf_counter() - began:.1f} s")
+    if args.hlo:
+        args.hlo.write_text(text)
+    report(text)
+
+
+def compiled(program: Any, params: Any, requests: int, context: int) -> str:
+    """The optimised program of one cycle."""
+    topology = topologies.get_topology_desc("1x1", "cuda", target_config=H200, topology="1x1x1")
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    pages = 1 + requests * worst_case_pages(context, program.max_model_len, program.smc.n_particles, program.page_size)
+
+    def start() -> Any:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        memory = smc.Memory.create(program, zeros, pages)
+        lengths = jnp.full(requests, context)
+        vocabulary = program.target.vocab_size
+        asked = Requests.alike(jax.random.key(0), lengths, vocab_size=vocabulary, max_tokens=program.max_model_len)
+        return begin(program, memory, jnp.zeros((requests, context), jnp.int32), asked, jnp.ones(requests, bool))
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    step = jax.jit(lambda params, state: smc.step(program, params, state), donate_argnums=1, out_shardings=sharding)
+    traced = step.trace(placed(params), placed(jax.eval_shape(start)))
+    return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+
+
+def report(text: str) -> None:
+    """Launches by kernel class, in the draft loop and outside, and copies by size."""
+    entry = text[text.index("ENTRY") :]
+    loops = {}
+    for line in text.splitlines():
+        found = re.search(r"while\(.*body=(%[\w.\-]+).*\"known_trip_count\":\{\"n\":\"(\d+)\"", line)
+        if found:
+            start = text.index(f"\n{found[1]} (")
+            loops[found[1]] = (text[start : text.index("\n}\n", start)], int(found[2]))
+    total = 0
+    for name, body, times in (("outside loops", entry, 1), *((name, body, n) for name, (body, n) in loops.items())):
+        kinds: collections.Counter[str] = collections.Counter()
+        for line in body.splitlines():
+            found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z\-]+)\(", line)
+            if found and found[2] in RUNS and not found[1].startswith(NOTHING):
+                kinds[re.sub(r"[._]\d+", "", found[1])] += 1
+        total += times * kinds.total()
+        print(f"\n{name}, {times} ×: {kinds.total()} launches")
+        for kind, count in kinds.most_common():
+            print(f"{count:6d}  {kind}")
+    print(f"\n{total} launches a cycle")
+    copies = re.findall(r"= ((?:bf16|f32|s32|u32|pred)\[[\d,]*\])[^=]* copy\(", text)
+    print(
+        "copies:",
+        ", ".join(f"{count} of {what}" for what, count in collections.Counter(copies).most_common()) or "none",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Copying pages of all layers at once, against copying pool by pool: the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas import Copies, copy_pages
+from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic, supports_copy
+
+COPIES = Copies(jnp.asarray([3, 0, 3, 5]), jnp.asarray([7, 0, 8, 1]))  # two copies of page 3, a row without any
+
+
+def pools(number: int, *, pages: int, page_size: int, kv_heads: int, dim: int) -> tuple[jax.Array, ...]:
+    shape = (pages, page_size, kv_heads, dim)
+    return tuple(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(number))
+
+
+def check(given: tuple[jax.Array, ...], interpret: Any = None) -> None:
+    want = [np.asarray(copy_pages(pages, COPIES)) for pages in given]
+    got = copy_all_pages_mosaic(given, COPIES, interpret=interpret)
+    assert any((a != np.asarray(b)).any() for a, b in zip(want, given, strict=True))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
+
+
+@pytest.mark.parametrize(("number", "page_size"), [(1, 8), (6, 16)])
+def test_equals_copies_pool_by_pool(number: int, page_size: int) -> None:
+    check(pools(number, pages=9, page_size=page_size, kv_heads=2, dim=64), plgpu.InterpretGPUParams())
+
+
+def test_is_one_kernel_in_place_and_only_where_asked() -> None:
+    given = (jax.ShapeDtypeStruct((600, 16, 8, 64), jnp.bfloat16),) * 32
+
+    def text(implementation: str) -> str:
+        copy = jax.jit(lambda pools: copy_all_pages(pools, COPIES, implementation=implementation), donate_argnums=0)
+        return copy.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert text("mosaic").count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.scatter" not in text("mosaic")
+    assert text("xla").count('"stablehlo.scatter"') == 32
+
+
+def test_unlike_pools_are_copied_one_by_one() -> None:
+    a = pools(1, pages=9, page_size=16, kv_heads=2, dim=64)
+    b = pools(1, pages=9, page_size=16, kv_heads=4, dim=64)
+    assert supports_copy(a)
+    assert not supports_copy(a + b)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    check(pools(32, pages=600, page_size=16, kv_heads=8, dim=64))
