@@ -23,6 +23,7 @@ from smcjax.model.decoder import rope_frequencies, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
 from smcjax.pallas import decode_step as ds
+from smcjax.pallas.decode_kernel import gumbel
 from smcjax.pallas.sharing import find_sharing
 
 PAGE = 16
@@ -254,7 +255,7 @@ def test_equals_the_layer_by_layer_forward(case: str) -> None:
 def test_the_noise_is_that_of_jax_random() -> None:
     key = jax.random.key(7)
     words = jnp.broadcast_to(jax.random.key_data(key)[:, None], (2, 4096))
-    ours = ds._gumbel(words[0], words[1], jnp.arange(4096, dtype=jnp.uint32))
+    ours = gumbel(words[0], words[1], jnp.arange(4096, dtype=jnp.uint32))
     np.testing.assert_allclose(ours, jax.random.gumbel(key, (4096,)), rtol=1e-6, atol=1e-6)
 
 

@@ -1,0 +1,790 @@
+"""One decode step of a whole decoder as one persistent Mosaic GPU kernel (Hopper): every layer, and the sampled token.
+
+A step of few tokens is a chain of small dependent products whose time is the stream of their weights. Launched one by
+one, every kernel waits for the last and starts the stream afresh. Here 132 blocks, one a multiprocessor, stay for the
+whole step, and three warpgroups of each share the work:
+
+    weights     streams the block's share of all weight matrices through a ring in shared memory, across the
+                barriers between stages, because weights depend on nothing
+    loader      waits for the grid's barrier before each stage, then fetches its activations, queries, keys and values
+    consumer    multiplies, finishes (norm scale, rotary, KV write, softmax, residual, SwiGLU, sampling), signals
+
+Stages of a layer, a grid-wide barrier after each, except that between `attend` and `merge` only the blocks of one KV
+head wait for each other:
+
+    qkv       qkv·(x∘g), times 1/rms(x); rotary; q to a buffer, k and v to their KV pages
+    attend    per (group, KV head, split): softmax over the split's share of the group's distinct chunks of KV
+    merge     the splits' outputs, by their log-sum-exp
+    o         x += o·attended;          x∘g for the next norm
+    gate_up   silu(gate·(x∘g)/rms) ∘ (up·(x∘g)/rms)
+    down      x += down·…;              x∘g for the next norm
+    head      (after the last layer) logits by blocks of 32 ids; their Gumbel maximum and log-sum-exp, never stored
+
+A product is split among blocks by rows of W only, so no sum crosses blocks, every sum has a fixed order and a step is
+repeatable. The tensor core wants 64 rows: a unit of 64/s rows takes s parts of the inner dimension at once, as 64 rows
+of W parts against s·M columns of x parts, of which the s diagonal blocks are kept and added.
+
+Activations are bf16 as in `smcjax.model.decoder`, whose roundings it follows, except that x∘g is rounded before the
+scale 1/rms instead of after. Gumbel noise has the bits of `jax.random.categorical` with the row's key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas import lanes
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, QUERIES, TILE, Product, Shape
+
+MASKED = -1e30  # a score that no visible one can reach
+Ref = Any
+WEIGHTS, LOADER, CONSUMER = 0, 1, 2
+LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """References of one launch: `layers` of each matrix, the KV pages they write, and what the stages hand on."""
+
+    qkv: Sequence[Ref]  # [(H + 2·Hkv)·D, E] each
+    o: Sequence[Ref]  # [E, H·D]
+    gate_up: Sequence[Ref]  # [2·F, E]
+    down: Sequence[Ref]  # [E, F]
+    head: Sequence[Ref]  # [V, E], one or none
+    norms: Ref  # [2·L + 1, E]: attention, MLP, attention … and the one after the last layer
+    cos: Ref  # [M, D/2] f32
+    sin: Ref  # [M, D/2] f32
+    slots: Ref  # [M] int32: page · B + offset of each token's KV
+    tasks: Ref  # [G, 1, X, C/B + 2] int32: `smcjax.pallas.sharing`
+    count: Ref  # [G, 1] int32
+    limits: Ref  # [G, 64] int32: how many slots a query sees · 32 + its row in the group
+    lengths: Ref  # [G·N] int32: how many slots of a row hold KV, the new tokens' included
+    noise_keys: Ref  # [M, 2] uint32
+    inverse_temperature: Ref  # [M, 1] f32
+    noise_scale: Ref  # [M, 1] f32: 0 takes the likeliest id
+    forbidden: Ref  # [M, V/32] uint32: ids that may not be drawn, one bit each
+    # From here on written:
+    x: Ref  # [M, E] the residual stream
+    xg: Ref  # [M, E] residual ∘ next norm's weight
+    keys: Sequence[Ref]  # [P, B, Hkv, D]
+    values: Sequence[Ref]
+    q: Ref  # [Hkv·M·q_step, D]
+    partial: Ref  # [G·Hkv·S, 64, D] f32
+    partial_lse: Ref  # [G·Hkv·S, 64] f32, base 2
+    attended: Ref  # [M, H·D]
+    h: Ref  # [M, F]
+    found: Sequence[Ref]  # [blocks, 16, M] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
+
+
+class _Body:
+    """The kernel's body. Static facts and references as attributes, so that stages read as methods."""
+
+    def __init__(self, shape: Shape, stages: tuple[str, ...], with_head: bool, interpret: bool) -> None:
+        self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
+        self.products = shape.products()
+
+    def __call__(self, g: Operands, *, turns_smem: Ref, **scratch: Ref) -> None:
+        self.g = g
+        names = (("x_smem", "fold_smem", "scale_smem"), ("k_smem", "v_smem", "q_smem"))
+        self.s = dict(scratch)
+        for group, refs in zip(names, turns_smem, strict=True):
+            self.s.update(zip(group, refs, strict=True))
+        self.block = lax.axis_index("block")
+        self.layers = max(len(g.qkv), len(g.keys))
+        warpgroup = lax.axis_index("warpgroup")
+        self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers
+        if not self.alone:
+            self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
+            self.pairs = pl.get_global(plgpu.SemaphoreType.REGULAR((self.shape.groups * self.shape.kv_heads,)))
+        pl.when(warpgroup == WEIGHTS)(self._weights)
+        pl.when(warpgroup == LOADER)(self._loader)
+        pl.when(warpgroup == CONSUMER)(self._consumer)
+
+    # Order of stages, the same for all three.
+
+    def _span(self, units: int) -> tuple[jax.Array, jax.Array]:
+        return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
+
+    def _await(self, number: jax.Array) -> None:
+        """Until every block has finished the `number` stages before this one."""
+        if self.alone:
+            return
+
+        @pl.when(number > 0)
+        def _wait() -> None:
+            plgpu.semaphore_wait(self.semaphore, number * self.shape.blocks, decrement=False, memory_scope="gpu")
+
+        lanes.proxy_fence(interpret=self.interpret)
+
+    def _finish(self) -> None:
+        """This block has finished a stage."""
+        if self.alone:
+            return
+        lanes.proxy_fence(interpret=self.interpret)
+        plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu")
+
+    def _meet(self, layer: jax.Array) -> None:
+        """Until the blocks of this (group, KV head) have written their shares of the layer's attention."""
+        shape = self.shape
+
+        @pl.when(self.block < shape.groups * shape.kv_heads * shape.splits)
+        def _wait() -> None:
+            pair = self.pairs.at[lax.div(self.block, shape.splits)]
+            plgpu.semaphore_signal(pair, 1, memory_scope="gpu")
+            plgpu.semaphore_wait(pair, (layer + 1) * shape.splits, decrement=False, memory_scope="gpu")
+
+    # The weights' warpgroup.
+
+    def _weights(self) -> None:
+        matrices = {"qkv": self.g.qkv, "o": self.g.o, "gate_up": self.g.gate_up, "down": self.g.down}
+
+        def layer(index: jax.Array, t: jax.Array) -> jax.Array:
+            for name in self.stages:
+                if name in matrices:
+                    t = self._stream(self.products[name], matrices[name], index, t)
+            return t
+
+        t = jnp.int32(0)
+        if self.stages:
+            t = lax.fori_loop(0, self.layers, layer, t)
+        if self.with_head:
+            t = self._stream(self.products["head"], self.g.head, jnp.int32(0), t)
+        # Wait until the ring has drained: a barrier must not die with an arrival to come.
+        ring = self.shape.ring
+
+        def drain(i: jax.Array, _: None) -> None:
+            plgpu.barrier_wait(self.s["w_empty"].at[lax.rem(i, ring)])
+
+        lax.fori_loop(lax.max(t - ring, 0), t, drain, None)
+
+    def _stream(self, product: Product, refs: Sequence[Ref], layer: jax.Array, t: jax.Array) -> jax.Array:
+        first, last = self._span(product.units)
+        ring, in_flight = self.shape.ring, self.shape.in_flight
+
+        total = (last - first) * product.steps
+
+        def prefetch(number: jax.Array) -> None:
+            starts = [(row, column) for _, row, column in self._tile(product, first, number)]
+            lanes.prefetch_tiles(refs, layer, starts, (TILE, DEPTH))
+            lanes.nanosleep(self.shape.pause)
+
+        def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            t, ahead = carry
+            slot = lax.rem(t, ring)
+            if in_flight < ring and not self.interpret:
+
+                @pl.when(t >= in_flight)
+                def _throttle() -> None:
+                    plgpu.barrier_wait(self.s["w_full"].at[lax.rem(t - in_flight, ring)])
+
+            if self.interpret or not self.shape.ahead:
+
+                @pl.when(t >= ring)
+                def _free() -> None:
+                    plgpu.barrier_wait(self.s["w_empty"].at[slot])
+            else:
+                # While the consumer is held up the stream goes on, into the L2.
+                end = lax.min(total, i + self.shape.ahead)
+
+                def free() -> jax.Array:
+                    return lax.cond(
+                        t < ring, lambda: jnp.bool_(True), lambda: plgpu.barrier_test(self.s["w_empty"].at[slot])
+                    )
+
+                def more(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    prefetch(carry[0])
+                    return carry[0] + 1, free()
+
+                ahead, done = lax.while_loop(
+                    lambda carry: jnp.logical_and(jnp.logical_not(carry[1]), carry[0] < end),
+                    more,
+                    (lax.max(ahead, i), free()),
+                )
+
+                @pl.when(jnp.logical_not(done))  # a test that succeeds takes the phase as a wait does
+                def _wait() -> None:
+                    plgpu.barrier_wait(self.s["w_empty"].at[slot])
+
+            with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
+                for target, row, column in self._tile(product, first, i):
+                    source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
+                    target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
+                    plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
+            return t + 1, ahead
+
+        t, _ = lax.fori_loop(0, total, tile, (t, jnp.int32(0)))
+        return t
+
+    def _tile(self, product: Product, first: jax.Array, number: jax.Array) -> list[tuple[int, jax.Array, jax.Array]]:
+        """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
+        unit, step = first + lax.div(number, product.steps), lax.rem(number, product.steps)
+        return [
+            ((part * product.pieces + piece) * TILE, start, part * product.part + step * DEPTH)
+            for part in range(product.split)
+            for piece, start in enumerate(product.tiles(unit))
+        ]
+
+    # The loader's warpgroup.
+
+    def _loader(self) -> None:
+        sources = {"qkv": self.g.xg, "o": self.g.attended, "gate_up": self.g.xg, "down": self.g.h}
+        per_layer = len(self.stages)
+
+        def layer(index: jax.Array, _: None) -> None:
+            for number, name in enumerate(self.stages):
+                self._await(index * per_layer + number)
+                if name in sources:
+                    self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
+                elif name == "attend":
+                    self._load_attention(index)
+
+        if self.stages:
+            lax.fori_loop(0, self.layers, layer, None)
+        if self.with_head:
+            self._await(jnp.int32(self.layers * per_layer))
+            self._load_x(self.products["head"], self.g.xg, scaled=True)
+
+    def _x_slots(self, product: Product) -> int:
+        return self.shape.x_rows // (product.split * self.shape.tokens)
+
+    def _load_x(self, product: Product, source: Ref, *, scaled: bool) -> None:
+        """The activations of a product, in tiles that face the weight tiles; and 1/rms."""
+        first, last = self._span(product.units)
+        tokens, slots = self.shape.tokens, self._x_slots(product)
+        rows = product.split * tokens
+
+        @pl.when(first < last)
+        def _load() -> None:
+            def tile(step: jax.Array, _: None) -> None:
+                slot = lax.rem(step, slots)
+
+                @pl.when(step >= slots)
+                def _free() -> None:
+                    plgpu.barrier_wait(self.s["x_empty"].at[slot])
+
+                for part in range(product.split):
+                    columns = pl.ds(pl.multiple_of(part * product.part + step * DEPTH, DEPTH), DEPTH)
+                    target = pl.ds(pl.multiple_of(slot * rows + part * tokens, 8), tokens)
+                    plgpu.copy_gmem_to_smem(
+                        source.at[:, columns], self.s["x_smem"].at[target], self.s["x_full"].at[slot]
+                    )
+                for _unused in range(4 - product.split):  # the barrier counts four arrivals whatever the split
+                    plgpu.barrier_arrive(self.s["x_full"].at[slot])
+
+            lax.fori_loop(0, product.steps, tile, None)
+            if scaled:
+                lanes.inverse_rms(self.g.x, self.s["scale_smem"], self.shape.eps, interpret=self.interpret)
+                plgpu.barrier_arrive(self.s["scale_ready"])
+
+    def _attention_unit(self) -> tuple[jax.Array, ...]:
+        """(takes part, group, KV head, first task, end)."""
+        shape = self.shape
+        active = self.block < shape.groups * shape.kv_heads * shape.splits
+        pair = lax.div(self.block, shape.splits)
+        group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
+        group = lax.min(group, shape.groups - 1)
+        count = self.g.count[group, 0]
+        share = lax.div(count + (shape.splits - 1), shape.splits)
+        first = lax.rem(self.block, shape.splits) * share
+        return active, group, head, first, lax.min(first + share, count)
+
+    def _load_attention(self, layer: jax.Array) -> None:
+        shape = self.shape
+        active, group, head, first, last = self._attention_unit()
+
+        @pl.when(active & (first < last))
+        def _load() -> None:
+            rows = shape.group_tokens * shape.q_step
+            start = pl.multiple_of((head * shape.tokens + group * shape.group_tokens) * shape.q_step, 8)
+            plgpu.copy_gmem_to_smem(
+                self.g.q.at[pl.ds(start, rows)], self.s["q_smem"].at[pl.ds(0, rows)], self.s["q_full"]
+            )
+
+            def task(i: jax.Array, _: None) -> None:
+                slot = lax.rem(i - first, shape.kv_ring)
+
+                @pl.when(i - first >= shape.kv_ring)
+                def _free() -> None:
+                    plgpu.barrier_wait(self.s["kv_empty"].at[slot])
+
+                for refs, buffer, full in ((self.g.keys, "k_smem", "k_full"), (self.g.values, "v_smem", "v_full")):
+                    with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
+                        for j in range(CHUNK // shape.page_size):
+                            page = self.g.tasks[group, 0, i, j]
+                            target = self.s[buffer].at[slot, pl.ds(j * shape.page_size, shape.page_size)]
+                            plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[full].at[slot])
+
+            lax.fori_loop(first, last, task, None)
+
+    # The consumer's warpgroup.
+
+    def _consumer(self) -> None:
+        def layer(index: jax.Array, t: jax.Array) -> jax.Array:
+            for name in self.stages:
+                if name == "attend":
+                    self._attend()
+                    if not self.alone:
+                        self._meet(index)
+                        self._merge()
+                elif name == "merge":  # of its own where there are no semaphores
+                    self._merge()
+                else:
+                    early, finish = (getattr(self, f"_{part}_{name}") for part in ("early", "finish"))
+                    t, _ = self._multiply(
+                        self.products[name],
+                        functools.partial(finish, index),
+                        t,
+                        None,
+                        functools.partial(early, index),
+                    )
+                self._finish()
+            return t
+
+        t = jnp.int32(0)
+        if self.stages:
+            t = lax.fori_loop(0, self.layers, layer, t)
+        if self.with_head:
+            self._sample(t)
+
+    def _multiply(
+        self,
+        product: Product,
+        finish: Callable[..., Any],
+        t: jax.Array,
+        state: Any,
+        early: Callable[[jax.Array], Any] = lambda unit: None,
+    ) -> tuple[jax.Array, Any]:
+        """All units of this block: `finish(unit, first of them, early(unit), tiles, state)` each.
+
+        `early` loads what `finish` needs while the tensor core is at work.
+        """
+        first, last = self._span(product.units)
+        tokens, slots, ring = self.shape.tokens, self._x_slots(product), self.shape.ring
+        rows = product.split * tokens
+        resident = product.steps <= slots
+
+        def free(number: jax.Array, t: jax.Array) -> None:
+            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
+            if not resident:
+
+                @pl.when(number + slots < product.steps)
+                def _free_x() -> None:
+                    plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(number, slots)])
+
+        def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            t, state = carry
+            loaded = early(index)
+
+            def accumulate(acc: Ref) -> jax.Array:
+                def step(number: jax.Array, _: None) -> None:
+                    slot, x_slot = lax.rem(t + number, ring), lax.rem(number, slots)
+                    if resident:
+
+                        @pl.when(index == first)
+                        def _arrived() -> None:
+                            plgpu.barrier_wait(self.s["x_full"].at[x_slot])
+                    else:
+                        plgpu.barrier_wait(self.s["x_full"].at[x_slot])
+                    plgpu.barrier_wait(self.s["w_full"].at[slot])
+                    x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
+                    plgpu.wgmma(acc, self.s["w_smem"].at[slot], x.transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+                    pl.when(number > 0)(lambda: free(number - 1, t + number - 1))
+
+                lax.fori_loop(0, product.steps, step, None)
+                return acc[...]
+
+            acc = pl.run_scoped(accumulate, plgpu.ACC((64, rows), jnp.float32))
+            t = t + product.steps
+            free(jnp.int32(product.steps - 1), t - 1)
+            return t, finish(index, first, loaded, self._fold(product, acc), state)
+
+        # A streamed x is read by one unit only.
+        if not resident:
+            assert -(-product.units // self.shape.blocks) == 1, "x must be resident where a block has several units"
+        return lax.fori_loop(first, last, unit, (t, state))
+
+    def _fold(self, product: Product, acc: jax.Array) -> list[jax.Array]:
+        """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
+        tokens, scratch = self.shape.tokens, self.s["fold_smem"]
+        for part in range(product.split):
+            scratch[part] = acc[:, part * tokens : (part + 1) * tokens]
+        tiles = []
+        for piece in range(product.pieces):
+            parts = [scratch[q, pl.ds((q * product.pieces + piece) * TILE, TILE)] for q in range(product.split)]
+            tiles.append(functools.reduce(jnp.add, parts))
+        return tiles
+
+    def _scaled(self, unit: jax.Array, first: jax.Array, tiles: list[jax.Array]) -> list[jax.Array]:
+        """The tiles times 1/rms of their tokens."""
+
+        @pl.when(unit == first)
+        def _arrived() -> None:
+            plgpu.barrier_wait(self.s["scale_ready"])
+
+        scale = self.s["scale_smem"][...]
+        return [tile * scale for tile in tiles]
+
+    def _gather(self, ref: Ref, row: Any, row_step: int, column: Any, column_step: int = 1) -> jax.Array:
+        return lanes.gather(
+            ref, row, row_step, column, column_step=column_step, tokens=self.shape.tokens, interpret=self.interpret
+        )
+
+    def _scatter(self, ref: Ref, row: Any, row_step: int, column: Any, value: jax.Array) -> None:
+        lanes.scatter(ref, row, row_step, column, value, interpret=self.interpret)
+
+    def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(head, column of its first half) of a unit of the qkv product."""
+        per_head = self.shape.dim // 2 // TILE
+        return lax.div(unit, per_head), lax.rem(unit, per_head) * TILE
+
+    def _early_qkv(self, layer: jax.Array, unit: jax.Array) -> Any:
+        _, column = self._place_in_head(unit)
+        return self._gather(self.g.cos, 0, 1, column), self._gather(self.g.sin, 0, 1, column)
+
+    def _finish_qkv(
+        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    ) -> None:
+        shape, g = self.shape, self.g
+        head, column = self._place_in_head(unit)
+        cos, sin = loaded
+        a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
+
+        def rotated() -> tuple[jax.Array, jax.Array]:
+            return a * cos - b * sin, b * cos + a * sin
+
+        @pl.when(head < shape.heads)
+        def _query() -> None:
+            kv_head, place = lax.div(head, shape.per_kv_head), lax.rem(head, shape.per_kv_head)
+            row = kv_head * shape.tokens * shape.q_step + place
+            for part, value in enumerate(rotated()):
+                self._scatter(g.q, row, shape.q_step, column + part * shape.dim // 2, value)
+
+        def write(refs: Sequence[Ref], kv_head: jax.Array, values: tuple[jax.Array, jax.Array]) -> None:
+            for part, value in enumerate(values):
+                at = column + part * shape.dim // 2
+                lanes.scatter_to_slots(refs, layer, g.slots, kv_head, at, value, interpret=self.interpret)
+
+        @pl.when((head >= shape.heads) & (head < shape.heads + shape.kv_heads))
+        def _key() -> None:
+            write(g.keys, head - shape.heads, rotated())
+
+        @pl.when(head >= shape.heads + shape.kv_heads)
+        def _value() -> None:
+            write(g.values, head - shape.heads - shape.kv_heads, (a, b))
+
+    def _early_residual(self, norm: Any, starts: tuple[Any, ...]) -> Any:
+        return [(self._gather(self.g.x, 0, 1, start), self._gather(self.g.norms, norm, 0, start)) for start in starts]
+
+    def _finish_residual(self, starts: tuple[Any, ...], loaded: Any, tiles: list[jax.Array]) -> None:
+        for start, tile, (x, weight) in zip(starts, tiles, loaded, strict=True):
+            x = _round(x.astype(jnp.float32) + _round(tile))
+            self._scatter(self.g.x, 0, 1, start, x)
+            self._scatter(self.g.xg, 0, 1, start, x * weight.astype(jnp.float32))
+
+    def _early_o(self, layer: jax.Array, unit: jax.Array) -> Any:
+        return self._early_residual(2 * layer + 1, self.products["o"].tiles(unit))
+
+    def _finish_o(
+        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    ) -> None:
+        self._finish_residual(self.products["o"].tiles(unit), loaded, tiles)
+
+    def _early_down(self, layer: jax.Array, unit: jax.Array) -> Any:
+        return self._early_residual(2 * layer + 2, self.products["down"].tiles(unit))
+
+    def _finish_down(
+        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    ) -> None:
+        self._finish_residual(self.products["down"].tiles(unit), loaded, tiles)
+
+    def _early_gate_up(self, layer: jax.Array, unit: jax.Array) -> None:
+        return None
+
+    def _finish_gate_up(
+        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: None, tiles: list[jax.Array], _: None
+    ) -> None:
+        gate, up = (_round(tile) for tile in self._scaled(unit, first, tiles))
+        self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
+
+    def _attend(self) -> None:
+        """Softmax over this block's share of the tasks of its (group, KV head)."""
+        shape, s = self.shape, self.s
+        active, group, _, first, last = self._attention_unit()
+        scale = math.log2(math.e) / math.sqrt(shape.dim)
+        rows = plgpu.Layout.WGMMA.reduce(1)
+
+        @pl.when(active & (first >= last))
+        def _nothing() -> None:
+            nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
+            self.g.partial_lse[self.block] = plgpu.layout_cast(nothing, rows)
+
+        @pl.when(active & (first < last))
+        def _some() -> None:
+            limits = plgpu.load(self.g.limits.at[group], layout=rows, optimized=False)
+            sees, row = limits >> 5, limits & 31
+            lengths = [self.g.lengths[group * shape.rows + r] for r in range(shape.rows)]
+            plgpu.barrier_wait(s["q_full"])
+            q = s["q_smem"]
+
+            def task(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                acc, m, mass = carry
+                slot = lax.rem(i - first, shape.kv_ring)
+                base = self.g.tasks[group, 0, i, CHUNK // shape.page_size] * CHUNK
+                members = self.g.tasks[group, 0, i, CHUNK // shape.page_size + 1]
+                visible = jnp.where(((members >> row) & 1) != 0, sees - base, 0)
+                end = functools.reduce(
+                    lax.max, [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
+                )
+                plgpu.barrier_wait(s["k_full"].at[slot])
+                scores = self._scores(q, s["k_smem"].at[slot].transpose((1, 0))) * scale
+                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+                scores = jnp.where(key < _across(visible, scores.shape), scores, MASKED)
+                new_m = jnp.maximum(m, scores.max(axis=1))
+                alpha = jnp.exp2(m - new_m)
+                p = jnp.exp2(scores - _across(new_m, scores.shape))
+                p = jnp.where(key < _across(visible, scores.shape), p, 0.0)  # a row of another branch sees nothing
+                mass = mass * alpha + p.sum(axis=1)
+                acc = acc * _across(alpha, acc.shape)
+                plgpu.barrier_wait(s["v_full"].at[slot])
+
+                @pl.when(end < base + CHUNK)
+                def _clean() -> None:  # 0 · NaN is NaN: slots that hold nothing must be zeros
+                    v = plgpu.layout_cast(s["v_smem"][slot], plgpu.Layout.WGMMA)
+                    at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+                    s["v_smem"][slot] = jnp.where(at + base < end, v, jnp.zeros_like(v))
+                    plgpu.commit_smem()
+
+                acc = self._weighted(acc, p.astype(q.dtype), s["v_smem"].at[slot])
+
+                @pl.when(i + shape.kv_ring < last)
+                def _free() -> None:
+                    plgpu.barrier_arrive(s["kv_empty"].at[slot])
+
+                return acc, new_m, mass
+
+            acc, m, mass = lax.fori_loop(
+                first,
+                last,
+                task,
+                (
+                    plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
+                    plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
+                    plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+                ),
+            )
+            seen = mass > 0
+            mass = jnp.where(seen, mass, 1.0)
+            self.g.partial[self.block] = acc / _across(mass, acc.shape)
+            self.g.partial_lse[self.block] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
+
+    def _scores(self, q: Ref, k: Ref) -> jax.Array:
+        """q·k, both in shared memory: [64, D] and [D, 64]."""
+
+        def run(acc: Ref) -> jax.Array:
+            plgpu.wgmma(acc, q, k)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((QUERIES, CHUNK), jnp.float32))
+
+    def _weighted(self, acc: jax.Array, p: jax.Array, v: Ref) -> jax.Array:
+        """acc + p·v with `p` in registers."""
+        if self.interpret:  # which knows no such product
+            return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))
+
+    def _merge(self) -> None:
+        """Weighs the splits' outputs by their log-sum-exp, each block a share of its (group, KV head)'s queries.
+
+        128 elements, one or two query heads, at a time.
+        """
+        shape, g = self.shape, self.g
+        active, group, head, _, _ = self._attention_unit()
+        pair, split = lax.div(self.block, shape.splits), lax.rem(self.block, shape.splits)
+        together = 128 // shape.dim
+        vectors = shape.queries // together
+        first, last = lax.div(split * vectors, shape.splits), lax.div((split + 1) * vectors, shape.splits)
+        flat = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+        def vector(number: jax.Array, _: None) -> None:
+            query = number * together
+            lane = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=flat)
+            lses, outs = [], []
+            for split in range(shape.splits):
+                block = pair * shape.splits + split
+                lse = jnp.broadcast_to(g.partial_lse[block, query], (128,))
+                if together == 2:
+                    other = jnp.broadcast_to(g.partial_lse[block, query + 1], (128,))
+                    lse = jnp.where(lane < shape.dim, lse, other)
+                lses.append(lse)
+                outs.append(jnp.reshape(g.partial[block, pl.ds(query, together)], (128,)))
+            top = jnp.maximum(functools.reduce(jnp.maximum, lses), MASKED)
+            weights = [jnp.exp2(lse - top) for lse in lses]
+            total = jnp.maximum(functools.reduce(jnp.add, weights), 1e-30)
+            # A split without tasks has written no output: whatever lies there may be NaN.
+            terms = [jnp.where(weight > 0, weight * out, 0.0) for weight, out in zip(weights, outs, strict=True)]
+            out = functools.reduce(jnp.add, terms) / total
+            token = group * shape.group_tokens + lax.div(query, shape.per_kv_head)
+            column = (head * shape.per_kv_head + lax.rem(query, shape.per_kv_head)) * shape.dim
+            g.attended[token, pl.ds(pl.multiple_of(column, 64), 128)] = out.astype(g.attended.dtype)
+
+        pl.when(active)(lambda: lax.fori_loop(first, last, vector, None))
+
+    def _sample(self, t: jax.Array) -> None:
+        """Logits of this block's ids, and of them what decides the token and its log-probability."""
+        shape, g = self.shape, self.g
+        layout = lanes.tile_layout(shape.tokens)
+        key0, key1 = (self._gather(g.noise_keys, 0, 1, word, column_step=0) for word in range(2))
+        inverse = self._gather(g.inverse_temperature, 0, 1, 0, column_step=0)
+        noise_scale = self._gather(g.noise_scale, 0, 1, 0, column_step=0)
+
+        def tile_of(value: float | int, dtype: Any) -> jax.Array:
+            return plgpu.layout_cast(jnp.full((TILE, shape.tokens), value, dtype), layout)
+
+        def early(unit: jax.Array) -> jax.Array:
+            return self._gather(g.forbidden, 0, 1, unit, column_step=0)
+
+        def finish(
+            unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], state: tuple[jax.Array, ...]
+        ) -> Any:
+            best, best_id, best_logit, top, mass = state
+            feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
+            for piece, tile in enumerate(self._scaled(unit, first, tiles)):
+                at = feature + piece * TILE
+                ids = at + unit * 32
+                bit = lax.shift_right_logical(words, at.astype(jnp.uint32)) & jnp.uint32(1)
+                logit = jnp.where(bit == jnp.uint32(0), tile * inverse, -jnp.inf)
+                perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
+                better = perturbed > best
+                best_id = jnp.where(better, ids, best_id)
+                best_logit = jnp.where(better, logit, best_logit)
+                best = jnp.where(better, perturbed, best)
+                new_top = jnp.maximum(top, logit)
+                mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
+                top = new_top
+            return best, best_id, best_logit, top, mass
+
+        start = (
+            tile_of(-jnp.inf, jnp.float32),
+            tile_of(0, jnp.int32),
+            tile_of(-jnp.inf, jnp.float32),
+            tile_of(MASKED, jnp.float32),
+            tile_of(0.0, jnp.float32),
+        )
+        _, (best, best_id, best_logit, top, mass) = self._multiply(self.products["head"], finish, t, start, early)
+        for ref, value in zip(g.found, (best, best_id, best_logit, top, mass), strict=True):
+            ref[self.block] = value
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To bf16 and back."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), JAX's default generator."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for i in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = lax.shift_left(x1, _like(x1, rotation)) | lax.shift_right_logical(x1, _like(x1, 32 - rotation))
+            x1 = x0 ^ x1
+        x0 = x0 + keys[(i + 1) % 3]
+        x1 = x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x0, x1
+
+
+def _like(x: jax.Array, value: int) -> jax.Array:
+    return jnp.full(x.shape, value, x.dtype)
+
+
+def gumbel(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
+    """The noise that `jax.random.gumbel` gives element `ids` of a vector."""
+    high, low = _threefry(key0, key1, jnp.zeros_like(ids), ids)
+    bits = lax.shift_right_logical(high ^ low, _like(high, 9)) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+    uniform = jnp.maximum(uniform, float(jnp.finfo(jnp.float32).tiny))
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _scratch(shape: Shape) -> dict[str, Any]:
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    swizzled = (tiling((8, 64)), swizzle(128))
+    copies = CHUNK // shape.page_size
+    kv = (shape.kv_ring, CHUNK, shape.dim)
+    x_slots = shape.x_rows // (2 * shape.tokens)
+    bf16 = jnp.bfloat16
+    return {
+        "w_smem": plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=swizzled),
+        "turns_smem": plgpu.RefUnion(
+            (
+                plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=swizzled),
+                plgpu.SMEM((4, 64, shape.tokens), jnp.float32),
+                plgpu.SMEM((TILE, shape.tokens), jnp.float32),
+            ),
+            (
+                plgpu.SMEM(kv, bf16, transforms=swizzled),
+                plgpu.SMEM(kv, bf16, transforms=swizzled),
+                plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=swizzled),
+            ),
+        ),
+        "w_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.ring),
+        "w_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.ring),
+        "x_full": plgpu.Barrier(num_arrivals=4, num_barriers=x_slots),
+        "x_empty": plgpu.Barrier(num_arrivals=1, num_barriers=x_slots),
+        "scale_ready": plgpu.Barrier(num_arrivals=1),
+        "q_full": plgpu.Barrier(num_arrivals=1),
+        "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
+        "kv_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.kv_ring),
+    }
+
+
+def launch(
+    shape: Shape, operands: Operands, *, stages: tuple[str, ...], with_head: bool, interpret: Any = None
+) -> None:
+    """Runs these stages of every layer, then the head, in one kernel. What is written is `jax.new_ref`s."""
+    fields = dataclasses.fields(Operands)
+    flat: list[Any] = []
+    counts: list[int | None] = []
+    for field in fields:
+        value = getattr(operands, field.name)
+        many = isinstance(value, list | tuple)
+        counts.append(len(value) if many else None)
+        flat += list(value) if many else [value]
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        given: dict[str, Any] = {}
+        at = 0
+        for field, count in zip(fields, counts, strict=True):
+            given[field.name] = refs[at] if count is None else refs[at : at + count]
+            at += 1 if count is None else count
+        _Body(shape, stages, with_head, interpret is not None)(Operands(**given), **scratch)
+
+    plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(shape.blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=_scratch(shape),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name="decode_step",
+    )(*flat)

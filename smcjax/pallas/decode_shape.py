@@ -1,0 +1,197 @@
+"""The static side of the persistent decode step: which shapes it takes, and how its products divide among blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from smcjax.pallas import lanes
+
+BLOCKS = 132  # one a multiprocessor of an H100 or H200; all must be resident at once
+QUERIES = 64  # rows of a tensor-core product
+CHUNK = 64  # KV slots of one attention task
+DEPTH = 128  # inner elements of one weight tile of 64 rows
+WEIGHT_TILE = 64 * DEPTH * 2  # bytes
+SHARED_MEMORY = 227 * 1024  # bytes that a block may have
+TILE = lanes.FEATURES
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """All that is static. M `tokens` = G `groups` · `group_tokens`, padded to a multiple of 8."""
+
+    hidden: int  # E
+    ffn: int  # F
+    heads: int  # H
+    kv_heads: int  # Hkv
+    dim: int  # D
+    vocab: int  # V
+    eps: float
+    tokens: int
+    groups: int
+    rows: int  # N, of a group
+    group_tokens: int  # N · tokens a row
+    page_size: int
+    ring: int  # weight tiles in shared memory
+    in_flight: int = 4  # of them, on their way: a deep queue would delay the barriers
+    ahead: int = 0  # tiles that may be fetched into the L2 while the consumer is held up
+    pause: int = 300  # ns between these
+    kv_ring: int = 2  # chunks
+    blocks: int = BLOCKS
+
+    @property
+    def per_kv_head(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def splits(self) -> int:
+        """Blocks that share the tasks of one (group, KV head)."""
+        return max(1, self.blocks // (self.groups * self.kv_heads))
+
+    @property
+    def queries(self) -> int:
+        """Real rows of the 64 of a (group, KV head)."""
+        return self.group_tokens * self.per_kv_head
+
+    @property
+    def q_step(self) -> int:
+        """Rows of the query buffer from one token to the next: a group's rows fill whole tiles of 8."""
+        if self.queries % 8 == 0 or self.group_tokens > 1:
+            return self.per_kv_head
+        return -(-self.per_kv_head // 8) * 8
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of 128 elements that hold M · E activations."""
+        return self.hidden * self.tokens // DEPTH
+
+    def products(self) -> dict[str, Product]:
+        """The five matrices."""
+        inner = self.heads * self.dim
+        half = self.dim // 2
+
+        def head_pair(unit: Any) -> tuple[Any, Any]:  # rows that rotate together
+            per_head = half // TILE
+            first = lax.div(unit, per_head) * self.dim + lax.rem(unit, per_head) * TILE
+            return first, first + half
+
+        return {
+            "qkv": Product(self.hidden, (self.heads + 2 * self.kv_heads) * half // TILE, head_pair),
+            "o": _plain(inner, self.hidden, self.blocks),
+            "gate_up": Product(self.hidden, self.ffn // TILE, lambda unit: (unit * TILE, self.ffn + unit * TILE)),
+            "down": _plain(self.ffn, self.hidden, self.blocks),
+            "head": Product(self.hidden, self.vocab // 32, lambda unit: (unit * 32, unit * 32 + TILE)),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """y = W·x by units of one or two tiles of 16 rows."""
+
+    depth: int  # inner dimension
+    units: int
+    tiles: Callable[[Any], tuple[Any, ...]]  # unit → first rows of its tiles
+    pieces: int = 2  # tiles a unit
+
+    @property
+    def split(self) -> int:
+        """Parts of the inner dimension that are multiplied at once."""
+        return 4 // self.pieces
+
+    @property
+    def part(self) -> int:
+        """Length of such a part."""
+        return self.depth // self.split
+
+    @property
+    def steps(self) -> int:
+        """Weight tiles a unit."""
+        return self.part // DEPTH
+
+
+def _plain(depth: int, out: int, blocks: int) -> Product:
+    """Consecutive rows, by 16 or by 32: whichever loads the busiest block less."""
+
+    def busiest(rows: int) -> int:
+        return -(-(out // rows) // blocks) * rows
+
+    if busiest(16) < busiest(32) and depth % (4 * DEPTH) == 0:
+        return Product(depth, out // 16, lambda unit: (unit * 16,), pieces=1)
+    return Product(depth, out // 32, lambda unit: (unit * 32, unit * 32 + TILE))
+
+
+def supports(shape: Shape, dtype: Any) -> bool:
+    """Whether the kernel applies."""
+    products = shape.products().values()
+    return (
+        jnp.dtype(dtype) == jnp.bfloat16
+        and shape.dim in (64, 128)
+        and shape.hidden % 256 == 0
+        and shape.vocab % 32 == 0
+        and shape.ffn % TILE == 0
+        and shape.tokens in (8, 16)
+        and shape.queries <= QUERIES
+        and shape.queries * shape.dim % 128 == 0
+        and shape.group_tokens * shape.q_step % 8 == 0
+        and shape.groups * shape.kv_heads <= shape.blocks
+        and shape.page_size % 8 == 0
+        and CHUNK % shape.page_size == 0
+        and all(p.depth % (p.split * DEPTH) == 0 and _x_fits(shape, p) for p in products)
+        and shape.ring >= 4
+    )
+
+
+def _x_fits(shape: Shape, product: Product) -> bool:
+    """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least)."""
+    slots = shape.x_rows // (product.split * shape.tokens)
+    return product.steps <= slots or (slots >= 2 and product.units <= shape.blocks)
+
+
+def _turns(shape: Shape) -> int:
+    """Bytes of a block in which attention and products take turns: all but the weights' ring."""
+    products = shape.x_rows * DEPTH * 2 + 4 * 64 * shape.tokens * 4 + TILE * shape.tokens * 4
+    attention = 2 * shape.kv_ring * CHUNK * shape.dim * 2 + QUERIES * shape.dim * 2
+    return max(products, attention)
+
+
+def make_shape(
+    *,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    vocab: int,
+    eps: float,
+    groups: int,
+    rows: int,
+    columns: int,
+    page_size: int,
+    blocks: int = BLOCKS,
+    **tuning: int,
+) -> Shape:
+    """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits."""
+    shape = Shape(
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        vocab=vocab,
+        eps=eps,
+        tokens=-(-groups * rows * columns // 8) * 8,
+        groups=groups,
+        rows=rows,
+        group_tokens=rows * columns,
+        page_size=page_size,
+        **{"ring": 0, **tuning},
+    )
+    if shape.ring:
+        return dataclasses.replace(shape, blocks=blocks)
+    spare = SHARED_MEMORY - 4096 - _turns(shape)  # of which 4 KB for barriers and alignment
+    return dataclasses.replace(shape, blocks=blocks, ring=max(0, min(16, spare // WEIGHT_TILE)))
