@@ -215,7 +215,7 @@ def check(columns: int, context: int) -> None:
         ours, ours_lse = got["attend"][:, : shape.queries], got["lse"][:, : shape.queries]
         print("shares ", f"{np.abs(np.where(used[..., None], ours - out, 0)).max() / np.abs(out).max():.4f}", end=" ")
         print("lse", f"{np.abs(ours_lse[used] - lse[used]).max():.4f}", "unused", np.unique(ours_lse[~used])[:4])
-        wrong = np.abs(np.where(used, ours_lse - lse, 0)) > 0.1
+        wrong = np.abs(np.where(used, ours_lse, 0) - np.where(used, lse, 0)) > 0.1
         print("        wrong lse at (KV head · splits + split, query):", np.argwhere(wrong)[:12].tolist())
         queries = jnp.asarray(q.swapaxes(0, 1).reshape(ROWS, columns, shape.heads, shape.dim))
         want = paged_attention_reference(
