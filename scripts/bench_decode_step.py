@@ -24,13 +24,14 @@ import numpy as np
 from profile_cycle import _events
 
 from smcjax.bench.shapes import SHAPES
+from smcjax.decoding.next_token import norms_of, shape_of, tasks_of, weights_of
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import linear, rope_frequencies
+from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import paged_attention_reference, rms_norm
 from smcjax.pallas.kv_write import rotate
-from smcjax.pallas.sharing import Sharing, find_sharing
+from smcjax.pallas.sharing import Sharing
 
 PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
 BANDWIDTH = 4.8e12
@@ -58,34 +59,12 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table = np.zeros((ROWS, need + 4), np.int32)
     table[:, :shared] = names[:shared]
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
-    shape = ds.make_shape(
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        dim=config.head_dim,
-        vocab=config.vocab_size,
-        eps=config.rms_norm_eps,
-        groups=1,
-        rows=ROWS,
-        columns=columns,
-        page_size=PAGE,
-        **tuning,
-    )
+    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
-    queries = columns * config.num_heads // config.num_kv_heads
-    sharing = find_sharing(
-        jnp.asarray(table),
-        lengths,
-        jnp.zeros_like(lengths),
-        rows=ROWS,
-        queries=queries,
-        page_size=PAGE,
-        chunk=ds.CHUNK,
-        tiles=1,
-    )
-    angles = jnp.asarray(positions[..., None] * rope_frequencies(config), jnp.float32)
+    none = jnp.zeros_like(lengths)
+    sharing = tasks_of(config, jnp.asarray(table), lengths, none, rows=ROWS, columns=columns, page_size=PAGE)
+    cos, sin = rope_angles(config, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(
         keys=jax.random.key_data(jax.random.split(jax.random.key(5), ROWS)),
@@ -94,7 +73,7 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
         forbidden=jnp.zeros((ROWS, config.vocab_size // 32), jnp.uint32),
     )
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, columns)), jnp.int32)
-    arguments = (tokens, jnp.cos(angles), jnp.sin(angles), jnp.asarray(positions), jnp.asarray(slots), sharing, draws)
+    arguments = (tokens, cos, sin, jnp.asarray(positions), jnp.asarray(slots), sharing, draws)
     return Problem(shape, jnp.asarray(table), jnp.asarray(positions), arguments, sharing, count)
 
 
@@ -104,21 +83,6 @@ def pools(config: ModelConfig, pages: int) -> tuple[tuple[jax.Array, ...], tuple
     normal = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), dims, jnp.bfloat16))
     layers = config.num_layers
     return tuple(normal(i) for i in range(layers)), tuple(normal(100 + i) for i in range(layers))
-
-
-def weights_of(params: Params) -> ds.Weights:
-    """The kernel's view of a decoder's parameters."""
-    layers = params.layers
-    norms = [norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)]
-    return ds.Weights(
-        qkv=tuple(layer.qkv for layer in layers),
-        o=tuple(layer.o for layer in layers),
-        gate_up=tuple(layer.gate_up for layer in layers),
-        down=tuple(layer.down for layer in layers),
-        norms=jnp.stack([*norms, params.final_norm]),
-        embed=params.embed,
-        unembed=params.unembed,
-    )
 
 
 def error(got: Any, want: Any) -> str:
@@ -136,7 +100,9 @@ def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, val
 
     @jax.jit
     def run(params: Params, keys: Any, values: Any) -> dict[str, jax.Array]:
-        operands = ds.make_operands(problem.shape, weights_of(params), *problem.arguments, keys, values)
+        operands = ds.make_operands(
+            problem.shape, weights_of(params, norms_of(params)), *problem.arguments, keys, values
+        )
         after: dict[str, jax.Array] = {"x0": operands.x[...]}
         leaves = {"qkv": "q", "attend": "partial", "merge": "attended", "o": "x", "gate_up": "h", "down": "x"}
         if together:
@@ -244,7 +210,9 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
     keys, values = pools(config, problem.pages)
 
     def step(params: Params, keys: Any, values: Any) -> Any:
-        operands = ds.make_operands(problem.shape, weights_of(params), *problem.arguments, keys, values)
+        operands = ds.make_operands(
+            problem.shape, weights_of(params, norms_of(params)), *problem.arguments, keys, values
+        )
         launches(problem.shape, operands)
         return operands.x[...], *(tuple(map(jax.freeze, refs)) for refs in (operands.keys, operands.values))
 

@@ -196,7 +196,8 @@ def _law(program: Program, state: State, purpose: Purpose) -> Law:
         keys=row_keys(requests.key, state.cycle, 1, purpose),
         temperature=jnp.where(greedy, 1.0, requests.temperature),
         stops=requests.stops,
-        forbidden=state.sequences.length - requests.prompt_length + 1 <= requests.min_tokens,
+        token_number=state.sequences.length - requests.prompt_length + 1,
+        minimum=requests.min_tokens,
         greedy=greedy,
         truncation=(requests.top_k, requests.top_p) if program.truncates else None,
     )

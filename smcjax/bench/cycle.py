@@ -24,7 +24,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.engine.batch import Batch, BatchRunner
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
-from smcjax.engine.programs import Programs, abstract, enable_compilation_cache
+from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization, quantize_params
@@ -280,22 +280,9 @@ class Bench:
         if not case.synthetic_kv:
             self.runner.compile(self.batch, self.runner.program)
             return
-        # The same programs but for the prompt's, which nothing calls.
-        runner, key = self.runner, (self.runner.program, self.batch.size)
-        begin, _, start, step, conclude = runner._functions(runner.program)
-        params, memory = abstract(runner.params), abstract(runner.memory)
-        arrays = abstract(dataclasses.asdict(self.batch))
-        state, hidden = jax.eval_shape(begin, memory, arrays)
-        stepped, _ = jax.eval_shape(step, params, state)
-        runner.programs.compile(
-            f"for {described(case)}",
-            {
-                (*key, "begin"): (begin, (0,), (memory, arrays)),
-                (*key, "start"): (start, (1,), (params, state, hidden)),
-                (*key, "step"): (step, (1,), (params, stepped)),
-                (*key, "conclude"): (conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
-            },
-        )
+        jobs = self.runner.jobs(self.batch, self.runner.program)
+        called = {key: job for key, job in jobs.items() if key[-1] != "prefill"}  # nothing runs the prompt
+        self.runner.programs.compile(f"for {described(case)}", called)
 
     def measure(self, rates: Rates) -> CycleResult:
         """The windows, and what they mean. Frees the KV afterwards."""

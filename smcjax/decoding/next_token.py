@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from smcjax.decoding.sampling import draw, log_softmax_at, truncate
+from smcjax.decoding.sampling import draw, forbid_stops, log_softmax_at, truncate
 from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import rope_frequencies, unembed
+from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
@@ -25,20 +25,20 @@ from smcjax.pallas.sharing import find_sharing
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """What each row's token is drawn from: softmax(logits / temperature), without the stop tokens where forbidden."""
+    """What each row's token is drawn from: softmax(logits / temperature), without stop tokens within the minimum."""
 
     keys: Key[Array, " R"]
     temperature: Float[Array, " R"]  # above 0
-    stops: Bool[Array, "R V"]
-    forbidden: Bool[Array, " R"]  # whether the row's stop tokens are impossible
+    stops: Bool[Array, "R V"]  # impossible within the minimum
+    token_number: Int[Array, " R"]  # of the token to be drawn, from 1
+    minimum: Int[Array, " R"]
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
 
 
 def sample(law: Law, logits: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """A token a row and its log-probability under the law, NaN where a logit is."""
-    logits = logits / law.temperature[:, None]
-    logits = jnp.where(law.stops & law.forbidden[:, None], -jnp.inf, logits)
+    logits = forbid_stops(logits / law.temperature[:, None], law.stops, law.token_number, law.minimum)
     if law.truncation is not None:
         logits = truncate(logits, *law.truncation)
     token = draw(law.keys, logits)
@@ -85,7 +85,22 @@ def plan(
             implementation=implementation,
         )
         return Plan(sharing)
-    sharing = find_sharing(
+    sharing = tasks_of(config, block_table, lengths, settled, rows=rows, columns=columns, page_size=page_size)
+    return Plan(sharing, norms_of(params), pack_bits(stops))
+
+
+def tasks_of(
+    config: ModelConfig,
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    settled: Int[Array, " R"],
+    *,
+    rows: int,
+    columns: int,
+    page_size: int,
+) -> Sharing:
+    """The one kernel's attention tasks: `find_sharing`'s terms."""
+    return find_sharing(
         block_table,
         lengths,
         settled,
@@ -95,8 +110,46 @@ def plan(
         chunk=decode_step.CHUNK,
         tiles=1,
     )
+
+
+def norms_of(params: Params) -> Float[Array, "norms E"]:
+    """All norms' weights in the order of a forward."""
     norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm)]
-    return Plan(sharing, jnp.stack([*norms, params.final_norm]), pack_bits(stops))
+    return jnp.stack([*norms, params.final_norm])
+
+
+def weights_of(params: Params, norms: Float[Array, "norms E"]) -> decode_step.Weights:
+    """The one kernel's view of a decoder's parameters."""
+    layers = params.layers
+    return decode_step.Weights(
+        qkv=tuple(layer.qkv for layer in layers),
+        o=tuple(layer.o for layer in layers),
+        gate_up=tuple(layer.gate_up for layer in layers),
+        down=tuple(layer.down for layer in layers),
+        norms=norms,
+        embed=params.embed,
+        unembed=params.unembed,
+    )
+
+
+def shape_of(
+    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, **tuning: int
+) -> decode_step.Shape:
+    """The one kernel's static shape."""
+    return decode_step.make_shape(
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        groups=groups,
+        rows=rows,
+        columns=columns,
+        page_size=page_size,
+        **tuning,
+    )
 
 
 def next_token(
@@ -146,22 +199,9 @@ def _one_kernel(
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
     plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
-    wanted = implementation == "mosaic" or (decode_step.PROVEN and uses_kernels(implementation))
-    if not (wanted and plain):
+    if not (plain and uses_kernels(implementation, proven=decode_step.PROVEN)):
         return None
-    shape = decode_step.make_shape(
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        dim=config.head_dim,
-        vocab=config.vocab_size,
-        eps=config.rms_norm_eps,
-        groups=total // rows,
-        rows=rows,
-        columns=columns,
-        page_size=page_size,
-    )
+    shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=page_size)
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 
 
@@ -182,30 +222,20 @@ def _by_one_kernel(
     assert plan.stop_words is not None
     if copies is not None:
         cache = cache.copy_pages(copies, implementation="mosaic")
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
+    cos, sin = rope_angles(config, positions)
     greedy = jnp.zeros(tokens.shape[0], bool) if law.greedy is None else law.greedy
-    layers = params.layers
-    weights = decode_step.Weights(
-        qkv=tuple(layer.qkv for layer in layers),
-        o=tuple(layer.o for layer in layers),
-        gate_up=tuple(layer.gate_up for layer in layers),
-        down=tuple(layer.down for layer in layers),
-        norms=plan.norms,
-        embed=params.embed,
-        unembed=params.unembed,
-    )
     draws = decode_step.Draws(
         keys=jax.random.key_data(law.keys),
         temperature=law.temperature,
         noise_scale=jnp.where(greedy, 0.0, 1.0),
-        forbidden=jnp.where(law.forbidden[:, None], plan.stop_words, jnp.uint32(0)),
+        forbidden=jnp.where((law.token_number <= law.minimum)[:, None], plan.stop_words, jnp.uint32(0)),
     )
     token, logprob, keys, values = decode_step.decode_step(
         shape,
-        weights,
+        weights_of(params, plan.norms),
         tokens,
-        jnp.cos(angles),
-        jnp.sin(angles),
+        cos,
+        sin,
         positions,
         write_pages * cache.page_size + positions % cache.page_size,
         plan.sharing,

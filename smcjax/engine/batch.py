@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.decoding.sequences import Population, Requests
-from smcjax.engine.programs import Programs, abstract
+from smcjax.engine.programs import Job, Programs, abstract
 
 PREFILL_CHUNK = 128
 
@@ -104,25 +104,27 @@ class BatchRunner:
         """Compiles the five programs of this batch size, unless they are there. Makes the memory if it is missing."""
         if self.memory is None:
             self.memory = self._create_memory()
-        key = (program, batch.size)
-        if (*key, "step") in self.programs:
+        if (program, batch.size, "step") in self.programs:
             return
+        what = f"for {batch.size} request{'s' if batch.size > 1 else ''} at a time"
+        self.programs.compile(what, self.jobs(batch, program))
+
+    def jobs(self, batch: Batch, program: Any) -> dict[tuple[Any, int, str], Job]:
+        """The five programs of this batch size, to be compiled: by (program, size, name)."""
+        key = (program, batch.size)
         params = abstract(self.params)
         begin, prefill, start, step, conclude = self._functions(program)
         arrays, memory = abstract(dataclasses.asdict(batch)), abstract(self.memory)
         state, hidden = jax.eval_shape(begin, memory, arrays)
         at = jax.ShapeDtypeStruct((), jnp.int32)
         stepped, _ = jax.eval_shape(step, params, state)
-        self.programs.compile(
-            f"for {batch.size} request{'s' if batch.size > 1 else ''} at a time",
-            {
-                (*key, "begin"): (begin, (0,), (memory, arrays)),
-                (*key, "prefill"): (prefill, (1, 3), (params, state, at, hidden)),
-                (*key, "start"): (start, (1,), (params, state, hidden)),
-                (*key, "step"): (step, (1,), (params, stepped)),
-                (*key, "conclude"): (conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
-            },
-        )
+        return {
+            (*key, "begin"): (begin, (0,), (memory, arrays)),
+            (*key, "prefill"): (prefill, (1, 3), (params, state, at, hidden)),
+            (*key, "start"): (start, (1,), (params, state, hidden)),
+            (*key, "step"): (step, (1,), (params, stepped)),
+            (*key, "conclude"): (conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
+        }
 
     def _functions(self, program: Any) -> tuple[Callable[..., Any], ...]:
         decoder, chunk = self.decoder, self._chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import jax
 from smcjax.engine.memory import device_memory
 
 logger = logging.getLogger("smcjax")
+
+Job = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]  # function, donated arguments' numbers, arguments
 
 
 def enable_compilation_cache() -> None:
@@ -44,10 +46,8 @@ class Programs:
     def __getitem__(self, key: Hashable) -> Callable[..., Any]:
         return self._executables[key]
 
-    def compile(
-        self, what: str, jobs: dict[Hashable, tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]
-    ) -> None:
-        """Compiles what is missing of `jobs`: key → (function, donated argument numbers, abstract arguments).
+    def compile(self, what: str, jobs: Mapping[Any, Job]) -> None:
+        """Compiles what is missing of `jobs`.
 
         XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
         where one of them would need more memory than the device has.
@@ -58,7 +58,7 @@ class Programs:
         began = time.perf_counter()
         logger.info("Compiling %s …", what)
 
-        def build(job: tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]) -> Any:
+        def build(job: Job) -> Any:
             function, donate, arguments = job
             return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 

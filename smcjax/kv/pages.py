@@ -48,8 +48,12 @@ def allocate(pool: PagePool, needed: Bool[Array, "*shape"]) -> tuple[PagePool, I
     entries would get `TRASH`: their KV would be lost, nobody else's damaged.
     """
     pages, left = _pop(pool, needed.reshape(-1))
-    refcount = pool.refcount.at[pages].add((pages != TRASH).astype(jnp.int32))
-    return PagePool(refcount, pool.free, left), pages.reshape(needed.shape)
+    return PagePool(_counted(pool.refcount, pages, 1), pool.free, left), pages.reshape(needed.shape)
+
+
+def _counted(counts: Int[Array, " P"], pages: Int[Array, " n"], change: int | Int[Array, " n"]) -> Int[Array, " P"]:
+    """`counts` with `change` added at `pages`; `TRASH` counts for nothing."""
+    return counts.at[pages].add(jnp.where(pages == TRASH, 0, change))
 
 
 def _pop(pool: PagePool, needed: Bool[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, ""]]:
@@ -70,10 +74,9 @@ def _running_count(flags: Bool[Array, " n"]) -> Int[Array, " n"]:
 
 
 def _adjust(pool: PagePool, pages: Int[Array, "*shape"], change: Int[Array, "*shape"]) -> PagePool:
-    """Adds `change` to the counts of `pages` (`TRASH` counts for nothing) and pushes the pages that become free."""
-    pages, change = pages.reshape(-1), change.reshape(-1)
+    """Adds `change` to the counts of `pages` and pushes the pages that become free."""
     num_pages = pool.refcount.shape[0]
-    delta = jnp.zeros_like(pool.refcount).at[pages].add(jnp.where(pages == TRASH, 0, change))
+    delta = _counted(jnp.zeros_like(pool.refcount), pages.reshape(-1), change.reshape(-1))
     refcount = pool.refcount + delta
     freed = (delta < 0) & (refcount == 0)
     rank = jnp.cumsum(freed, dtype=jnp.int32)
@@ -157,8 +160,8 @@ def make_room(
     # Replaced pages stay in use by others, so nothing is freed: one update of the counts does for both.
     fresh, left = _pop(pool, needed.reshape(-1))
     pages = jnp.concatenate([replaced, fresh])
-    change = jnp.where(pages == TRASH, 0, jnp.where(jnp.arange(pages.shape[0]) < rows, -1, 1))
-    pool = PagePool(pool.refcount.at[pages].add(change), pool.free, left)
+    change = jnp.where(jnp.arange(pages.shape[0]) < rows, -1, 1)
+    pool = PagePool(_counted(pool.refcount, pages, change), pool.free, left)
     fresh = fresh.reshape(needed.shape)
     target = jnp.where(needed, logical, table_width)  # out of range: dropped
     block_table = block_table.at[row, target].set(fresh, mode="drop")

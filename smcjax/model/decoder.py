@@ -116,6 +116,14 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
+def rope_angles(
+    config: ModelConfig, positions: Int[Array, "R T"]
+) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
+    """Cosine and sine of every rotary pair's angle, f32."""
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def hidden_states(
     config: ModelConfig,
     params: Params,
@@ -130,8 +138,7 @@ def hidden_states(
     `implementation` of what stands between the products: `smcjax.pallas.paged_attention` says which there are. Only
     "xla" can be differentiated.
     """
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = rope_angles(config, positions)
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     multiply = product if uses_kernels(implementation) else linear
     add_norm = functools.partial(add_rms_norm, eps=eps, implementation=implementation)

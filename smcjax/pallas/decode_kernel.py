@@ -43,10 +43,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
-from smcjax.pallas.decode_shape import CHUNK, DEPTH, QUERIES, TILE, Product, Shape
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Product, Shape
+from smcjax.pallas.products import (
+    MASKED,
+    QUERIES,
+    SWIZZLED,
+    Ref,
+    across,
+    interpreted_product,
+    tensor_core_product,
+)
 
-MASKED = -1e30  # a score that no visible one can reach
-Ref = Any
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 
@@ -91,6 +98,7 @@ class _Body:
     def __init__(self, shape: Shape, stages: tuple[str, ...], with_head: bool, interpret: bool) -> None:
         self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
         self.products = shape.products()
+        self.product = interpreted_product if interpret else tensor_core_product
 
     def __call__(self, g: Operands, *, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
@@ -444,8 +452,8 @@ class _Body:
 
     def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head, column of its first half) of a unit of the qkv product."""
-        per_head = self.shape.dim // 2 // TILE
-        return lax.div(unit, per_head), lax.rem(unit, per_head) * TILE
+        first, _ = self.products["qkv"].tiles(unit)
+        return lax.div(first, self.shape.dim), lax.rem(first, self.shape.dim)
 
     def _early_qkv(self, layer: jax.Array, unit: jax.Array) -> Any:
         _, column = self._place_in_head(unit)
@@ -546,15 +554,15 @@ class _Body:
                     lax.max, [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
                 )
                 plgpu.barrier_wait(s["k_full"].at[slot])
-                scores = self._scores(q, s["k_smem"].at[slot].transpose((1, 0))) * scale
+                scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
                 key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                scores = jnp.where(key < _across(visible, scores.shape), scores, MASKED)
+                scores = jnp.where(key < across(visible, scores.shape), scores, MASKED)
                 new_m = jnp.maximum(m, scores.max(axis=1))
                 alpha = jnp.exp2(m - new_m)
-                p = jnp.exp2(scores - _across(new_m, scores.shape))
-                p = jnp.where(key < _across(visible, scores.shape), p, 0.0)  # a row of another branch sees nothing
+                p = jnp.exp2(scores - across(new_m, scores.shape))
+                p = jnp.where(key < across(visible, scores.shape), p, 0.0)  # a row of another branch sees nothing
                 mass = mass * alpha + p.sum(axis=1)
-                acc = acc * _across(alpha, acc.shape)
+                acc = acc * across(alpha, acc.shape)
                 plgpu.barrier_wait(s["v_full"].at[slot])
 
                 @pl.when(end < base + CHUNK)
@@ -564,7 +572,7 @@ class _Body:
                     s["v_smem"][slot] = jnp.where(at + base < end, v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
-                acc = self._weighted(acc, p.astype(q.dtype), s["v_smem"].at[slot])
+                acc = self.product(acc, p.astype(q.dtype), s["v_smem"].at[slot])
 
                 @pl.when(i + shape.kv_ring < last)
                 def _free() -> None:
@@ -584,23 +592,8 @@ class _Body:
             )
             seen = mass > 0
             mass = jnp.where(seen, mass, 1.0)
-            self.g.partial[self.block] = acc / _across(mass, acc.shape)
+            self.g.partial[self.block] = acc / across(mass, acc.shape)
             self.g.partial_lse[self.block] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
-
-    def _scores(self, q: Ref, k: Ref) -> jax.Array:
-        """q·k, both in shared memory: [64, D] and [D, 64]."""
-
-        def run(acc: Ref) -> jax.Array:
-            plgpu.wgmma(acc, q, k)
-            return acc[...]
-
-        return pl.run_scoped(run, plgpu.ACC((QUERIES, CHUNK), jnp.float32))
-
-    def _weighted(self, acc: jax.Array, p: jax.Array, v: Ref) -> jax.Array:
-        """acc + p·v with `p` in registers."""
-        if self.interpret:  # which knows no such product
-            return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))
 
     def _merge(self) -> None:
         """Weighs the splits' outputs by their log-sum-exp, each block a share of its (group, KV head)'s queries.
@@ -690,10 +683,6 @@ def _round(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(row_values, shape, [0])
-
-
 def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011), JAX's default generator."""
     keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
@@ -722,25 +711,22 @@ def gumbel(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, 64)), swizzle(128))
     copies = CHUNK // shape.page_size
     kv = (shape.kv_ring, CHUNK, shape.dim)
     x_slots = shape.x_rows // (2 * shape.tokens)
     bf16 = jnp.bfloat16
     return {
-        "w_smem": plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=swizzled),
+        "w_smem": plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=SWIZZLED),
         "turns_smem": plgpu.RefUnion(
             (
-                plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=swizzled),
+                plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=SWIZZLED),
                 plgpu.SMEM((4, 64, shape.tokens), jnp.float32),
                 plgpu.SMEM((TILE, shape.tokens), jnp.float32),
             ),
             (
-                plgpu.SMEM(kv, bf16, transforms=swizzled),
-                plgpu.SMEM(kv, bf16, transforms=swizzled),
-                plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=swizzled),
+                plgpu.SMEM(kv, bf16, transforms=SWIZZLED),
+                plgpu.SMEM(kv, bf16, transforms=SWIZZLED),
+                plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=SWIZZLED),
             ),
         ),
         "w_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.ring),

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from smcjax.pallas import lanes
+from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
 
-BLOCKS = 132  # one a multiprocessor of an H100 or H200; all must be resident at once
-QUERIES = 64  # rows of a tensor-core product
+BLOCKS = STREAMING_MULTIPROCESSORS  # one each; all must be resident at once
 CHUNK = 64  # KV slots of one attention task
 DEPTH = 128  # inner elements of one weight tile of 64 rows
 WEIGHT_TILE = 64 * DEPTH * 2  # bytes

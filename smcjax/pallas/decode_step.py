@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from smcjax.pallas.decode_kernel import LAYER_STAGES, MASKED, Operands, launch
-from smcjax.pallas.decode_shape import CHUNK, QUERIES, TILE, Shape, make_shape, supports
+from smcjax.pallas.decode_kernel import LAYER_STAGES, Operands, launch
+from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
+from smcjax.pallas.products import MASKED, QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
 PROVEN = False  # its attention was wrong on the GPU, so only "mosaic" asks for it: docs/performance.md

@@ -27,21 +27,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas.attention import paged_attention_reference
+from smcjax.pallas.products import (
+    MASKED,
+    QUERIES,
+    STREAMING_MULTIPROCESSORS,
+    SWIZZLED,
+    SWIZZLED_F32,
+    Ref,
+    across,
+    interpreted_product,
+    tensor_core_product,
+)
 from smcjax.pallas.shared_attention import applies as shared_attention_applies
 from smcjax.pallas.shared_attention import covers, shared_attention_mosaic, tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
 
-QUERIES = 64  # the M of a warpgroup's matrix product: T·G queries, padded
-STREAMING_MULTIPROCESSORS = 132
 # Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
 SLOTS_WORTH_SHARING = 1024
 # Until its last form has run on a GPU only "mosaic" reads what rows share once: docs/performance.md.
 SHARING_PROVEN = False
 CHUNK = 64  # slots a task of shared reads
-MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
 
-# A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
-Ref = Any
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
@@ -54,29 +60,6 @@ class Tuning:
     warpgroups: int = 1  # warpgroups of a block, which share its part of the slots
     chunk: int = 64  # C, slots a step: 64 or 128
     stages: int = 4  # depth of a warpgroup's ring, in chunks; at least 2
-
-
-def _tensor_core_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
-    """acc + a·b with `a` in registers and `b` in shared memory; done when it returns."""
-
-    def run(ref: Ref) -> jax.Array:
-        plgpu.wgmma(ref, a, b_ref)
-        return ref[...]
-
-    if acc is None:
-        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b_ref))(plgpu.ACC.init(acc))
-
-
-def _interpreted_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
-    """The same for interpret mode, which knows no product with `a` in registers."""
-    ab = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
-    return ab if acc is None else acc + ab
-
-
-def _across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value a query, repeated along the other axis."""
-    return lax.broadcast_in_dim(row_values, shape, [0])
 
 
 def _kernel(
@@ -165,9 +148,9 @@ def _kernel(
             s = jnp.where(((key - first) * group <= query) & (key < length), s, MASKED)
         new_m = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - new_m)
-        p = jnp.exp2(s - _across(new_m, s.shape))
+        p = jnp.exp2(s - across(new_m, s.shape))
         mass = mass * alpha + p.sum(axis=1)
-        acc = acc * _across(alpha, acc.shape)
+        acc = acc * across(alpha, acc.shape)
 
         plgpu.barrier_wait(v_ready.at[slot])
         if masked:  # 0 · NaN is NaN: slots that hold nothing must be zeros
@@ -193,7 +176,7 @@ def _kernel(
         """Normalises and stores; called by one warpgroup."""
         seen = mass > 0
         mass = jnp.where(seen, mass, 1.0)
-        out_smem[...] = (acc / _across(mass, acc.shape)).astype(out_smem.dtype)
+        out_smem[...] = (acc / across(mass, acc.shape)).astype(out_smem.dtype)
         target = out_ref
         if lse_ref is not None:
             row_smem[0, 0] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
@@ -220,7 +203,7 @@ def _kernel(
     everyone(merged.at[0])
     top = functools.reduce(jnp.maximum, [row_values(row_smem.at[0, w]) for w in range(warpgroups)])
     alpha = jnp.exp2(m - top)
-    acc, mass = acc * _across(alpha, acc.shape), mass * alpha
+    acc, mass = acc * across(alpha, acc.shape), mass * alpha
 
     @pl.when(warpgroup > 0)
     def _give() -> None:
@@ -306,7 +289,7 @@ def plan_sharing(
         page_size=page_size,
         dtype=dtype,
     )
-    wanted = implementation == "mosaic" or (SHARING_PROVEN and uses_kernels(implementation))
+    wanted = uses_kernels(implementation, proven=SHARING_PROVEN)
     if not (wanted and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
         return None
     return find_sharing(
@@ -327,9 +310,9 @@ def on_hopper() -> bool:
     return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
-def uses_kernels(implementation: str) -> bool:
-    """Whether `implementation` asks for kernels where they apply."""
-    return implementation == "mosaic" or (implementation == "auto" and on_hopper())
+def uses_kernels(implementation: str, *, proven: bool = True) -> bool:
+    """Whether `implementation` asks for a kernel where it applies; "auto" only for one that is `proven` on a GPU."""
+    return implementation == "mosaic" or (implementation == "auto" and proven and on_hopper())
 
 
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:
@@ -402,10 +385,6 @@ def paged_attention_mosaic(
             jax.ShapeDtypeStruct((splits, *q.shape), jnp.float32),
             jax.ShapeDtypeStruct((splits, rows, kv_heads, QUERIES), jnp.float32),
         ]
-    tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, 64)), swizzle(128))
-    swizzled_f32 = (tiling((8, 32)), swizzle(128))
     slots_in_ring = warpgroups * stages
     copies = max(1, chunk // page_size)
     parts = (warpgroups - 1, QUERIES, dim) if warpgroups > 1 else (1, 8, 32)
@@ -413,17 +392,15 @@ def paged_attention_mosaic(
         "q_smem": plgpu.SMEM((QUERIES, dim), q.dtype),
         "out_smem": plgpu.SMEM((QUERIES, dim), out_type[0].dtype),
         "row_smem": plgpu.SMEM((2, warpgroups, QUERIES), jnp.float32),
-        "acc_smem": plgpu.SMEM(parts, jnp.float32, transforms=swizzled_f32),
-        "k_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=swizzled),
-        "v_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=swizzled),
+        "acc_smem": plgpu.SMEM(parts, jnp.float32, transforms=SWIZZLED_F32),
+        "k_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=SWIZZLED),
+        "v_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=SWIZZLED),
         "q_ready": plgpu.Barrier(num_arrivals=columns),
         "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),
         "merged": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
     }
-    body = functools.partial(
-        _kernel, tuning=tuning, product=_interpreted_product if interpret else _tensor_core_product
-    )
+    body = functools.partial(_kernel, tuning=tuning, product=interpreted_product if interpret else tensor_core_product)
     outputs = plgpu.kernel(
         body,
         out_type=out_type,

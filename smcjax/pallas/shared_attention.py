@@ -26,16 +26,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas.sharing import MAX_ROWS, QUERIES, Sharing, query_limits
+from smcjax.pallas.products import (
+    MASKED,
+    QUERIES,
+    STREAMING_MULTIPROCESSORS,
+    SWIZZLED,
+    Ref,
+    across,
+    interpreted_product,
+    tensor_core_product,
+)
+from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 
-STREAMING_MULTIPROCESSORS = 132
-MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
 MOST_TILES = 16  # of 64 queries, of a group and key-value head
 SHARED_MEMORY = 224 * 1024  # of a block, for tiles
 MERGED = 128  # values that a block of the second kernel merges
 
-# A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
-Ref = Any
 Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
 
 
@@ -62,30 +68,6 @@ class Tuning:
 
 
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}  # of a computing and the loading warpgroup's threads
-
-
-def _tensor_core_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
-    """acc + a·b with `b` in shared memory, `a` too or in registers; done when it returns."""
-
-    def run(ref: Ref) -> jax.Array:
-        plgpu.wgmma(ref, a, b_ref)
-        return ref[...]
-
-    if acc is None:
-        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b_ref))(plgpu.ACC.init(acc))
-
-
-def _interpreted_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
-    """The same for interpret mode, which knows no product with `a` in registers."""
-    a = a if isinstance(a, jax.Array) else a[...]
-    ab = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
-    return ab if acc is None else acc + ab
-
-
-def _across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value a query, repeated along the other axis."""
-    return lax.broadcast_in_dim(row_values, shape, [0])
 
 
 def _kernel(
@@ -237,19 +219,19 @@ def _kernel(
                 members = tasks_ref[group, part, task, fields - 1]
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
                 seen = jnp.where(((members >> row) & 1) != 0, visible - base, 0)
-                s = jnp.where(key < _across(seen, s.shape), s * scale, MASKED)
+                s = jnp.where(key < across(seen, s.shape), s * scale, MASKED)
                 new_m = jnp.maximum(m, s.max(axis=1))
-                p = jnp.exp2(s - _across(new_m, s.shape))
+                p = jnp.exp2(s - across(new_m, s.shape))
                 end = jnp.int32(0)
                 for r in range(rows):
                     end = jnp.where(((members >> r) & 1) != 0, lax.max(end, lengths[r]), end)
             else:
                 base = end = jnp.int32(0)
                 new_m = jnp.maximum(m, s.max(axis=1) * scale)
-                p = jnp.exp2(s * scale - _across(new_m, s.shape))
+                p = jnp.exp2(s * scale - across(new_m, s.shape))
             alpha = jnp.exp2(m - new_m)
             mass = mass * alpha + p.sum(axis=1)
-            return acc * _across(alpha, acc.shape), new_m, mass, p.astype(jnp.bfloat16), base, end
+            return acc * across(alpha, acc.shape), new_m, mass, p.astype(jnp.bfloat16), base, end
 
         def weigh(
             turn: jax.Array, acc: jax.Array, p: jax.Array, base: jax.Array, end: jax.Array, *, masked: bool
@@ -317,7 +299,7 @@ def _kernel(
         worked = mass > 0
         mass = jnp.where(worked, mass, 1.0)
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
-        out_ref.at[place][...] = acc / _across(mass, acc.shape)
+        out_ref.at[place][...] = acc / across(mass, acc.shape)
         lse_ref.at[place][...] = jnp.where(worked, m + jnp.log2(mass), 2 * MASKED)
 
     registers = REGISTERS.get(warpgroups)
@@ -487,15 +469,12 @@ def shared_attention_mosaic(
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
     shares = sum(tuning.splits)
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
-    tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, 64)), swizzle(128))
     copies = max(1, chunk // page_size)
     scratch: dict[str, Any] = {
         "q_rows": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype),
-        "q_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype, transforms=swizzled),
-        "k_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=swizzled),
-        "v_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=swizzled),
+        "q_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype, transforms=SWIZZLED),
+        "k_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
+        "v_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
         "q_ready": plgpu.Barrier(
             num_arrivals=min(QUERIES // group_heads, rows * columns), num_barriers=tuning.warpgroups
         ),
@@ -510,7 +489,7 @@ def shared_attention_mosaic(
             tuning=tuning,
             rows=rows,
             chunk=chunk,
-            product=_interpreted_product if interpret else _tensor_core_product,
+            product=interpreted_product if interpret else tensor_core_product,
             interpret=bool(interpret),
         ),
         out_type=[

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-QUERIES = 64  # the M of a warpgroup's matrix product
+from smcjax.pallas.products import QUERIES
+
 MAX_ROWS = 31  # of a group: the bits of an int32
 
 

@@ -148,7 +148,7 @@ def propose(
         copies: Copies | None = None,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """Draws the token of `column`."""
-        law = Law(column_keys(keys, column), temperature, stops, generated + 1 + column <= minimum)
+        law = Law(column_keys(keys, column), temperature, stops, generated + 1 + column, minimum)
         return next_token(
             config,
             params.draft,

@@ -16,15 +16,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
+from smcjax.decoding.next_token import norms_of, shape_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import rope_frequencies, unembed
+from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas.decode_kernel import gumbel
-from smcjax.pallas.sharing import find_sharing
 
 PAGE = 16
 ROUNDING = 2.0**-8  # bf16, relative
@@ -114,61 +114,32 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
     )
 
 
-def shape_of(problem: Problem, **tuning: int) -> ds.Shape:
+def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
     """The kernel's static shape."""
-    config = problem.config
-    return ds.make_shape(
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        dim=config.head_dim,
-        vocab=config.vocab_size,
-        eps=config.rms_norm_eps,
-        groups=problem.table.shape[0] // problem.rows,
-        rows=problem.rows,
-        columns=problem.columns,
-        page_size=PAGE,
-        **tuning,
-    )
-
-
-def weights_of(params: Any) -> ds.Weights:
-    """The kernel's view of a decoder's parameters."""
-    layers = params.layers
-    norms = [norm for layer in layers for norm in (layer.attn_norm, layer.mlp_norm)]
-    return ds.Weights(
-        qkv=tuple(layer.qkv for layer in layers),
-        o=tuple(layer.o for layer in layers),
-        gate_up=tuple(layer.gate_up for layer in layers),
-        down=tuple(layer.down for layer in layers),
-        norms=jnp.stack([*norms, params.final_norm]),
-        embed=params.embed,
-        unembed=params.unembed,
-    )
+    groups = problem.table.shape[0] // problem.rows
+    return shape_of(problem.config, groups=groups, rows=problem.rows, columns=problem.columns, page_size=PAGE, **tuning)
 
 
 def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -> Any:
     """The kernel on the problem."""
     config = problem.config
-    angles = problem.positions[..., None] * rope_frequencies(config)
+    cos, sin = rope_angles(config, jnp.asarray(problem.positions))
     lengths = jnp.asarray(problem.positions[:, -1] + 1)
-    sharing = find_sharing(
+    sharing = tasks_of(
+        config,
         jnp.asarray(problem.table),
         lengths,
         jnp.zeros_like(lengths),
         rows=problem.rows,
-        queries=problem.columns * config.num_heads // config.num_kv_heads,
+        columns=problem.columns,
         page_size=PAGE,
-        chunk=ds.CHUNK,
-        tiles=1,
     )
     return ds.decode_step(
         shape,
-        weights_of(params),
+        weights_of(params, norms_of(params)),
         jnp.asarray(problem.tokens),
-        jnp.cos(jnp.asarray(angles, jnp.float32)),
-        jnp.sin(jnp.asarray(angles, jnp.float32)),
+        cos,
+        sin,
         jnp.asarray(problem.positions),
         jnp.asarray(problem.write_pages * PAGE + problem.positions % PAGE),
         sharing,
@@ -247,7 +218,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
 def test_equals_the_layer_by_layer_forward(case: str) -> None:
     config, where, blocks = CASES[case]
     problem, params = make_problem(config, **where), random_params(config)
-    shape = shape_of(problem, ring=3, blocks=blocks)
+    shape = kernel_shape(problem, ring=3, blocks=blocks)
     assert ds.supports(dataclasses.replace(shape, ring=4), jnp.bfloat16)
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
 
@@ -272,7 +243,7 @@ def test_lowers_to_cuda(name: str, rows: int, columns: int) -> None:
         config=config,
         draws=dataclasses.replace(problem.draws, forbidden=jnp.zeros((rows, config.vocab_size // 32), jnp.uint32)),
     )
-    shape = shape_of(problem)
+    shape = kernel_shape(problem)
     assert ds.supports(shape, jnp.bfloat16)
 
     def step(params: Any, keys: Any, values: Any) -> Any:
@@ -291,7 +262,7 @@ def test_on_a_gpu(rows: int, columns: int, context: int) -> None:
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=2)
     problem = make_problem(config, groups=1, rows=rows, columns=columns, context=context)
     params = jax.jit(random_params, static_argnums=0)(config)
-    shape = shape_of(problem)
+    shape = kernel_shape(problem)
     step = jax.jit(lambda params: run(problem, params, shape))
     got = step(params)
     check(problem, params, got)
