@@ -16,7 +16,7 @@ from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
 from smcjax.pallas.products import MASKED, QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
-PROVEN = False  # its attention was wrong on the GPU, so only "mosaic" asks for it: docs/performance.md
+PROVEN = True
 
 __all__ = [
     "CHUNK",

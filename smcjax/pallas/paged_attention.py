@@ -45,7 +45,7 @@ from smcjax.pallas.sharing import Sharing, find_sharing
 # Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
 SLOTS_WORTH_SHARING = 1024
 # Until its last form has run on a GPU only "mosaic" reads what rows share once: docs/performance.md.
-SHARING_PROVEN = False
+SHARING_PROVEN = True
 CHUNK = 64  # slots a task of shared reads
 
 
