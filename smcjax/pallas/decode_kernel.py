@@ -249,11 +249,13 @@ class _Body:
 
         def layer(index: jax.Array, _: None) -> None:
             for number, name in enumerate(self.stages):
-                self._await(index * per_layer + number)
-                if name in sources:
-                    self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
-                elif name == "attend":
-                    self._load_attention(index)
+                with jax.named_scope("barrier before " + name):
+                    self._await(index * per_layer + number)
+                with jax.named_scope("load for " + name):
+                    if name in sources:
+                        self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
+                    elif name == "attend":
+                        self._load_attention(index)
 
         if self.stages:
             lax.fori_loop(0, self.layers, layer, None)
@@ -339,22 +341,27 @@ class _Body:
         def layer(index: jax.Array, t: jax.Array) -> jax.Array:
             for name in self.stages:
                 if name == "attend":
-                    self._attend()
+                    with jax.named_scope("attend"):
+                        self._attend()
                     if not self.alone:
-                        self._meet(index)
-                        self._merge()
+                        with jax.named_scope("meet"):
+                            self._meet(index)
+                        with jax.named_scope("merge"):
+                            self._merge()
                 elif name == "merge":  # of its own where there are no semaphores
                     self._merge()
                 else:
                     early, finish = (getattr(self, f"_{part}_{name}") for part in ("early", "finish"))
-                    t, _ = self._multiply(
-                        self.products[name],
-                        functools.partial(finish, index),
-                        t,
-                        None,
-                        functools.partial(early, index),
-                    )
-                self._finish()
+                    with jax.named_scope(name):
+                        t, _ = self._multiply(
+                            self.products[name],
+                            functools.partial(finish, index),
+                            t,
+                            None,
+                            functools.partial(early, index),
+                        )
+                with jax.named_scope("signal"):
+                    self._finish()
             return t
 
         t = jnp.int32(0)
@@ -399,10 +406,13 @@ class _Body:
 
                         @pl.when(index == first)
                         def _arrived() -> None:
-                            plgpu.barrier_wait(self.s["x_full"].at[x_slot])
+                            with jax.named_scope("wait x"):
+                                plgpu.barrier_wait(self.s["x_full"].at[x_slot])
                     else:
-                        plgpu.barrier_wait(self.s["x_full"].at[x_slot])
-                    plgpu.barrier_wait(self.s["w_full"].at[slot])
+                        with jax.named_scope("wait x"):
+                            plgpu.barrier_wait(self.s["x_full"].at[x_slot])
+                    with jax.named_scope("wait w"):
+                        plgpu.barrier_wait(self.s["w_full"].at[slot])
                     x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
                     plgpu.wgmma(acc, self.s["w_smem"].at[slot], x.transpose((1, 0)))
                     plgpu.wgmma_wait(1)
@@ -414,7 +424,8 @@ class _Body:
             acc = pl.run_scoped(accumulate, plgpu.ACC((64, rows), jnp.float32))
             t = t + product.steps
             free(jnp.int32(product.steps - 1), t - 1)
-            return t, finish(index, first, loaded, self._fold(product, acc), state)
+            with jax.named_scope("finish"):
+                return t, finish(index, first, loaded, self._fold(product, acc), state)
 
         # A streamed x is read by one unit only.
         if not resident:
@@ -541,7 +552,8 @@ class _Body:
             limits = plgpu.load(self.g.limits.at[group], layout=rows, optimized=False)
             sees, row = limits >> 5, limits & 31
             lengths = [self.g.lengths[group * shape.rows + r] for r in range(shape.rows)]
-            plgpu.barrier_wait(s["q_full"])
+            with jax.named_scope("wait q"):
+                plgpu.barrier_wait(s["q_full"])
             q = s["q_smem"]
 
             def task(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -553,7 +565,8 @@ class _Body:
                 end = functools.reduce(
                     lax.max, [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
                 )
-                plgpu.barrier_wait(s["k_full"].at[slot])
+                with jax.named_scope("wait k"):
+                    plgpu.barrier_wait(s["k_full"].at[slot])
                 scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
                 key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
                 scores = jnp.where(key < across(visible, scores.shape), scores, MASKED)
@@ -563,7 +576,8 @@ class _Body:
                 p = jnp.where(key < across(visible, scores.shape), p, 0.0)  # a row of another branch sees nothing
                 mass = mass * alpha + p.sum(axis=1)
                 acc = acc * across(alpha, acc.shape)
-                plgpu.barrier_wait(s["v_full"].at[slot])
+                with jax.named_scope("wait v"):
+                    plgpu.barrier_wait(s["v_full"].at[slot])
 
                 @pl.when(end < base + CHUNK)
                 def _clean() -> None:  # 0 · NaN is NaN: slots that hold nothing must be zeros
