@@ -10,6 +10,7 @@ profiler, beside the bytes of its weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import sys
 import tempfile
@@ -121,8 +122,9 @@ def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, val
 def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What `attend` should leave: output and log2-sum-exp of each (KV head, split), in float64."""
     shape, sharing = problem.shape, jax.device_get(problem.sharing)
-    count, width = int(sharing.count[0, 0]), ds.CHUNK // PAGE
-    share = -(-count // shape.splits)
+    parts = ds.CHUNK // sharing.chunk
+    count = int(sharing.count[0, 0])
+    share = math.ceil(math.ceil(count / parts) / shape.splits) * parts  # tasks of a split
     out = np.zeros((shape.kv_heads * shape.splits, shape.queries, shape.dim))
     lse = np.full(out.shape[:2], -np.inf)
     sees = np.asarray(problem.positions).reshape(-1).repeat(shape.per_kv_head) + 1
@@ -133,9 +135,9 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
             scores, seen = [], []
             for i in range(split * share, min(split * share + share, count)):
                 *pages, number, members = (int(x) for x in sharing.tasks[0, 0, i])
-                k, v = (pool[pages[:width], :, head].reshape(ds.CHUNK, -1) for pool in (keys, values))
-                visible = np.where((members >> row) & 1, sees - number * ds.CHUNK, 0)
-                mask = np.arange(ds.CHUNK) < visible[:, None]
+                k, v = (pool[pages, :, head].reshape(sharing.chunk, -1) for pool in (keys, values))
+                visible = np.where((members >> row) & 1, sees - number * sharing.chunk, 0)
+                mask = np.arange(sharing.chunk) < visible[:, None]
                 scores.append(np.where(mask, q[head] @ k.T / np.sqrt(shape.dim), -np.inf))
                 seen.append(v)
             if not scores:
@@ -261,8 +263,9 @@ def time_all(variants: list[str]) -> None:
         "base": (whole, 1, 256, {}),
         "ring8": (whole, 1, 256, {"ring": 8}),
         "flight6": (whole, 1, 256, {"in_flight": 6}),
-        "ahead6": (whole, 1, 256, {"ahead": 6, "pause": 800}),
-        "ahead12": (whole, 1, 256, {"ahead": 12, "pause": 500}),
+        "ring9": (whole, 1, 256, {"ring": 9}),
+        "flight3": (whole, 1, 256, {"in_flight": 3}),
+        "flight5": (whole, 1, 256, {"in_flight": 5}),
         "bare": (without_attention, 1, 256, {}),
         "head2": (whole, 2, 256, {}),
         "4k": (whole, 1, 4000, {}),

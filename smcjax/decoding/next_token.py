@@ -22,6 +22,8 @@ from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
 from smcjax.pallas.sharing import find_sharing
 
+PAGES_BY_ONE = 128  # of a row's table: up to here attention tasks are single pages
+
 
 @dataclasses.dataclass(frozen=True)
 class Law:
@@ -99,7 +101,11 @@ def tasks_of(
     columns: int,
     page_size: int,
 ) -> Sharing:
-    """The one kernel's attention tasks: `find_sharing`'s terms."""
+    """The one kernel's attention tasks: `find_sharing`'s terms.
+
+    By single pages, so that rows of a few pages of their own fill chunks together; by whole chunks where pages are so
+    many that finding who shares them would take longer than reading some chunks for one row.
+    """
     return find_sharing(
         block_table,
         lengths,
@@ -107,7 +113,7 @@ def tasks_of(
         rows=rows,
         queries=columns * config.num_heads // config.num_kv_heads,
         page_size=page_size,
-        chunk=decode_step.CHUNK,
+        chunk=page_size if block_table.shape[1] <= PAGES_BY_ONE else decode_step.CHUNK,
         tiles=1,
     )
 

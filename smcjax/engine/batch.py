@@ -20,6 +20,7 @@ import numpy as np
 
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.programs import Job, Programs, abstract
+from smcjax.model.quantize import QuantizedMatrix
 
 PREFILL_CHUNK = 128
 
@@ -119,11 +120,11 @@ class BatchRunner:
         at = jax.ShapeDtypeStruct((), jnp.int32)
         stepped, _ = jax.eval_shape(step, params, state)
         return {
-            (*key, "begin"): (begin, (0,), (memory, arrays)),
-            (*key, "prefill"): (prefill, (1, 3), (params, state, at, hidden)),
-            (*key, "start"): (start, (1,), (params, state, hidden)),
-            (*key, "step"): (step, (1,), (params, stepped)),
-            (*key, "conclude"): (conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
+            (*key, "begin"): Job(begin, (0,), (memory, arrays)),
+            (*key, "prefill"): Job(prefill, (1, 3), (params, state, at, hidden)),
+            (*key, "start"): Job(start, (1,), (params, state, hidden)),
+            (*key, "step"): Job(step, (1,), (params, stepped), _step_options(params, stepped)),
+            (*key, "conclude"): Job(conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
         }
 
     def _functions(self, program: Any) -> tuple[Callable[..., Any], ...]:
@@ -210,6 +211,19 @@ class BatchRunner:
                 observe(infos[-1].done)
         # Cycles still in flight began after every group had ended, and so changed nothing.
         return BatchResult(self.conclude(batch, program, state), infos, seconds)
+
+
+def _step_options(params: Any, state: Any) -> dict[str, Any] | None:
+    """XLA's options for a decoding step.
+
+    On an H200 cuBLAS streams bf16 weights past 8 to 144 rows faster than XLA's Triton products do, which XLA's own
+    timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+    quantized = any(isinstance(leaf, QuantizedMatrix) for leaf in leaves)
+    if jax.default_backend() != "gpu" or quantized or state.sequences.length.shape[0] < 8:
+        return None
+    return {"xla_gpu_enable_triton_gemm": False}
 
 
 def _delete(arrays: Any) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,14 @@ from smcjax.engine.memory import device_memory
 
 logger = logging.getLogger("smcjax")
 
-Job = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]  # function, donated arguments' numbers, arguments
+
+class Job(NamedTuple):
+    """A function to compile."""
+
+    function: Callable[..., Any]
+    donate: tuple[int, ...]  # arguments' numbers
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] | None = None  # XLA's
 
 
 def enable_compilation_cache() -> None:
@@ -59,8 +66,7 @@ class Programs:
         logger.info("Compiling %s …", what)
 
         def build(job: Job) -> Any:
-            function, donate, arguments = job
-            return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+            return jax.jit(job.function, donate_argnums=job.donate).lower(*job.arguments).compile(job.options)
 
         with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
             made = dict(zip(missing, pool.map(build, missing.values()), strict=True))

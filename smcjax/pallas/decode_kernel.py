@@ -71,7 +71,7 @@ class Operands:
     cos: Ref  # [M, D/2] f32
     sin: Ref  # [M, D/2] f32
     slots: Ref  # [M] int32: page · B + offset of each token's KV
-    tasks: Ref  # [G, 1, X, C/B + 2] int32: `smcjax.pallas.sharing`
+    tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
     count: Ref  # [G, 1] int32
     limits: Ref  # [G, 64] int32: how many slots a query sees · 32 + its row in the group
     lengths: Ref  # [G·N] int32: how many slots of a row hold KV, the new tokens' included
@@ -106,6 +106,7 @@ class _Body:
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
             self.s.update(zip(group, refs, strict=True))
+        self.parts = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)  # tasks that make up a chunk
         self.block = lax.axis_index("block")
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
@@ -178,15 +179,7 @@ class _Body:
         first, last = self._span(product.units)
         ring, in_flight = self.shape.ring, self.shape.in_flight
 
-        total = (last - first) * product.steps
-
-        def prefetch(number: jax.Array) -> None:
-            starts = [(row, column) for _, row, column in self._tile(product, first, number)]
-            lanes.prefetch_tiles(refs, layer, starts, (TILE, DEPTH))
-            lanes.nanosleep(self.shape.pause)
-
-        def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            t, ahead = carry
+        def tile(i: jax.Array, t: jax.Array) -> jax.Array:
             slot = lax.rem(t, ring)
             if in_flight < ring and not self.interpret:
 
@@ -194,43 +187,18 @@ class _Body:
                 def _throttle() -> None:
                     plgpu.barrier_wait(self.s["w_full"].at[lax.rem(t - in_flight, ring)])
 
-            if self.interpret or not self.shape.ahead:
-
-                @pl.when(t >= ring)
-                def _free() -> None:
-                    plgpu.barrier_wait(self.s["w_empty"].at[slot])
-            else:
-                # While the consumer is held up the stream goes on, into the L2.
-                end = lax.min(total, i + self.shape.ahead)
-
-                def free() -> jax.Array:
-                    return lax.cond(
-                        t < ring, lambda: jnp.bool_(True), lambda: plgpu.barrier_test(self.s["w_empty"].at[slot])
-                    )
-
-                def more(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                    prefetch(carry[0])
-                    return carry[0] + 1, free()
-
-                ahead, done = lax.while_loop(
-                    lambda carry: jnp.logical_and(jnp.logical_not(carry[1]), carry[0] < end),
-                    more,
-                    (lax.max(ahead, i), free()),
-                )
-
-                @pl.when(jnp.logical_not(done))  # a test that succeeds takes the phase as a wait does
-                def _wait() -> None:
-                    plgpu.barrier_wait(self.s["w_empty"].at[slot])
+            @pl.when(t >= ring)
+            def _free() -> None:
+                plgpu.barrier_wait(self.s["w_empty"].at[slot])
 
             with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
                 for target, row, column in self._tile(product, first, i):
                     source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
                     plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
-            return t + 1, ahead
+            return t + 1
 
-        t, _ = lax.fori_loop(0, total, tile, (t, jnp.int32(0)))
-        return t
+        return lax.fori_loop(0, (last - first) * product.steps, tile, t)
 
     def _tile(self, product: Product, first: jax.Array, number: jax.Array) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
@@ -249,13 +217,14 @@ class _Body:
 
         def layer(index: jax.Array, _: None) -> None:
             for number, name in enumerate(self.stages):
+                part = self._attention_part() if name == "attend" else None  # its loads take as long as a barrier
                 with jax.named_scope("barrier before " + name):
                     self._await(index * per_layer + number)
                 with jax.named_scope("load for " + name):
-                    if name in sources:
+                    if part is not None:
+                        self._load_attention(index, *part)
+                    elif name in sources:
                         self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
-                    elif name == "attend":
-                        self._load_attention(index)
 
         if self.stages:
             lax.fori_loop(0, self.layers, layer, None)
@@ -296,20 +265,29 @@ class _Body:
                 plgpu.barrier_arrive(self.s["scale_ready"])
 
     def _attention_unit(self) -> tuple[jax.Array, ...]:
-        """(takes part, group, KV head, first task, end)."""
+        """(takes part, group, KV head, first chunk, end)."""
         shape = self.shape
         active = self.block < shape.groups * shape.kv_heads * shape.splits
         pair = lax.div(self.block, shape.splits)
         group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
         group = lax.min(group, shape.groups - 1)
-        count = self.g.count[group, 0]
+        count = lax.div(self.g.count[group, 0] + (self.parts - 1), self.parts)
         share = lax.div(count + (shape.splits - 1), shape.splits)
         first = lax.rem(self.block, shape.splits) * share
         return active, group, head, first, lax.min(first + share, count)
 
-    def _load_attention(self, layer: jax.Array) -> None:
+    def _attention_part(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+        """`_attention_unit`, and the pages of its first chunk."""
+        unit = self._attention_unit()
+        _, group, _, first, _ = unit
+        return unit, self._pages_of(group, first)
+
+    def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
+        return [page for part in range(self.parts) for page in self._task(group, chunk, part)[0]]
+
+    def _load_attention(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
         shape = self.shape
-        active, group, head, first, last = self._attention_unit()
+        active, group, head, first, last = unit
 
         @pl.when(active & (first < last))
         def _load() -> None:
@@ -319,8 +297,9 @@ class _Body:
                 self.g.q.at[pl.ds(start, rows)], self.s["q_smem"].at[pl.ds(0, rows)], self.s["q_full"]
             )
 
-            def task(i: jax.Array, _: None) -> None:
+            def chunk(i: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
                 slot = lax.rem(i - first, shape.kv_ring)
+                upcoming = self._pages_of(group, lax.min(i + 1, last - 1))
 
                 @pl.when(i - first >= shape.kv_ring)
                 def _free() -> None:
@@ -328,12 +307,20 @@ class _Body:
 
                 for refs, buffer, full in ((self.g.keys, "k_smem", "k_full"), (self.g.values, "v_smem", "v_full")):
                     with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
-                        for j in range(CHUNK // shape.page_size):
-                            page = self.g.tasks[group, 0, i, j]
+                        for j, page in enumerate(pages):
                             target = self.s[buffer].at[slot, pl.ds(j * shape.page_size, shape.page_size)]
                             plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[full].at[slot])
+                return upcoming
 
-            lax.fori_loop(first, last, task, None)
+            lax.fori_loop(first, last, chunk, pages)
+
+    def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
+        number = chunk * self.parts + part
+        valid = number < self.g.count[group, 0]
+        number = jnp.where(valid, number, 0)
+        *pages, place, members = (self.g.tasks[group, 0, number, field] for field in range(self.g.tasks.shape[3]))
+        return pages, place * (CHUNK // self.parts), jnp.where(valid, members, 0)
 
     # The consumer's warpgroup.
 
@@ -552,38 +539,56 @@ class _Body:
             limits = plgpu.load(self.g.limits.at[group], layout=rows, optimized=False)
             sees, row = limits >> 5, limits & 31
             lengths = [self.g.lengths[group * shape.rows + r] for r in range(shape.rows)]
+            width = CHUNK // self.parts
+
+            def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+                return [self._task(group, i, part)[1:] for part in range(self.parts)]
+
+            def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
+                """The end of the part that each of a chunk's slots lies in."""
+                out = ends[-1]
+                for part in reversed(range(self.parts - 1)):
+                    out = jnp.where(key < (part + 1) * width, ends[part], out)
+                return out
+
+            first_tasks = read(first)
             with jax.named_scope("wait q"):
                 plgpu.barrier_wait(s["q_full"])
             q = s["q_smem"]
 
-            def task(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                acc, m, mass = carry
+            def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                acc, m, mass, tasks = carry
                 slot = lax.rem(i - first, shape.kv_ring)
-                base = self.g.tasks[group, 0, i, CHUNK // shape.page_size] * CHUNK
-                members = self.g.tasks[group, 0, i, CHUNK // shape.page_size + 1]
-                visible = jnp.where(((members >> row) & 1) != 0, sees - base, 0)
-                end = functools.reduce(
-                    lax.max, [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
-                )
+                upcoming = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
+                # Of each part, in slots of the chunk: where what a query sees ends, and where what anyone sees does.
+                visible, end = [], []
+                for part, (base, members) in enumerate(tasks):
+                    start = part * width
+                    seen = jnp.where(((members >> row) & 1) != 0, sees - base + start, 0)
+                    visible.append(seen)
+                    longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
+                    end.append(lax.clamp(start, functools.reduce(lax.max, longest) - base + start, start + width))
                 with jax.named_scope("wait k"):
                     plgpu.barrier_wait(s["k_full"].at[slot])
                 scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
                 key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                scores = jnp.where(key < across(visible, scores.shape), scores, MASKED)
+                ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
+                scores = jnp.where(key < ends, scores, MASKED)
                 new_m = jnp.maximum(m, scores.max(axis=1))
                 alpha = jnp.exp2(m - new_m)
                 p = jnp.exp2(scores - across(new_m, scores.shape))
-                p = jnp.where(key < across(visible, scores.shape), p, 0.0)  # a row of another branch sees nothing
+                p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
                 mass = mass * alpha + p.sum(axis=1)
                 acc = acc * across(alpha, acc.shape)
                 with jax.named_scope("wait v"):
                     plgpu.barrier_wait(s["v_full"].at[slot])
+                full = functools.reduce(jnp.logical_and, [x == (part + 1) * width for part, x in enumerate(end)])
 
-                @pl.when(end < base + CHUNK)
+                @pl.when(jnp.logical_not(full))
                 def _clean() -> None:  # 0 · NaN is NaN: slots that hold nothing must be zeros
                     v = plgpu.layout_cast(s["v_smem"][slot], plgpu.Layout.WGMMA)
                     at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-                    s["v_smem"][slot] = jnp.where(at + base < end, v, jnp.zeros_like(v))
+                    s["v_smem"][slot] = jnp.where(at < by_part(at, end), v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
                 acc = self.product(acc, p.astype(q.dtype), s["v_smem"].at[slot])
@@ -592,16 +597,17 @@ class _Body:
                 def _free() -> None:
                     plgpu.barrier_arrive(s["kv_empty"].at[slot])
 
-                return acc, new_m, mass
+                return acc, new_m, mass, upcoming
 
-            acc, m, mass = lax.fori_loop(
+            acc, m, mass, _ = lax.fori_loop(
                 first,
                 last,
-                task,
+                chunk,
                 (
                     plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
                     plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
                     plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+                    first_tasks,
                 ),
             )
             seen = mass > 0

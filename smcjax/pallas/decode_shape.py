@@ -38,8 +38,6 @@ class Shape:
     page_size: int
     ring: int  # weight tiles in shared memory
     in_flight: int = 4  # of them, on their way: a deep queue would delay the barriers
-    ahead: int = 0  # tiles that may be fetched into the L2 while the consumer is held up
-    pause: int = 300  # ns between these
     kv_ring: int = 2  # chunks
     blocks: int = BLOCKS
 

@@ -77,7 +77,8 @@ def decode_step(
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
     `slots` are page · B + offset of the new tokens' keys and values, `sharing` the tasks over slots up to and with
-    theirs, in chunks of 64 with one part. A row that may write nowhere names the trash page; its token means nothing.
+    theirs, in chunks of 64 or a page, with one part. A row that may write nowhere names the trash page; its token
+    means nothing.
     """
     operands = make_operands(shape, weights, tokens, cos, sin, positions, slots, sharing, draws, keys, values)
     if interpret is None:

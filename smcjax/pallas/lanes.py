@@ -230,7 +230,7 @@ def _chosen(values: Sequence[ir.Value], index: ir.Value) -> ir.Value:
 
 @contextlib.contextmanager
 def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) -> Iterator[Ref]:
-    """A reference that stands for refs[layer] as the source of the TMA copies and prefetches made within.
+    """A reference that stands for refs[layer] as the source of the TMA copies made within.
 
     All `refs` have one shape, so their copies differ in the descriptor only. Descriptors of one kind are made here one
     after the other, and the layer's is found by its distance: no branch for each layer, whose code would grow with the
@@ -251,33 +251,6 @@ def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) 
     begin(tuple(refs), jnp.asarray(layer, jnp.int32))
     yield refs[0]
     end()
-
-
-def prefetch_tiles(
-    refs: Sequence[Ref], layer: jax.Array, starts: Sequence[tuple[jax.Array, jax.Array]], shape: tuple[int, int]
-) -> None:
-    """Asks the L2 for refs[layer][row : row + shape[0], column : column + shape[1]] of each (row, column).
-
-    Through the descriptors of the copies to swizzled [8, 64] tiles, so that there is one of them a matrix, not two.
-    """
-    flat = [jnp.asarray(x, jnp.int32) for start in starts for x in start]
-
-    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR, (SCALAR,) * len(flat)))
-    def go(ctx: Any, refs: Any, layer: Any, flat: Any) -> None:
-        if len(refs) > 1:
-            _choose_descriptor(ctx, refs, _scalar(layer))
-        at = [arith.index_cast(ir.IndexType.get(), _scalar(x)) for x in flat]
-        for row, column in zip(at[::2], at[1::2], strict=True):
-            ctx.async_prefetch(
-                gmem_ref=refs[0],
-                gmem_slice=(mgpu.ds(row, shape[0]), mgpu.ds(column, shape[1])),
-                gmem_transform=(mgpu.TileTransform((8, 64)),),
-                swizzle=128,
-            )
-        if len(refs) > 1:
-            del ctx._get_tma_desc
-
-    go(tuple(refs), jnp.asarray(layer, jnp.int32), tuple(flat))
 
 
 _DESCRIPTOR = 128  # bytes of a TMA descriptor
@@ -321,16 +294,6 @@ def _constant_offset(descriptor: ir.Value) -> int:
     """Where a descriptor lies in the launch's scratch: the constant of the address computation that made it."""
     address: Any = descriptor.owner
     return int(ir.DenseI32ArrayAttr(address.attributes["rawConstantIndices"])[0])
-
-
-def nanosleep(nanoseconds: int) -> None:
-    """Lets the memory system breathe."""
-
-    @plgpu.inline_mgpu()
-    def go(_: Any) -> None:
-        mu.inline_ptx(f"nanosleep.u32 {nanoseconds};", has_side_effects=True)
-
-    go()
 
 
 def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> None:
