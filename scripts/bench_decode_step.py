@@ -45,7 +45,7 @@ class Problem:
     shape: ds.Shape
     table: jax.Array
     positions: jax.Array
-    arguments: tuple[Any, ...]  # tokens … draws
+    arguments: tuple[Any, ...]  # tokens … sharing
     sharing: Sharing
     pages: int
 
@@ -68,14 +68,15 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     cos, sin = rope_angles(config, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(
-        keys=jax.random.key_data(jax.random.split(jax.random.key(5), ROWS)),
+        keys=jax.random.key_data(jax.random.split(jax.random.key(5), (1, ROWS))),
         temperature=jnp.linspace(0.7, 1.3, ROWS),
         noise_scale=jnp.ones(ROWS),
         forbidden=jnp.zeros((ROWS, config.vocab_size // 32), jnp.uint32),
+        forbids=jnp.zeros((1, ROWS), bool),
     )
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, columns)), jnp.int32)
-    arguments = (tokens, cos, sin, jnp.asarray(positions), jnp.asarray(slots), sharing, draws)
-    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), arguments, sharing, count)
+    tables = ds.make_tables(shape, cos[None], sin[None], jnp.asarray(positions)[None], jnp.asarray(slots)[None], draws)
+    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), (tokens, 0, tables, sharing), sharing, count)
 
 
 def pools(config: ModelConfig, pages: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -167,11 +168,11 @@ def check(columns: int, context: int) -> None:
         print(f"\nT={columns}, context {context}, {'together' if together else 'stage by stage'}")
         x0 = got["x0"][:total]
         qkv = linear(rms_norm(x0, layer.attn_norm, eps), layer.qkv, None).reshape(ROWS, columns, -1, shape.dim)
-        cos, sin = problem.arguments[1:3]
+        cos, sin = rope_angles(config, problem.positions)
         want_q, want_k = (rotate(part, cos, sin) for part in (qkv[:, :, : shape.heads], qkv[:, :, shape.heads :]))
         q = got["qkv"].reshape(shape.kv_heads, shape.tokens, shape.per_kv_head, shape.dim)[:, :total]
         print("q      ", error(q.swapaxes(0, 1), want_q.reshape(total, shape.kv_heads, shape.per_kv_head, -1)))
-        slots = np.asarray(problem.arguments[4]).reshape(-1)
+        slots = np.asarray(problem.arguments[2].slots)[:total]
         flat = (-1, shape.kv_heads, shape.dim)
         print("k      ", error(got["keys"].reshape(flat)[slots], want_k.reshape(total, -1, shape.dim)[:, : flat[1]]))
         want_v = qkv.reshape(total, -1, shape.dim)[:, shape.heads + shape.kv_heads :]
@@ -264,7 +265,8 @@ def time_all(variants: list[str]) -> None:
         "ring8": (whole, 1, 256, {"ring": 8}),
         "flight6": (whole, 1, 256, {"in_flight": 6}),
         "ring9": (whole, 1, 256, {"ring": 9}),
-        "flight3": (whole, 1, 256, {"in_flight": 3}),
+        "flight2": (whole, 1, 256, {"in_flight": 2}),
+        "flight4": (whole, 1, 256, {"in_flight": 4}),
         "flight5": (whole, 1, 256, {"in_flight": 5}),
         "bare": (without_attention, 1, 256, {}),
         "head2": (whole, 2, 256, {}),

@@ -10,9 +10,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.decoding.next_token import Law, next_token, plan, sample
+from smcjax.decoding.next_token import Law, Steps, next_token, plan, prepare, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
@@ -134,7 +134,8 @@ def prefill(
 
 def start(program: Program, params: Params, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token."""
-    return _append(state, *sample(_law(program, state, Purpose.FIRST), unembed(params, last_hidden)))
+    keys, number = _draw(state, Purpose.FIRST)
+    return _append(state, *sample(_law(program, state), keys, number, unembed(params, last_hidden)))
 
 
 def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
@@ -165,15 +166,26 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         page_size=program.page_size,
         implementation=program.implementation,
     )
+    law = _law(program, state)
+    keys, number = _draw(state, Purpose.DRAFT)
+    one = prepare(
+        program.target,
+        params,
+        Steps(position[None, :, None], pages[None], keys[None], number[None]),
+        law,
+        plan=alone,
+        page_size=program.page_size,
+        implementation=program.implementation,
+    )
     token, logprob, cache = next_token(
         program.target,
         params,
         memory.target,
         tokens,
-        position[:, None],
         sequences.block_table,
-        pages,
-        _law(program, state, Purpose.DRAFT),
+        one,
+        0,
+        law,
         plan=alone,
         implementation=program.implementation,
     )
@@ -188,19 +200,23 @@ def run(program: Program, params: Params, state: State, num_steps: int) -> tuple
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
 
 
-def _law(program: Program, state: State, purpose: Purpose) -> Law:
+def _law(program: Program, state: State) -> Law:
     """What each request's next token is drawn from."""
     requests = state.requests
     greedy = requests.temperature == 0
     return Law(
-        keys=row_keys(requests.key, state.cycle, 1, purpose),
         temperature=jnp.where(greedy, 1.0, requests.temperature),
         stops=requests.stops,
-        token_number=state.sequences.length - requests.prompt_length + 1,
         minimum=requests.min_tokens,
         greedy=greedy,
         truncation=(requests.top_k, requests.top_p) if program.truncates else None,
     )
+
+
+def _draw(state: State, purpose: Purpose) -> tuple[Key[Array, " G"], Int[Array, " G"]]:
+    """Keys and numbers of the requests' next tokens."""
+    requests = state.requests
+    return row_keys(requests.key, state.cycle, 1, purpose), state.sequences.length - requests.prompt_length + 1
 
 
 def _append(state: State, token: Int[Array, " G"], logprob: Float[Array, " G"]) -> State:

@@ -29,21 +29,36 @@ PAGES_BY_ONE = 128  # of a row's table: up to here attention tasks are single pa
 class Law:
     """What each row's token is drawn from: softmax(logits / temperature), without stop tokens within the minimum."""
 
-    keys: Key[Array, " R"]
     temperature: Float[Array, " R"]  # above 0
     stops: Bool[Array, "R V"]  # impossible within the minimum
-    token_number: Int[Array, " R"]  # of the token to be drawn, from 1
     minimum: Int[Array, " R"]
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
 
 
-def sample(law: Law, logits: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """K draws a row that follow each other, and all that is known of them before the first: everything but tokens.
+
+    `positions` and `write_pages` are those of each step's T new tokens, as for
+    `smcjax.model.paged.paged_hidden_states`.
+    """
+
+    positions: Int[Array, "K R T"]
+    write_pages: Int[Array, "K R T"]
+    keys: Key[Array, "K R"]
+    token_number: Int[Array, "K R"]  # of the token to be drawn, from 1
+    tables: decode_step.Tables | None = None  # for the one kernel, where it applies
+
+
+def sample(
+    law: Law, keys: Key[Array, " R"], token_number: Int[Array, " R"], logits: Float[Array, "R V"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """A token a row and its log-probability under the law, NaN where a logit is."""
-    logits = forbid_stops(logits / law.temperature[:, None], law.stops, law.token_number, law.minimum)
+    logits = forbid_stops(logits / law.temperature[:, None], law.stops, token_number, law.minimum)
     if law.truncation is not None:
         logits = truncate(logits, *law.truncation)
-    token = draw(law.keys, logits)
+    token = draw(keys, logits)
     if law.greedy is not None:
         token = jnp.where(law.greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)
     return token, log_softmax_at(logits, token)
@@ -158,14 +173,46 @@ def shape_of(
     )
 
 
+def prepare(
+    config: ModelConfig,
+    params: Params,
+    steps: Steps,
+    law: Law,
+    *,
+    plan: Plan,
+    rows: int = 1,
+    page_size: int,
+    implementation: str = "auto",
+) -> Steps:
+    """The same steps, with tables for the one kernel where that will take them; a few kernels for all K."""
+    _, total, columns = steps.positions.shape
+    shape = _one_kernel(config, params, total, columns, rows, page_size, implementation)
+    if shape is None or plan.stop_words is None or law.truncation is not None:
+        return steps
+    cos, sin = (
+        x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
+    )
+    greedy = jnp.zeros(total, bool) if law.greedy is None else law.greedy
+    draws = decode_step.Draws(
+        keys=jax.random.key_data(steps.keys),
+        temperature=law.temperature,
+        noise_scale=jnp.where(greedy, 0.0, 1.0),
+        forbidden=plan.stop_words,
+        forbids=steps.token_number <= law.minimum,
+    )
+    slots = steps.write_pages * page_size + steps.positions % page_size
+    tables = decode_step.make_tables(shape, cos, sin, steps.positions, slots, draws)
+    return dataclasses.replace(steps, tables=tables)
+
+
 def next_token(
     config: ModelConfig,
     params: Params,
     cache: KVCache,
     tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
     block_table: Int[Array, "R M"],
-    write_pages: Int[Array, "R T"],
+    steps: Steps,
+    step: Int[Array, ""] | int,
     law: Law,
     *,
     plan: Plan,
@@ -173,28 +220,26 @@ def next_token(
     copies: Copies | None = None,
     implementation: str = "auto",
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
-    """A token for each row after its T new ones, its log-probability, and the cache with their KV written.
+    """A token for each row after the T new ones of this step, its log-probability, and the cache with their KV written.
 
-    What `sample` says of the token holds. N = `rows` consecutive rows are a group, `plan` was made for them and for the
-    law's stops; other arguments as for `smcjax.model.paged.paged_hidden_states`.
+    What `sample` says of the token holds. N = `rows` consecutive rows are a group; `plan` was made for them and for the
+    law's stops, `steps` prepared with it.
     """
-    total, columns = tokens.shape
-    shape = _one_kernel(config, params, total, columns, rows, cache.page_size, implementation)
-    if shape is not None and plan.norms is not None and law.truncation is None:
-        return _by_one_kernel(shape, config, params, cache, tokens, positions, write_pages, law, plan, copies)
+    if steps.tables is not None:
+        return _by_one_kernel(config, params, cache, tokens, steps.tables, step, plan, rows, copies)
     hidden, cache = paged_hidden_states(
         config,
         params,
         cache,
         tokens,
-        positions,
+        steps.positions[step],
         block_table,
-        write_pages,
+        steps.write_pages[step],
         copies=copies,
         sharing=plan.sharing,
         implementation=implementation,
     )
-    return *sample(law, unembed(params, hidden[:, -1])), cache
+    return *sample(law, steps.keys[step], steps.token_number[step], unembed(params, hidden[:, -1])), cache
 
 
 def _one_kernel(
@@ -212,42 +257,24 @@ def _one_kernel(
 
 
 def _by_one_kernel(
-    shape: decode_step.Shape,
     config: ModelConfig,
     params: Params,
     cache: KVCache,
     tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    write_pages: Int[Array, "R T"],
-    law: Law,
+    tables: decode_step.Tables,
+    step: Int[Array, ""] | int,
     plan: Plan,
+    rows: int,
     copies: Copies | None,
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
     assert plan.sharing is not None
     assert plan.norms is not None
-    assert plan.stop_words is not None
+    total, columns = tokens.shape
+    shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=cache.page_size)
     if copies is not None:
         cache = cache.copy_pages(copies, implementation="mosaic")
-    cos, sin = rope_angles(config, positions)
-    greedy = jnp.zeros(tokens.shape[0], bool) if law.greedy is None else law.greedy
-    draws = decode_step.Draws(
-        keys=jax.random.key_data(law.keys),
-        temperature=law.temperature,
-        noise_scale=jnp.where(greedy, 0.0, 1.0),
-        forbidden=jnp.where((law.token_number <= law.minimum)[:, None], plan.stop_words, jnp.uint32(0)),
-    )
     token, logprob, keys, values = decode_step.decode_step(
-        shape,
-        weights_of(params, plan.norms),
-        tokens,
-        cos,
-        sin,
-        positions,
-        write_pages * cache.page_size + positions % cache.page_size,
-        plan.sharing,
-        draws,
-        cache.keys,
-        cache.values,
+        shape, weights_of(params, plan.norms), tokens, step, tables, plan.sharing, cache.keys, cache.values
     )
     return token, logprob, KVCache(keys=keys, values=values)
 

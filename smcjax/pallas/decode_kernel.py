@@ -68,17 +68,19 @@ class Operands:
     down: Sequence[Ref]  # [E, F]
     head: Sequence[Ref]  # [V, E], one or none
     norms: Ref  # [2·L + 1, E]: attention, MLP, attention … and the one after the last layer
-    cos: Ref  # [M, D/2] f32
-    sin: Ref  # [M, D/2] f32
-    slots: Ref  # [M] int32: page · B + offset of each token's KV
-    tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
-    count: Ref  # [G, 1] int32
-    limits: Ref  # [G, 64] int32: how many slots a query sees · 32 + its row in the group
-    lengths: Ref  # [G·N] int32: how many slots of a row hold KV, the new tokens' included
-    noise_keys: Ref  # [M, 2] uint32
+    step: Ref  # [1] int32: which of the K steps that the tables hold
+    cos: Ref  # [K·M, D/2] f32
+    sin: Ref  # [K·M, D/2] f32
+    slots: Ref  # [K·M] int32: page · B + offset of each token's KV
+    limits: Ref  # [K·G, 64] int32: how many slots a query sees · 32 + its row in the group
+    lengths: Ref  # [K·G·N] int32: how many slots of a row hold KV, the new tokens' included
+    noise_keys: Ref  # [K·M, 2] uint32
+    forbids: Ref  # [K·M, 1] uint32: all bits set where `forbidden` counts, otherwise 0
     inverse_temperature: Ref  # [M, 1] f32
     noise_scale: Ref  # [M, 1] f32: 0 takes the likeliest id
     forbidden: Ref  # [M, V/32] uint32: ids that may not be drawn, one bit each
+    tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
+    count: Ref  # [G, 1] int32
     # From here on written:
     x: Ref  # [M, E] the residual stream
     xg: Ref  # [M, E] residual ∘ next norm's weight
@@ -89,7 +91,7 @@ class Operands:
     partial_lse: Ref  # [G·Hkv·S, 64] f32, base 2
     attended: Ref  # [M, H·D]
     h: Ref  # [M, F]
-    found: Sequence[Ref]  # [blocks, 16, M] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
+    found: Sequence[Ref]  # [M, 16·blocks] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
 
 
 class _Body:
@@ -108,6 +110,7 @@ class _Body:
             self.s.update(zip(group, refs, strict=True))
         self.parts = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)  # tasks that make up a chunk
         self.block = lax.axis_index("block")
+        self.step = g.step[0]
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
         self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers
@@ -138,7 +141,6 @@ class _Body:
         """This block has finished a stage."""
         if self.alone:
             return
-        lanes.proxy_fence(interpret=self.interpret)
         plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu")
 
     def _meet(self, layer: jax.Array) -> None:
@@ -455,7 +457,8 @@ class _Body:
 
     def _early_qkv(self, layer: jax.Array, unit: jax.Array) -> Any:
         _, column = self._place_in_head(unit)
-        return self._gather(self.g.cos, 0, 1, column), self._gather(self.g.sin, 0, 1, column)
+        row = self.step * self.shape.tokens
+        return self._gather(self.g.cos, row, 1, column), self._gather(self.g.sin, row, 1, column)
 
     def _finish_qkv(
         self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
@@ -478,7 +481,8 @@ class _Body:
         def write(refs: Sequence[Ref], kv_head: jax.Array, values: tuple[jax.Array, jax.Array]) -> None:
             for part, value in enumerate(values):
                 at = column + part * shape.dim // 2
-                lanes.scatter_to_slots(refs, layer, g.slots, kv_head, at, value, interpret=self.interpret)
+                first = self.step * shape.tokens
+                lanes.scatter_to_slots(refs, layer, g.slots, first, kv_head, at, value, interpret=self.interpret)
 
         @pl.when((head >= shape.heads) & (head < shape.heads + shape.kv_heads))
         def _key() -> None:
@@ -536,9 +540,10 @@ class _Body:
 
         @pl.when(active & (first < last))
         def _some() -> None:
-            limits = plgpu.load(self.g.limits.at[group], layout=rows, optimized=False)
+            now = self.step * shape.groups + group
+            limits = plgpu.load(self.g.limits.at[now], layout=rows, optimized=False)
             sees, row = limits >> 5, limits & 31
-            lengths = [self.g.lengths[group * shape.rows + r] for r in range(shape.rows)]
+            lengths = [self.g.lengths[now * shape.rows + r] for r in range(shape.rows)]
             width = CHUNK // self.parts
 
             def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -656,7 +661,9 @@ class _Body:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
         shape, g = self.shape, self.g
         layout = lanes.tile_layout(shape.tokens)
-        key0, key1 = (self._gather(g.noise_keys, 0, 1, word, column_step=0) for word in range(2))
+        now = self.step * shape.tokens
+        key0, key1 = (self._gather(g.noise_keys, now, 1, word, column_step=0) for word in range(2))
+        forbids = self._gather(g.forbids, now, 1, 0, column_step=0)
         inverse = self._gather(g.inverse_temperature, 0, 1, 0, column_step=0)
         noise_scale = self._gather(g.noise_scale, 0, 1, 0, column_step=0)
 
@@ -664,7 +671,7 @@ class _Body:
             return plgpu.layout_cast(jnp.full((TILE, shape.tokens), value, dtype), layout)
 
         def early(unit: jax.Array) -> jax.Array:
-            return self._gather(g.forbidden, 0, 1, unit, column_step=0)
+            return self._gather(g.forbidden, 0, 1, unit, column_step=0) & forbids
 
         def finish(
             unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], state: tuple[jax.Array, ...]
@@ -695,7 +702,7 @@ class _Body:
         )
         _, (best, best_id, best_logit, top, mass) = self._multiply(self.products["head"], finish, t, start, early)
         for ref, value in zip(g.found, (best, best_id, best_logit, top, mass), strict=True):
-            ref[self.block] = value
+            self._scatter(ref, 0, 1, self.block * TILE, value)
 
 
 def _round(x: jax.Array) -> jax.Array:

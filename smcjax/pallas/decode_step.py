@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.pallas.decode_kernel import LAYER_STAGES, Operands, launch
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
@@ -25,11 +25,13 @@ __all__ = [
     "Draws",
     "Operands",
     "Shape",
+    "Tables",
     "Weights",
     "decode_step",
     "launch",
     "make_operands",
     "make_shape",
+    "make_tables",
     "supports",
 ]
 
@@ -51,24 +53,88 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How each row draws its next token: argmax of logits / temperature + noise_scale · Gumbel noise."""
+    """How each row draws its token of each of K steps: argmax of logits / temperature + noise_scale · Gumbel noise."""
 
-    keys: UInt[Array, "R 2"]  # Threefry key words
+    keys: UInt[Array, "K R 2"]  # Threefry key words
     temperature: Float[Array, " R"]
     noise_scale: Float[Array, " R"]  # 1, or 0 to take the likeliest
     forbidden: UInt[Array, "R words"]  # ids of probability 0, 32 to a word, the lowest bit first
+    forbids: Bool[Array, "K R"]  # whether they are, at this step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """What K steps need that is known before the first: `decode_kernel.Operands` says what each is."""
+
+    cos: Float[Array, "KM half"]
+    sin: Float[Array, "KM half"]
+    slots: Int[Array, " KM"]
+    limits: Int[Array, "KG 64"]
+    lengths: Int[Array, " KR"]
+    noise_keys: UInt[Array, "KM 2"]
+    forbids: UInt[Array, "KM 1"]
+    inverse_temperature: Float[Array, "M 1"]
+    noise_scale: Float[Array, "M 1"]
+    forbidden: UInt[Array, "M words"]
+
+
+def make_tables(
+    shape: Shape,
+    cos: Float[Array, "K R T half"],
+    sin: Float[Array, "K R T half"],
+    positions: Int[Array, "K R T"],
+    slots: Int[Array, "K R T"],
+    draws: Draws,
+) -> Tables:
+    """The tables of K steps of T tokens a row; `slots` are page · B + offset of the new tokens' keys and values.
+
+    A row that may write nowhere names the trash page; its token means nothing.
+    """
+    _, rows, columns = positions.shape
+
+    def at_last(x: jax.Array) -> jax.Array:
+        """[K, R, …] to [K, R, T, …]: at each row's last token."""
+        if columns == 1:
+            return x[:, :, None]
+        return jnp.zeros((*x.shape[:2], columns, *x.shape[2:]), x.dtype).at[:, :, -1].set(x)
+
+    def by_token(x: jax.Array) -> jax.Array:
+        """[K, R, T, …] to [K·M, …], zeros beyond a step's last."""
+        x = _padded(shape, x.reshape(x.shape[0], rows * columns, *x.shape[3:]))
+        return x.reshape(-1, *x.shape[2:])
+
+    lengths = positions[:, :, -1] + 1
+    limits = query_limits(
+        positions.reshape(-1, columns), lengths.reshape(-1), rows=shape.rows, group=shape.per_kv_head, size=QUERIES
+    )
+    return Tables(
+        cos=by_token(cos),
+        sin=by_token(sin),
+        slots=by_token(slots.astype(jnp.int32)),
+        limits=limits,
+        lengths=lengths.reshape(-1).astype(jnp.int32),
+        noise_keys=by_token(at_last(draws.keys)),
+        forbids=by_token(at_last(jnp.where(draws.forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))[..., None])),
+        inverse_temperature=by_token(at_last(1.0 / draws.temperature[None, :, None])),
+        noise_scale=by_token(at_last(draws.noise_scale[None, :, None])),
+        forbidden=by_token(at_last(draws.forbidden[None])),
+    )
+
+
+def _padded(shape: Shape, x: jax.Array) -> jax.Array:
+    """[K, R·T, …] to [K, M, …]."""
+    missing = shape.tokens - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
 def decode_step(
     shape: Shape,
     weights: Weights,
     tokens: Int[Array, "R T"],
-    cos: Float[Array, "R T half"],
-    sin: Float[Array, "R T half"],
-    positions: Int[Array, "R T"],
-    slots: Int[Array, "R T"],
+    step: Int[Array, ""] | int,
+    tables: Tables,
     sharing: Sharing,
-    draws: Draws,
     keys: tuple[Float[Array, "P B Hkv D"], ...],
     values: tuple[Float[Array, "P B Hkv D"], ...],
     *,
@@ -76,16 +142,15 @@ def decode_step(
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
-    `slots` are page · B + offset of the new tokens' keys and values, `sharing` the tasks over slots up to and with
-    theirs, in chunks of 64 or a page, with one part. A row that may write nowhere names the trash page; its token
-    means nothing.
+    `step` is which of the tables' K steps this is, `sharing` the tasks over slots up to and with the new tokens', in
+    chunks of 64 or a page, with one part.
     """
-    operands = make_operands(shape, weights, tokens, cos, sin, positions, slots, sharing, draws, keys, values)
+    operands = make_operands(shape, weights, tokens, step, tables, sharing, keys, values)
     if interpret is None:
         launch(shape, operands, stages=LAYER_STAGES, with_head=True)
     else:
         _launch_by_stage(shape, operands, interpret)
-    token, logprob = _conclude(*(ref[...].reshape(-1, shape.tokens) for ref in operands.found))
+    token, logprob = _conclude(*(ref[...] for ref in operands.found))
     rows, columns = tokens.shape
     last = slice(columns - 1, rows * columns, columns)
     return token[last], logprob[last], tuple(map(jax.freeze, operands.keys)), tuple(map(jax.freeze, operands.values))
@@ -95,38 +160,20 @@ def make_operands(
     shape: Shape,
     weights: Weights,
     tokens: Int[Array, "R T"],
-    cos: Float[Array, "R T half"],
-    sin: Float[Array, "R T half"],
-    positions: Int[Array, "R T"],
-    slots: Int[Array, "R T"],
+    step: Int[Array, ""] | int,
+    tables: Tables,
     sharing: Sharing,
-    draws: Draws,
     keys: tuple[Float[Array, "P B Hkv D"], ...],
     values: tuple[Float[Array, "P B Hkv D"], ...],
 ) -> Operands:
     """What a launch reads and writes, for the arguments of `decode_step`."""
-    rows, columns = tokens.shape
     padded = shape.tokens
     bf16, f32 = weights.embed.dtype, jnp.float32
-
-    def by_token(x: jax.Array) -> jax.Array:
-        """[R, T, …] to [M, …], zeros beyond the last."""
-        x = x.reshape(rows * columns, *x.shape[2:])
-        if padded == rows * columns:
-            return x
-        return jnp.pad(x, [(0, padded - rows * columns)] + [(0, 0)] * (x.ndim - 1))
-
-    def at_last(x: jax.Array) -> jax.Array:
-        """[R, …] to [M, …]: at each row's last token."""
-        return by_token(
-            jnp.zeros((rows, columns, *x.shape[1:]), x.dtype).at[:, -1].set(x) if columns > 1 else x[:, None]
-        )
 
     def scratch(*dims: int, dtype: Any = bf16) -> Any:
         return jax.new_ref(lax.empty(dims, dtype))
 
-    x = by_token(weights.embed[tokens])
-    lengths = positions[:, -1] + 1
+    x = _padded(shape, weights.embed[tokens].reshape(1, -1, shape.hidden))[0]
     shares = shape.groups * shape.kv_heads * shape.splits
     return Operands(
         qkv=weights.qkv,
@@ -135,17 +182,10 @@ def make_operands(
         down=weights.down,
         head=(weights.unembed,),
         norms=weights.norms,
-        cos=by_token(cos),
-        sin=by_token(sin),
-        slots=by_token(slots.astype(jnp.int32)),
+        step=jnp.asarray(step, jnp.int32).reshape(1),
+        **{field.name: getattr(tables, field.name) for field in dataclasses.fields(Tables)},
         tasks=sharing.tasks,
         count=sharing.count,
-        limits=query_limits(positions, lengths, rows=shape.rows, group=shape.per_kv_head, size=QUERIES),
-        lengths=lengths.astype(jnp.int32),
-        noise_keys=at_last(draws.keys),
-        inverse_temperature=at_last(1.0 / draws.temperature[:, None]),
-        noise_scale=at_last(draws.noise_scale[:, None]),
-        forbidden=at_last(draws.forbidden),
         x=jax.new_ref(x),
         xg=jax.new_ref((x.astype(f32) * weights.norms[0].astype(f32)).astype(bf16)),
         keys=tuple(jax.new_ref(pages) for pages in keys),
@@ -155,7 +195,7 @@ def make_operands(
         partial_lse=scratch(shares, QUERIES, dtype=f32),
         attended=scratch(padded, shape.heads * shape.dim),
         h=scratch(padded, shape.ffn),
-        found=tuple(scratch(shape.blocks, TILE, padded, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
+        found=tuple(scratch(padded, shape.blocks * TILE, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
     )
 
 
@@ -172,11 +212,11 @@ def _launch_by_stage(shape: Shape, operands: Operands, interpret: Any) -> None:
 
 
 def _conclude(
-    best: Float[Array, "n M"],
-    ids: Int[Array, "n M"],
-    logit: Float[Array, "n M"],
-    top: Float[Array, "n M"],
-    mass: Float[Array, "n M"],
+    best: Float[Array, "M n"],
+    ids: Int[Array, "M n"],
+    logit: Float[Array, "M n"],
+    top: Float[Array, "M n"],
+    mass: Float[Array, "M n"],
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
     """Token and log-probability from what the blocks found among their ids; ties go to the lowest id.
 
@@ -194,5 +234,5 @@ def _conclude(
     operands = (best, ids, logit, top, mass)
     nothing = (-jnp.inf, jnp.iinfo(jnp.int32).max, -jnp.inf, MASKED, 0.0)
     start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(nothing, operands, strict=True))
-    _, token, logit, top, mass = lax.reduce(operands, start, better, (0,))
+    _, token, logit, top, mass = lax.reduce(operands, start, better, (1,))
     return token, logit - top - jnp.log(mass)

@@ -156,9 +156,10 @@ def _values(tile: mgpu.FragmentedArray, tokens: int) -> list[ir.Value]:
 def scatter(
     ref: Ref, row: jax.Array, row_step: int, column: jax.Array, value: jax.Array, *, interpret: bool = False
 ) -> None:
-    """ref[row + m·row_step, column + r] = bf16(value[r, m]); the reverse of `gather`, from an f32 tile."""
+    """ref[row + m·row_step, column + r] = value[r, m], the reverse of `gather`; a bf16 `ref` rounds an f32 tile."""
     tokens = value.shape[1]
     _, width = ref.shape
+    narrow = jnp.dtype(ref.dtype).itemsize == 2
     if interpret:
         for m in range(tokens):
             ref[row + m * row_step, pl.ds(column, FEATURES)] = value[:, m].astype(ref.dtype)
@@ -169,7 +170,11 @@ def scatter(
         row, column = _scalar(row), _scalar(column)
         for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
             at = _flat(arith.addi(row, arith.muli(m, _c(row_step))), width, arith.addi(column, r))
-            _store_bf16(_address(ref, at, 2), x)
+            if narrow:
+                _store_bf16(_address(ref, at, 2), x)
+            else:
+                bits = x if x.type == _i32() else arith.bitcast(_i32(), x)
+                mu.inline_ptx("st.global.b32 [$0], $1;", _address(ref, at, 4), bits, has_side_effects=True)
 
     go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), value)
 
@@ -178,31 +183,40 @@ def scatter_to_slots(
     pages: Sequence[Ref],
     layer: jax.Array,
     slots: Ref,
+    first: jax.Array,
     head: jax.Array,
     column: jax.Array,
     value: jax.Array,
     *,
     interpret: bool = False,
 ) -> None:
-    """pages[layer][slots[m] // B, slots[m] % B, head, column + r] = bf16(value[r, m]) for KV pages [P, B, Hkv, D]."""
+    """pages[layer][slot // B, slot % B, head, column + r] = bf16(value[r, m]) with slot = slots[first + m].
+
+    KV pages are [P, B, Hkv, D].
+    """
     tokens = value.shape[1]
     _, page_size, kv_heads, dim = pages[0].shape
     if interpret:
         for m in range(tokens):
-            slot = slots[m]
+            slot = slots[first + m]
             page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
             pages[0][page, offset, head, pl.ds(column, FEATURES)] = value[:, m].astype(pages[0].dtype)
         return
 
     refs = (plgpu.RefType(),) * len(pages)
 
-    @plgpu.inline_mgpu(arg_types=(refs, SCALAR, plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
-    def go(_: Any, pages: Any, layer: Any, slots: Any, head: Any, column: Any, value: mgpu.FragmentedArray) -> None:
+    @plgpu.inline_mgpu(arg_types=(refs, SCALAR, plgpu.RefType(), SCALAR, SCALAR, SCALAR, tile_layout(tokens)))
+    def go(
+        _: Any, pages: Any, layer: Any, slots: Any, first: Any, head: Any, column: Any, value: mgpu.FragmentedArray
+    ) -> None:
         base = _chosen([llvm.ptrtoint(_i64(), mu.memref_ptr(ref)) for ref in pages], _scalar(layer))
         start = _flat(_scalar(head), dim, _scalar(column))
         for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
             slot = mu.inline_ptx(
-                "ld.global.b32 $0, [$1];", _address(slots, m, 4), result_types=_i32(), has_side_effects=True
+                "ld.global.b32 $0, [$1];",
+                _address(slots, arith.addi(_scalar(first), m), 4),
+                result_types=_i32(),
+                has_side_effects=True,
             )
             element = arith.addi(
                 arith.muli(arith.extui(_i64(), slot), mu.c(kv_heads * dim, _i64())),
@@ -214,6 +228,7 @@ def scatter_to_slots(
         tuple(pages),
         jnp.asarray(layer, jnp.int32),
         slots,
+        jnp.asarray(first, jnp.int32),
         jnp.asarray(head, jnp.int32),
         jnp.asarray(column, jnp.int32),
         value,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.next_token import Law, next_token, plan
+from smcjax.decoding.next_token import Law, Steps, next_token, plan, prepare
 from smcjax.decoding.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Block, append, cut_block
 from smcjax.kv import TRASH, Copies, KVCache, fan_out, make_room
@@ -125,8 +125,8 @@ def propose(
         temperature = jnp.full_like(temperature, smc.draft_temperature)
 
     generated = sequences.length - state.per_row(state.requests.prompt_length)
-    stops, minimum = state.per_row(state.requests.stops), state.per_row(state.requests.min_tokens)
-    config = program.draft
+    stops, config = state.per_row(state.requests.stops), program.draft
+    law = Law(temperature, stops, state.per_row(state.requests.min_tokens))
     together = plan(
         config,
         params.draft,
@@ -139,24 +139,31 @@ def propose(
         implementation=program.implementation,
     )
 
+    def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
+        """Steps that draw the tokens of these columns."""
+        drawn = jax.vmap(lambda column: column_keys(keys, column))(columns)
+        return prepare(
+            config,
+            params.draft,
+            Steps(positions, pages, drawn, token_number=generated + 1 + columns[:, None]),
+            law,
+            plan=together,
+            rows=smc.n_particles,
+            page_size=program.page_size,
+            implementation=program.implementation,
+        )
+
     def forward(
-        cache: KVCache,
-        column: int | jax.Array,
-        tokens: jax.Array,
-        positions: jax.Array,
-        pages: jax.Array,
-        copies: Copies | None = None,
+        cache: KVCache, tokens: jax.Array, steps: Steps, step: int | jax.Array, copies: Copies | None = None
     ) -> tuple[jax.Array, jax.Array, KVCache]:
-        """Draws the token of `column`."""
-        law = Law(column_keys(keys, column), temperature, stops, generated + 1 + column, minimum)
         return next_token(
             config,
             params.draft,
             cache,
             tokens,
-            positions,
             sequences.block_table,
-            pages,
+            steps,
+            step,
             law,
             plan=together,
             rows=smc.n_particles,
@@ -176,22 +183,27 @@ def propose(
         tokens = jnp.stack([sequences.token_at(frontier_at - 1), frontier], axis=1)
         positions = jnp.concatenate([positions - 1, positions], axis=1)
         pages = jnp.concatenate([previous, pages], axis=1)
-    token, logprob, cache = forward(state.memory.draft, 0, tokens, positions, pages, copies)
+    head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
+    token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
     drafts = jnp.zeros((rows, smc.gamma), jnp.int32).at[:, 0].set(token)
     logprobs = jnp.zeros((rows, smc.gamma), jnp.float32).at[:, 0].set(logprob)
 
+    # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
+    after = smc.bonus and not smc.defer_bonus
+    columns = jnp.arange(1, smc.gamma + after)
+    if not columns.size:
+        return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
+    ahead = frontier_at[:, None] + columns  # [R, K]
+    rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
+
     def draft_one(column: jax.Array, carry: DraftCarry) -> DraftCarry:
         cache, drafts, logprobs = carry
-        positions = (frontier_at + column)[:, None]
-        pages = _pages(program, state, positions)
-        token, logprob, cache = forward(cache, column, drafts[:, column - 1][:, None], positions, pages)
+        token, logprob, cache = forward(cache, drafts[:, column - 1][:, None], rest, column - 1)
         return cache, drafts.at[:, column].set(token), logprobs.at[:, column].set(logprob)
 
     cache, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, (cache, drafts, logprobs))
-    if smc.bonus and not smc.defer_bonus:  # the last draft's KV: what would follow it is not wanted
-        positions = (frontier_at + smc.gamma)[:, None]
-        pages = _pages(program, state, positions)
-        _, _, cache = forward(cache, smc.gamma, drafts[:, -1][:, None], positions, pages)
+    if after:
+        _, _, cache = forward(cache, drafts[:, -1][:, None], rest, smc.gamma - 1)
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
 
 

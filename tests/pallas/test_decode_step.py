@@ -106,10 +106,11 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
         keys=tuple(pool(i) for i in range(layers)),
         values=tuple(pool(100 + i) for i in range(layers)),
         draws=ds.Draws(
-            keys=jax.random.key_data(jax.random.split(jax.random.key(seed), total)),
+            keys=jax.random.key_data(jax.random.split(jax.random.key(seed), (3, total))),
             temperature=jnp.linspace(0.7, 1.3, total),
             noise_scale=jnp.ones(total).at[-1].set(0.0),
             forbidden=jnp.asarray(forbidden),
+            forbids=jnp.asarray([[False] * total, [True] * total, [False] * total]),
         ),
     )
 
@@ -134,16 +135,16 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -
         columns=problem.columns,
         page_size=PAGE,
     )
+    # The second of three steps, of which the others are elsewhere.
+    slots = problem.write_pages * PAGE + problem.positions % PAGE
+    steps = (jnp.stack([0 * x, x, 0 * x]) for x in map(jnp.asarray, (cos, sin, problem.positions, slots)))
     return ds.decode_step(
         shape,
         weights_of(params, norms_of(params)),
         jnp.asarray(problem.tokens),
-        cos,
-        sin,
-        jnp.asarray(problem.positions),
-        jnp.asarray(problem.write_pages * PAGE + problem.positions % PAGE),
+        1,
+        ds.make_tables(shape, *steps, problem.draws),
         sharing,
-        problem.draws,
         problem.keys,
         problem.values,
         interpret=interpret,
@@ -166,7 +167,7 @@ def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCa
     logits = unembed(params, hidden[:, -1]) / draws.temperature[:, None]
     bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
     logits = jnp.where(bits.reshape(logits.shape) == 1, -jnp.inf, logits)
-    keys = jax.vmap(jax.random.wrap_key_data)(draws.keys)
+    keys = jax.vmap(jax.random.wrap_key_data)(draws.keys[1])
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     return logits, logits + draws.noise_scale[:, None] * noise, cache
 
