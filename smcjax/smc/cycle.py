@@ -12,6 +12,7 @@ frozen: its rows go through the forwards like all others, write to the trash pag
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from smcjax.smc.weights import (
     must_resample,
 )
 
-DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # the cache, drafts and their log q so far
+DraftCarry = tuple[KVCache, jax.Array, jax.Array, jax.Array]  # cache, newest draft; drafts and their log q so far
 
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
@@ -187,6 +188,7 @@ def propose(
     token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
     drafts = jnp.zeros((rows, smc.gamma), jnp.int32).at[:, 0].set(token)
     logprobs = jnp.zeros((rows, smc.gamma), jnp.float32).at[:, 0].set(logprob)
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)  # `.at` would look whether it is within
 
     # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
     after = smc.bonus and not smc.defer_bonus
@@ -197,13 +199,14 @@ def propose(
     rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
 
     def draft_one(column: jax.Array, carry: DraftCarry) -> DraftCarry:
-        cache, drafts, logprobs = carry
-        token, logprob, cache = forward(cache, drafts[:, column - 1][:, None], rest, column - 1)
-        return cache, drafts.at[:, column].set(token), logprobs.at[:, column].set(logprob)
+        cache, token, drafts, logprobs = carry
+        token, logprob, cache = forward(cache, token[:, None], rest, column - 1)
+        return cache, token, put(drafts, token, column), put(logprobs, logprob, column)
 
-    cache, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, (cache, drafts, logprobs))
+    carry = (cache, token, drafts, logprobs)
+    cache, token, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, carry)
     if after:
-        _, _, cache = forward(cache, drafts[:, -1][:, None], rest, smc.gamma - 1)
+        _, _, cache = forward(cache, token[:, None], rest, smc.gamma - 1)
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
 
 
