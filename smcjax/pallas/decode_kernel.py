@@ -158,18 +158,19 @@ class _Body:
     def _weights(self) -> None:
         matrices = {"qkv": self.g.qkv, "o": self.g.o, "gate_up": self.g.gate_up, "down": self.g.down}
 
-        def layer(index: jax.Array, t: jax.Array) -> jax.Array:
+        def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             for name in self.stages:
                 if name in matrices:
-                    t = self._stream(self.products[name], matrices[name], index, t)
-            return t
+                    carry = self._stream(name, matrices[name], index, *carry)
+            return carry
 
-        t = jnp.int32(0)
+        carry = jnp.int32(0), jnp.int32(0)
         if self.stages:
-            t = lax.fori_loop(0, self.layers, layer, t)
+            carry = lax.fori_loop(0, self.layers, layer, carry)
         if self.with_head:
-            t = self._stream(self.products["head"], self.g.head, jnp.int32(0), t)
+            carry = self._stream("head", self.g.head, jnp.int32(0), *carry)
         # Wait until the ring has drained: a barrier must not die with an arrival to come.
+        t, _ = carry
         ring = self.shape.ring
 
         def drain(i: jax.Array, _: None) -> None:
@@ -177,17 +178,27 @@ class _Body:
 
         lax.fori_loop(lax.max(t - ring, 0), t, drain, None)
 
-    def _stream(self, product: Product, refs: Sequence[Ref], layer: jax.Array, t: jax.Array) -> jax.Array:
+    def _stream(
+        self, name: str, refs: Sequence[Ref], layer: jax.Array, t: jax.Array, arrived: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sends for the block's tiles of a matrix; `t` counts all that were sent for, `arrived` those waited for."""
+        product, shape = self.products[name], self.shape
         first, last = self._span(product.units)
-        ring, in_flight = self.shape.ring, self.shape.in_flight
+        ring = shape.ring
 
-        def tile(i: jax.Array, t: jax.Array) -> jax.Array:
+        def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            t, arrived = carry
             slot = lax.rem(t, ring)
-            if in_flight < ring and not self.interpret:
-
-                @pl.when(t >= in_flight)
-                def _throttle() -> None:
-                    plgpu.barrier_wait(self.s["w_full"].at[lax.rem(t - in_flight, ring)])
+            if not self.interpret:
+                # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
+                in_flight = shape.in_flight if name in ("gate_up", "head") else shape.in_flight_early
+                if name in ("gate_up", "head"):
+                    in_flight = jnp.where(i < ring, shape.in_flight_early, in_flight)
+                end = lax.max(t + 1 - in_flight, arrived)
+                lax.fori_loop(
+                    arrived, end, lambda n, _: plgpu.barrier_wait(self.s["w_full"].at[lax.rem(n, ring)]), None
+                )
+                arrived = end
 
             @pl.when(t >= ring)
             def _free() -> None:
@@ -198,9 +209,9 @@ class _Body:
                     source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
                     plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
-            return t + 1
+            return t + 1, arrived
 
-        return lax.fori_loop(0, (last - first) * product.steps, tile, t)
+        return lax.fori_loop(0, (last - first) * product.steps, tile, (t, arrived))
 
     def _tile(self, product: Product, first: jax.Array, number: jax.Array) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""

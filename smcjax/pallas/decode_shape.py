@@ -37,7 +37,8 @@ class Shape:
     group_tokens: int  # N · tokens a row
     page_size: int
     ring: int  # weight tiles in shared memory
-    in_flight: int = 3  # of them, on their way: a deep queue would delay the barriers
+    in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
+    in_flight_early: int = 2  # the same while a stage begins
     kv_ring: int = 2  # chunks
     blocks: int = BLOCKS
 
