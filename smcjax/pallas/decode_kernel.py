@@ -191,9 +191,8 @@ class _Body:
             slot = lax.rem(t, ring)
             if not self.interpret:
                 # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
-                in_flight = shape.in_flight if name in ("gate_up", "head") else shape.in_flight_early
-                if name in ("gate_up", "head"):
-                    in_flight = jnp.where(i < ring, shape.in_flight_early, in_flight)
+                early = (i < ring) | (name not in ("gate_up", "head"))
+                in_flight = jnp.where(early, shape.in_flight_early, shape.in_flight)
                 end = lax.max(t + 1 - in_flight, arrived)
                 lax.fori_loop(
                     arrived, end, lambda n, _: plgpu.barrier_wait(self.s["w_full"].at[lax.rem(n, ring)]), None
