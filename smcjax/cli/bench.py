@@ -67,7 +67,7 @@ def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles
         "--implementation",
         choices=("auto", "mosaic", "xla"),
         default="auto",
-        help="xla: no GPU kernels; mosaic: also those not yet proven on a GPU",
+        help="xla: no GPU kernels; mosaic: kernels whatever the device (auto: on a Hopper GPU)",
     )
     parser.add_argument(
         "--windows", type=int, default=windows, help=f"timed windows, each from a fresh prompt ({windows})"

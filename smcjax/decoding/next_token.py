@@ -250,7 +250,7 @@ def _one_kernel(
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
     plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
-    if not (plain and uses_kernels(implementation, proven=decode_step.PROVEN)):
+    if not (plain and uses_kernels(implementation)):
         return None
     shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=page_size)
     return shape if decode_step.supports(shape, params.embed.dtype) else None

@@ -16,12 +16,9 @@ from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
 from smcjax.pallas.products import MASKED, QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
-PROVEN = True
-
 __all__ = [
     "CHUNK",
     "LAYER_STAGES",
-    "PROVEN",
     "Draws",
     "Operands",
     "Shape",

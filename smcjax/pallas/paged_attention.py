@@ -44,8 +44,6 @@ from smcjax.pallas.sharing import Sharing, find_sharing
 
 # Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
 SLOTS_WORTH_SHARING = 1024
-# Until its last form has run on a GPU only "mosaic" reads what rows share once: docs/performance.md.
-SHARING_PROVEN = True
 CHUNK = 64  # slots a task of shared reads
 
 
@@ -289,8 +287,7 @@ def plan_sharing(
         page_size=page_size,
         dtype=dtype,
     )
-    wanted = uses_kernels(implementation, proven=SHARING_PROVEN)
-    if not (wanted and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
+    if not (uses_kernels(implementation) and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
         return None
     return find_sharing(
         block_table,
@@ -310,9 +307,9 @@ def on_hopper() -> bool:
     return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
-def uses_kernels(implementation: str, *, proven: bool = True) -> bool:
-    """Whether `implementation` asks for a kernel where it applies; "auto" only for one that is `proven` on a GPU."""
-    return implementation == "mosaic" or (implementation == "auto" and proven and on_hopper())
+def uses_kernels(implementation: str) -> bool:
+    """Whether `implementation` asks for kernels where they apply: "mosaic" does, "auto" on a GPU that they suit."""
+    return implementation == "mosaic" or (implementation == "auto" and on_hopper())
 
 
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:

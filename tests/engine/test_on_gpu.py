@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import gzip
 import json
@@ -17,8 +16,8 @@ from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save
 from smcjax.pallas.paged_attention import on_hopper
 
 pytestmark = pytest.mark.gpu
-TARGET = ModelConfig(256, 256, 512, 2, 8, 4, 64, 1024, tie_embeddings=True)
-DRAFT = ModelConfig(256, 128, 256, 1, 4, 2, 64, 1024, tie_embeddings=True)
+TARGET = ModelConfig(256, 256, 512, 2, 8, 4, 64, 4096, tie_embeddings=True)
+DRAFT = ModelConfig(256, 256, 256, 1, 4, 2, 64, 4096, tie_embeddings=True)
 PROMPTS = [
     {"prompt_token_ids": np.random.default_rng(i).integers(0, 256, length).tolist()}
     for i, length in enumerate((1, 5, 12, 16, 17, 40, 100, 130))
@@ -37,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def answers(pair: tuple[str, str], implementation: str) -> list[RequestOutput]:
+def answers(pair: tuple[str, str], implementation: str, max_num_seqs: int) -> list[RequestOutput]:
     """512 seeded requests."""
     decoding = SMC(n_particles=8, gamma=4, ess_threshold=0.9)
     with LLM(
@@ -45,16 +44,18 @@ def answers(pair: tuple[str, str], implementation: str) -> list[RequestOutput]:
         draft_model=pair[1],
         decoding=decoding,
         max_model_len=256,
-        max_num_seqs=64,
+        max_num_seqs=max_num_seqs,
         implementation=implementation,
     ) as llm:
         params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(512)]
         return llm.generate(PROMPTS * 64, params, use_tqdm=False)
 
 
-def test_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("max_num_seqs", [64, 2])  # two requests draft by the persistent step, 64 layer by layer
+def test_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str], max_num_seqs: int) -> None:
     """Twice the same tokens; log Ẑ, whose mean over seeds is a property of the law, agrees with plain XLA's."""
-    first, second, plain = (answers(pair, implementation) for implementation in ("auto", "auto", "xla"))
+    ways = (("auto", max_num_seqs), ("auto", max_num_seqs), ("xla", 64))
+    first, second, plain = (answers(pair, *way) for way in ways)
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
     mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in (first, plain))
     z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
@@ -79,17 +80,23 @@ def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> Non
         np.testing.assert_allclose(output.outputs[0].logprobs, want, atol=0.25)
 
 
+KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "copy_pages", "decode_step", "shared_attention")
+
+
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
     """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
     assert on_hopper()
-    for implementation in ("auto", "xla"):
+    seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
+    for implementation, max_model_len in (("auto", 256), ("auto", 2048), ("xla", 2048)):
         with LLM(
-            pair[0], draft_model=pair[1], decoding=SMC(8, 4), max_model_len=256, implementation=implementation
+            pair[0], draft_model=pair[1], decoding=SMC(8, 4), max_model_len=max_model_len, implementation=implementation
         ) as llm:
             llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
-            with jax.profiler.trace(str(tmp_path / implementation)):
+            directory = tmp_path / f"{implementation}-{max_model_len}"
+            with jax.profiler.trace(str(directory)):
                 llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
-        file = next((tmp_path / implementation).rglob("*.trace.json.gz"))
+        file = next(directory.rglob("*.trace.json.gz"))
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        names = collections.Counter(event["name"] for event in events if event.get("ph") == "X")
-        assert any("paged_attention" in name for name in names) == (implementation == "auto")
+        names = {event["name"] for event in events if event.get("ph") == "X"}
+        seen[implementation] |= {kernel for kernel in KERNELS if any(kernel in name for name in names)}
+    assert seen == {"auto": set(KERNELS), "xla": set()}
