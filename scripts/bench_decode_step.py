@@ -63,8 +63,8 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
-    none = jnp.zeros_like(lengths)
-    sharing = tasks_of(config, jnp.asarray(table), lengths, none, rows=ROWS, columns=columns, page_size=PAGE)
+    settled = jnp.asarray(positions[:, 0])
+    sharing = tasks_of(config, jnp.asarray(table), lengths, settled, rows=ROWS, columns=columns, page_size=PAGE)
     cos, sin = rope_angles(config, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(
@@ -270,6 +270,9 @@ def time_all(variants: list[str]) -> None:
         "bare": (without_attention, 1, 256, {}),
         "head2": (whole, 2, 256, {}),
         "4k": (whole, 1, 4000, {}),
+        "4k unmasked": (whole, 1, 4000, {"unmasked": True}),
+        "32k": (whole, 1, 32_000, {}),
+        "32k unmasked": (whole, 1, 32_000, {"unmasked": True}),
     }
     for name in variants or cases:
         launches, columns, context, tuning = cases[name]

@@ -80,7 +80,8 @@ class Operands:
     noise_scale: Ref  # [M, 1] f32: 0 takes the likeliest id
     forbidden: Ref  # [M, V/32] uint32: ids that may not be drawn, one bit each
     tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
-    count: Ref  # [G, 1] int32
+    clear: Ref  # [G, 1] int32: how many of them every query of a group sees whole; they come first
+    count: Ref  # [G, 1] int32: how many there are
     # From here on written:
     x: Ref  # [M, E] the residual stream
     xg: Ref  # [M, E] residual ∘ next norm's weight
@@ -566,65 +567,75 @@ class _Body:
                     out = jnp.where(key < (part + 1) * width, ends[part], out)
                 return out
 
-            first_tasks = read(first)
+            clear = lax.div(self.g.clear[group, 0], self.parts) if shape.unmasked else first
+            masked_from = lax.clamp(first, clear, last)
+            first_tasks = read(lax.min(masked_from, last - 1))
             with jax.named_scope("wait q"):
                 plgpu.barrier_wait(s["q_full"])
             q = s["q_smem"]
 
-            def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                acc, m, mass, tasks = carry
-                slot = lax.rem(i - first, shape.kv_ring)
-                upcoming = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
-                # Of each part, in slots of the chunk: where what a query sees ends, and where what anyone sees does.
+            def limits_of(tasks: list[tuple[jax.Array, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+                """Where, in each part of the chunk, what each query sees ends, and where what anyone sees does."""
                 visible, end = [], []
                 for part, (base, members) in enumerate(tasks):
                     start = part * width
-                    seen = jnp.where(((members >> row) & 1) != 0, sees - base + start, 0)
-                    visible.append(seen)
+                    visible.append(jnp.where(((members >> row) & 1) != 0, sees - base + start, 0))
                     longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
                     end.append(lax.clamp(start, functools.reduce(lax.max, longest) - base + start, start + width))
-                with jax.named_scope("wait k"):
-                    plgpu.barrier_wait(s["k_full"].at[slot])
-                scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
-                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
-                scores = jnp.where(key < ends, scores, MASKED)
-                new_m = jnp.maximum(m, scores.max(axis=1))
-                alpha = jnp.exp2(m - new_m)
-                p = jnp.exp2(scores - across(new_m, scores.shape))
-                p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
-                mass = mass * alpha + p.sum(axis=1)
-                acc = acc * across(alpha, acc.shape)
-                with jax.named_scope("wait v"):
-                    plgpu.barrier_wait(s["v_full"].at[slot])
+                return visible, end
+
+            def clean(slot: jax.Array, end: list[jax.Array]) -> None:
+                """0 · NaN is NaN: slots that hold nothing must be zeros."""
                 full = functools.reduce(jnp.logical_and, [x == (part + 1) * width for part, x in enumerate(end)])
 
                 @pl.when(jnp.logical_not(full))
-                def _clean() -> None:  # 0 · NaN is NaN: slots that hold nothing must be zeros
+                def _clean() -> None:
                     v = plgpu.layout_cast(s["v_smem"][slot], plgpu.Layout.WGMMA)
                     at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
                     s["v_smem"][slot] = jnp.where(at < by_part(at, end), v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
+            def chunk(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+                acc, m, mass, tasks = carry
+                slot = lax.rem(i - first, shape.kv_ring)
+                if masked:
+                    visible, end = limits_of(tasks)
+                    tasks = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
+                with jax.named_scope("wait k"):
+                    plgpu.barrier_wait(s["k_full"].at[slot])
+                scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
+                if masked:
+                    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+                    ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
+                    scores = jnp.where(key < ends, scores, MASKED)
+                new_m = jnp.maximum(m, scores.max(axis=1))
+                alpha = jnp.exp2(m - new_m)
+                p = jnp.exp2(scores - across(new_m, scores.shape))
+                if masked:
+                    p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
+                mass = mass * alpha + p.sum(axis=1)
+                acc = acc * across(alpha, acc.shape)
+                with jax.named_scope("wait v"):
+                    plgpu.barrier_wait(s["v_full"].at[slot])
+                if masked:
+                    clean(slot, end)
                 acc = self.product(acc, p.astype(q.dtype), s["v_smem"].at[slot])
 
                 @pl.when(i + shape.kv_ring < last)
                 def _free() -> None:
                     plgpu.barrier_arrive(s["kv_empty"].at[slot])
 
-                return acc, new_m, mass, upcoming
+                return acc, new_m, mass, tasks
 
-            acc, m, mass, _ = lax.fori_loop(
-                first,
-                last,
-                chunk,
-                (
-                    plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
-                    plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
-                    plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-                    first_tasks,
-                ),
+            carry: tuple[Any, ...] = (
+                plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
+                plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+                first_tasks,
             )
+            if shape.unmasked:
+                carry = lax.fori_loop(first, masked_from, functools.partial(chunk, masked=False), carry)
+            acc, m, mass, _ = lax.fori_loop(masked_from, last, functools.partial(chunk, masked=True), carry)
             seen = mass > 0
             mass = jnp.where(seen, mass, 1.0)
             self.g.partial[self.block] = acc / across(mass, acc.shape)

@@ -40,6 +40,7 @@ class Shape:
     in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
     in_flight_early: int = 2  # the same while a stage begins
     kv_ring: int = 2  # chunks
+    unmasked: bool = False  # chunks that all queries see whole go without masks: not yet run on a GPU
     blocks: int = BLOCKS
 
     @property
@@ -172,7 +173,7 @@ def make_shape(
     columns: int,
     page_size: int,
     blocks: int = BLOCKS,
-    **tuning: int,
+    **tuning: Any,
 ) -> Shape:
     """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits."""
     shape = Shape(
@@ -188,7 +189,7 @@ def make_shape(
         rows=rows,
         group_tokens=rows * columns,
         page_size=page_size,
-        **{"ring": 0, **tuning},
+        **({"ring": 0} | tuning),
     )
     if shape.ring:
         return dataclasses.replace(shape, blocks=blocks)

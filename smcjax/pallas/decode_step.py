@@ -182,6 +182,7 @@ def make_operands(
         step=jnp.asarray(step, jnp.int32).reshape(1),
         **{field.name: getattr(tables, field.name) for field in dataclasses.fields(Tables)},
         tasks=sharing.tasks,
+        clear=sharing.clear,
         count=sharing.count,
         x=jax.new_ref(x),
         xg=jax.new_ref((x.astype(f32) * weights.norms[0].astype(f32)).astype(bf16)),
