@@ -90,11 +90,9 @@ def make_tables(
     """
     _, rows, columns = positions.shape
 
-    def at_last(x: jax.Array) -> jax.Array:
-        """[K, R, …] to [K, R, T, …]: at each row's last token."""
-        if columns == 1:
-            return x[:, :, None]
-        return jnp.zeros((*x.shape[:2], columns, *x.shape[2:]), x.dtype).at[:, :, -1].set(x)
+    def each(x: jax.Array) -> jax.Array:
+        """[K, R, …] to [K, R, T, …]: what is drawn after all but a row's last token nobody reads."""
+        return jnp.repeat(x[:, :, None], columns, axis=2)
 
     def by_token(x: jax.Array) -> jax.Array:
         """[K, R, T, …] to [K·M, …], zeros beyond a step's last."""
@@ -111,11 +109,11 @@ def make_tables(
         slots=by_token(slots.astype(jnp.int32)),
         limits=limits,
         lengths=lengths.reshape(-1).astype(jnp.int32),
-        noise_keys=by_token(at_last(draws.keys)),
-        forbids=by_token(at_last(jnp.where(draws.forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))[..., None])),
-        inverse_temperature=by_token(at_last(1.0 / draws.temperature[None, :, None])),
-        noise_scale=by_token(at_last(draws.noise_scale[None, :, None])),
-        forbidden=by_token(at_last(draws.forbidden[None])),
+        noise_keys=by_token(each(draws.keys)),
+        forbids=by_token(each(jnp.where(draws.forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))[..., None])),
+        inverse_temperature=by_token(each(1.0 / draws.temperature[None, :, None])),
+        noise_scale=by_token(each(draws.noise_scale[None, :, None])),
+        forbidden=by_token(each(draws.forbidden[None])),
     )
 
 

@@ -186,9 +186,9 @@ def propose(
         pages = jnp.concatenate([previous, pages], axis=1)
     head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
     token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
-    drafts = jnp.zeros((rows, smc.gamma), jnp.int32).at[:, 0].set(token)
-    logprobs = jnp.zeros((rows, smc.gamma), jnp.float32).at[:, 0].set(logprob)
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)  # `.at` would look whether it is within
+    drafts = put(jnp.zeros((rows, smc.gamma), jnp.int32), token, 0)
+    logprobs = put(jnp.zeros((rows, smc.gamma), jnp.float32), logprob, 0)
 
     # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
     after = smc.bonus and not smc.defer_bonus
