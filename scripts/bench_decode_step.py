@@ -64,7 +64,7 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
-    sharing = tasks_of(config, jnp.asarray(table), lengths, settled, rows=ROWS, columns=columns, page_size=PAGE)
+    sharing = tasks_of(config, jnp.asarray(table), lengths, settled, rows=ROWS, page_size=PAGE)
     cos, sin = rope_angles(config, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(

@@ -97,7 +97,8 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
 
     step = jax.jit(lambda params, state: smc.step(program, params, state), donate_argnums=1, out_shardings=sharding)
     traced = step.trace(placed(params), placed(jax.eval_shape(start)))
-    return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    options = {"xla_gpu_enable_triton_gemm": False} if program.implementation != "xla" else None  # as `engine/batch.py`
+    return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
 
 
 def report(text: str) -> None:

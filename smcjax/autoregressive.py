@@ -154,19 +154,19 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     tokens = sequences.token_at(position)[:, None]
     pages = sequences.write_pages(position[:, None], state.live[:, None], program.page_size)
+    law = _law(program, state)
     alone = plan(
         program.target,
         params,
         sequences.block_table,
         jnp.where(state.live, position + 1, 0),
         position + 1,
-        state.requests.stops,
+        law,
         rows=1,
         columns=1,
         page_size=program.page_size,
         implementation=program.implementation,
     )
-    law = _law(program, state)
     keys, number = _draw(state, Purpose.DRAFT)
     one = prepare(
         program.target,

@@ -48,7 +48,8 @@ class Steps:
     write_pages: Int[Array, "K R T"]
     keys: Key[Array, "K R"]
     token_number: Int[Array, "K R"]  # of the token to be drawn, from 1
-    tables: decode_step.Tables | None = None  # for the one kernel, where it applies
+    shape: decode_step.Shape | None = None  # of the one kernel, where it applies; else None, and layer by layer
+    tables: decode_step.Tables | None = None  # for it
 
 
 def sample(
@@ -66,10 +67,11 @@ def sample(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the steps of one cycle have in common."""
+    """What the steps of one cycle have in common. Either way uses its own; XLA drops what is not used."""
 
-    sharing: Sharing | None  # what rows of a group share
-    norms: Float[Array, "norms E"] | None = None  # for the one kernel: all of the model's, in its order
+    sharing: Sharing | None  # layer by layer: what rows of a group share
+    tasks: Sharing | None = None  # in one kernel: the same, in its form; None where no step may be
+    norms: Float[Array, "norms E"] | None = None  # all of the model's, in its order
     stop_words: UInt[Array, "R words"] | None = None  # the law's stops, 32 to a word
 
 
@@ -79,31 +81,34 @@ def plan(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
     settled: Int[Array, " R"],
-    stops: Bool[Array, "R V"],
+    law: Law,
     *,
     rows: int,
     columns: int,
     page_size: int,
     implementation: str,
 ) -> Plan:
-    """For `next_token` of up to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
-    if _one_kernel(config, params, block_table.shape[0], columns, rows, page_size, implementation) is None:
-        sharing = plan_sharing(
-            block_table,
-            lengths,
-            settled,
-            rows=rows,
-            columns=columns,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=page_size,
-            dtype=params.embed.dtype,
-            implementation=implementation,
-        )
+    """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
+    sharing = plan_sharing(
+        block_table,
+        lengths,
+        settled,
+        rows=rows,
+        columns=columns,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=params.embed.dtype,
+        implementation=implementation,
+    )
+    total = block_table.shape[0]
+    widths = range(1, columns + 1)
+    shapes = [_one_kernel(config, params, total, width, rows, page_size, implementation) for width in widths]
+    if law.truncation is not None or not any(shapes):
         return Plan(sharing)
-    sharing = tasks_of(config, block_table, lengths, settled, rows=rows, columns=columns, page_size=page_size)
-    return Plan(sharing, norms_of(params), pack_bits(stops))
+    tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
+    return Plan(sharing, tasks, norms_of(params), pack_bits(law.stops))
 
 
 def tasks_of(
@@ -113,7 +118,6 @@ def tasks_of(
     settled: Int[Array, " R"],
     *,
     rows: int,
-    columns: int,
     page_size: int,
 ) -> Sharing:
     """The one kernel's attention tasks: `find_sharing`'s terms.
@@ -126,7 +130,7 @@ def tasks_of(
         lengths,
         settled,
         rows=rows,
-        queries=columns * config.num_heads // config.num_kv_heads,
+        queries=config.num_heads // config.num_kv_heads,
         page_size=page_size,
         chunk=page_size if block_table.shape[1] <= PAGES_BY_ONE else decode_step.CHUNK,
         tiles=1,
@@ -184,10 +188,10 @@ def prepare(
     page_size: int,
     implementation: str = "auto",
 ) -> Steps:
-    """The same steps, with tables for the one kernel where that will take them; a few kernels for all K."""
+    """The same steps, with tables for the one kernel where that takes them; a few launches for all K."""
     _, total, columns = steps.positions.shape
     shape = _one_kernel(config, params, total, columns, rows, page_size, implementation)
-    if shape is None or plan.stop_words is None or law.truncation is not None:
+    if shape is None or plan.stop_words is None:
         return steps
     cos, sin = (
         x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
@@ -202,7 +206,7 @@ def prepare(
     )
     slots = steps.write_pages * page_size + steps.positions % page_size
     tables = decode_step.make_tables(shape, cos, sin, steps.positions, slots, draws)
-    return dataclasses.replace(steps, tables=tables)
+    return dataclasses.replace(steps, shape=shape, tables=tables)
 
 
 def next_token(
@@ -216,17 +220,16 @@ def next_token(
     law: Law,
     *,
     plan: Plan,
-    rows: int = 1,
     copies: Copies | None = None,
     implementation: str = "auto",
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
     """A token for each row after the T new ones of this step, its log-probability, and the cache with their KV written.
 
-    What `sample` says of the token holds. N = `rows` consecutive rows are a group; `plan` was made for them and for the
-    law's stops, `steps` prepared with it.
+    `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`. What `sample` says of
+    the token holds. `tokens` int32; the log-probability is f32.
     """
-    if steps.tables is not None:
-        return _by_one_kernel(config, params, cache, tokens, steps.tables, step, plan, rows, copies)
+    if steps.shape is not None:
+        return _by_one_kernel(params, cache, tokens, steps, step, plan, copies)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -245,36 +248,38 @@ def next_token(
 def _one_kernel(
     config: ModelConfig, params: Params, total: int, columns: int, rows: int, page_size: int, implementation: str
 ) -> decode_step.Shape | None:
-    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply."""
+    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply.
+
+    By itself it is chosen for one group of at most 8 rows only: more have not run on a GPU yet.
+    """
     layer = params.layers[0]
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
     plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
-    if not (plain and uses_kernels(implementation)):
+    has_run = total == rows and rows <= 8
+    if not (plain and uses_kernels(implementation) and (has_run or implementation == "mosaic")):
         return None
     shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=page_size)
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 
 
 def _by_one_kernel(
-    config: ModelConfig,
     params: Params,
     cache: KVCache,
     tokens: Int[Array, "R T"],
-    tables: decode_step.Tables,
+    steps: Steps,
     step: Int[Array, ""] | int,
     plan: Plan,
-    rows: int,
     copies: Copies | None,
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
-    assert plan.sharing is not None
+    assert steps.shape is not None
+    assert steps.tables is not None
+    assert plan.tasks is not None
     assert plan.norms is not None
-    total, columns = tokens.shape
-    shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=cache.page_size)
     if copies is not None:
         cache = cache.copy_pages(copies, implementation="mosaic")
     token, logprob, keys, values = decode_step.decode_step(
-        shape, weights_of(params, plan.norms), tokens, step, tables, plan.sharing, cache.keys, cache.values
+        steps.shape, weights_of(params, plan.norms), tokens, step, steps.tables, plan.tasks, cache.keys, cache.values
     )
     return token, logprob, KVCache(keys=keys, values=values)
 

@@ -21,6 +21,7 @@ import numpy as np
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.programs import Job, Programs, abstract
 from smcjax.model.quantize import QuantizedMatrix
+from smcjax.pallas import uses_kernels
 
 PREFILL_CHUNK = 128
 
@@ -123,7 +124,7 @@ class BatchRunner:
             (*key, "begin"): Job(begin, (0,), (memory, arrays)),
             (*key, "prefill"): Job(prefill, (1, 3), (params, state, at, hidden)),
             (*key, "start"): Job(start, (1,), (params, state, hidden)),
-            (*key, "step"): Job(step, (1,), (params, stepped), _step_options(params, stepped)),
+            (*key, "step"): Job(step, (1,), (params, stepped), _step_options(program, params, stepped)),
             (*key, "conclude"): Job(conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
         }
 
@@ -213,15 +214,17 @@ class BatchRunner:
         return BatchResult(self.conclude(batch, program, state), infos, seconds)
 
 
-def _step_options(params: Any, state: Any) -> dict[str, Any] | None:
+def _step_options(program: Any, params: Any, state: Any) -> dict[str, Any] | None:
     """XLA's options for a decoding step.
 
-    On an H200 cuBLAS streams bf16 weights past 8 to 144 rows faster than XLA's Triton products do, which XLA's own
-    timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way.
+    On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
+    timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way,
+    products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
-    quantized = any(isinstance(leaf, QuantizedMatrix) for leaf in leaves)
-    if jax.default_backend() != "gpu" or quantized or state.sequences.length.shape[0] < 8:
+    plain = all(not isinstance(leaf, QuantizedMatrix) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    few = state.sequences.length.shape[0] < 8  # sequences
+    if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
         return None
     return {"xla_gpu_enable_triton_gemm": False}
 

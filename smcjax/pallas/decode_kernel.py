@@ -13,7 +13,7 @@ Stages of a layer, a grid-wide barrier after each, except that between `attend` 
 head wait for each other:
 
     qkv       qkv·(x∘g), times 1/rms(x); rotary; q to a buffer, k and v to their KV pages
-    attend    per (group, KV head, split): softmax over the split's share of the group's distinct chunks of KV
+    attend    per (group, KV head, split): softmax over the split's share of the group's tasks, packed into chunks
     merge     the splits' outputs, by their log-sum-exp
     o         x += o·attended;          x∘g for the next norm
     gate_up   silu(gate·(x∘g)/rms) ∘ (up·(x∘g)/rms)
@@ -138,6 +138,20 @@ class _Body:
 
         lanes.proxy_fence(interpret=self.interpret)
 
+    def _keep_step(self, name: str, number: jax.Array) -> None:
+        """A consumer without work in a stage waits by itself for the stages before.
+
+        Others wait for what their loader fetches after its own wait. One that did not wait would run ahead, and its
+        signals, which count for any stage, would open barriers before blocks that are still at work.
+        """
+        if name == "attend":
+            active, _, _, first, last = self._attention_unit()
+            idle = jnp.logical_not(active & (first < last))
+        else:
+            first, last = self._span(self.products[name].units)
+            idle = first >= last
+        pl.when(idle)(lambda: self._await(number))
+
     def _finish(self) -> None:
         """This block has finished a stage."""
         if self.alone:
@@ -230,12 +244,12 @@ class _Body:
 
         def layer(index: jax.Array, _: None) -> None:
             for number, name in enumerate(self.stages):
-                part = self._attention_part() if name == "attend" else None  # its loads take as long as a barrier
+                start = self._attention_start() if name == "attend" else None  # loads that take as long as a barrier
                 with jax.named_scope("barrier before " + name):
                     self._await(index * per_layer + number)
                 with jax.named_scope("load for " + name):
-                    if part is not None:
-                        self._load_attention(index, *part)
+                    if start is not None:
+                        self._load_attention(index, *start)
                     elif name in sources:
                         self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
 
@@ -289,7 +303,7 @@ class _Body:
         first = lax.rem(self.block, shape.splits) * share
         return active, group, head, first, lax.min(first + share, count)
 
-    def _attention_part(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+    def _attention_start(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
         """`_attention_unit`, and the pages of its first chunk."""
         unit = self._attention_unit()
         _, group, _, first, _ = unit
@@ -338,8 +352,12 @@ class _Body:
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
+        per_layer = len(self.stages)
+
         def layer(index: jax.Array, t: jax.Array) -> jax.Array:
-            for name in self.stages:
+            for number, name in enumerate(self.stages):
+                if not self.alone:
+                    self._keep_step(name, index * per_layer + number)
                 if name == "attend":
                     with jax.named_scope("attend"):
                         self._attend()

@@ -13,7 +13,7 @@ from smcjax.pallas import lanes
 from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
 
 BLOCKS = STREAMING_MULTIPROCESSORS  # one each; all must be resident at once
-CHUNK = 64  # KV slots of one attention task
+CHUNK = 64  # KV slots that attention multiplies at once: of one task, or of several single pages
 DEPTH = 128  # inner elements of one weight tile of 64 rows
 WEIGHT_TILE = 64 * DEPTH * 2  # bytes
 SHARED_MEMORY = 227 * 1024  # bytes that a block may have
@@ -38,7 +38,7 @@ class Shape:
     page_size: int
     ring: int  # weight tiles in shared memory
     in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
-    in_flight_early: int = 2  # the same while a stage begins
+    in_flight_early: int = 2  # the same for qkv, o, down, and until gate_up and head have filled the ring once
     kv_ring: int = 2  # chunks
     unmasked: bool = False  # chunks that all queries see whole go without masks: not yet run on a GPU
     blocks: int = BLOCKS
@@ -142,7 +142,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
         and all(p.depth % (p.split * DEPTH) == 0 and _x_fits(shape, p) for p in products)
-        and shape.ring >= 4
+        and shape.ring >= max(4, shape.in_flight)
     )
 
 

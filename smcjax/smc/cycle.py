@@ -117,7 +117,10 @@ def _tempered(
 def propose(
     program: Program, params: PairParams, state: State, copies: Copies | None
 ) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
-    """Draws K draft tokens a row and returns them with log q. Writes the draft KV of all but the last."""
+    """Draws K draft tokens a row and returns them with log q.
+
+    Writes the draft KV of all but the last, and of that too where the bonus token is not deferred.
+    """
     smc, sequences = program.smc, state.sequences
     rows, frontier_at = sequences.length.shape[0], sequences.length - 1
     keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.DRAFT)
@@ -133,7 +136,7 @@ def propose(
         params.draft,
         sequences.block_table,
         *_reach(program, state),
-        stops,
+        law,
         rows=smc.n_particles,
         columns=2 if smc.defers else 1,
         page_size=program.page_size,
@@ -167,7 +170,6 @@ def propose(
             step,
             law,
             plan=together,
-            rows=smc.n_particles,
             copies=copies,
             implementation=program.implementation,
         )
@@ -186,7 +188,7 @@ def propose(
         pages = jnp.concatenate([previous, pages], axis=1)
     head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
     token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)  # `.at` would look whether it is within
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)  # `.at` checks bounds, a launch each
     drafts = put(jnp.zeros((rows, smc.gamma), jnp.int32), token, 0)
     logprobs = put(jnp.zeros((rows, smc.gamma), jnp.float32), logprob, 0)
 

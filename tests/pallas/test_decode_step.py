@@ -132,7 +132,6 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -
         lengths,
         jnp.asarray(problem.positions[:, 0]),
         rows=problem.rows,
-        columns=problem.columns,
         page_size=PAGE,
     )
     # The second of three steps, of which the others are elsewhere.
