@@ -45,9 +45,15 @@ class Problem:
     shape: ds.Shape
     table: jax.Array
     positions: jax.Array
-    arguments: tuple[Any, ...]  # tokens … sharing
+    tokens: jax.Array
+    tables: ds.Tables
     sharing: Sharing
     pages: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of `make_operands`, between weights and KV."""
+        return self.tokens, 0, self.tables, self.sharing
 
 
 def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Problem:
@@ -76,7 +82,7 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     )
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, columns)), jnp.int32)
     tables = ds.make_tables(shape, cos[None], sin[None], jnp.asarray(positions)[None], jnp.asarray(slots)[None], draws)
-    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), (tokens, 0, tables, sharing), sharing, count)
+    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), tokens, tables, sharing, count)
 
 
 def pools(config: ModelConfig, pages: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -172,7 +178,7 @@ def check(columns: int, context: int) -> None:
         want_q, want_k = (rotate(part, cos, sin) for part in (qkv[:, :, : shape.heads], qkv[:, :, shape.heads :]))
         q = got["qkv"].reshape(shape.kv_heads, shape.tokens, shape.per_kv_head, shape.dim)[:, :total]
         print("q      ", error(q.swapaxes(0, 1), want_q.reshape(total, shape.kv_heads, shape.per_kv_head, -1)))
-        slots = np.asarray(problem.arguments[2].slots)[:total]
+        slots = np.asarray(problem.tables.slots)[:total]
         flat = (-1, shape.kv_heads, shape.dim)
         print("k      ", error(got["keys"].reshape(flat)[slots], want_k.reshape(total, -1, shape.dim)[:, : flat[1]]))
         want_v = qkv.reshape(total, -1, shape.dim)[:, shape.heads + shape.kv_heads :]

@@ -36,7 +36,7 @@ class Program:
     target: ModelConfig
     max_model_len: int
     page_size: int = 16
-    implementation: str = "auto"  # of attention: see smcjax.pallas.paged_attention
+    implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
     truncates: bool = False
 
     @property

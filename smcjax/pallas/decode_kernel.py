@@ -109,7 +109,7 @@ class _Body:
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
             self.s.update(zip(group, refs, strict=True))
-        self.parts = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)  # tasks that make up a chunk
+        self.tasks_per_chunk = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)  # tasks that make up a chunk
         self.block = lax.axis_index("block")
         self.step = g.step[0]
         self.layers = max(len(g.qkv), len(g.keys))
@@ -298,7 +298,7 @@ class _Body:
         pair = lax.div(self.block, shape.splits)
         group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
         group = lax.min(group, shape.groups - 1)
-        count = lax.div(self.g.count[group, 0] + (self.parts - 1), self.parts)
+        count = lax.div(self.g.count[group, 0] + (self.tasks_per_chunk - 1), self.tasks_per_chunk)
         share = lax.div(count + (shape.splits - 1), shape.splits)
         first = lax.rem(self.block, shape.splits) * share
         return active, group, head, first, lax.min(first + share, count)
@@ -310,7 +310,7 @@ class _Body:
         return unit, self._pages_of(group, first)
 
     def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
-        return [page for part in range(self.parts) for page in self._task(group, chunk, part)[0]]
+        return [page for part in range(self.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
 
     def _load_attention(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
         shape = self.shape
@@ -343,11 +343,11 @@ class _Body:
 
     def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
-        number = chunk * self.parts + part
+        number = chunk * self.tasks_per_chunk + part
         valid = number < self.g.count[group, 0]
         number = jnp.where(valid, number, 0)
         *pages, place, members = (self.g.tasks[group, 0, number, field] for field in range(self.g.tasks.shape[3]))
-        return pages, place * (CHUNK // self.parts), jnp.where(valid, members, 0)
+        return pages, place * (CHUNK // self.tasks_per_chunk), jnp.where(valid, members, 0)
 
     # The consumer's warpgroup.
 
@@ -573,19 +573,19 @@ class _Body:
             limits = plgpu.load(self.g.limits.at[now], layout=rows, optimized=False)
             sees, row = limits >> 5, limits & 31
             lengths = [self.g.lengths[now * shape.rows + r] for r in range(shape.rows)]
-            width = CHUNK // self.parts
+            width = CHUNK // self.tasks_per_chunk
 
             def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-                return [self._task(group, i, part)[1:] for part in range(self.parts)]
+                return [self._task(group, i, part)[1:] for part in range(self.tasks_per_chunk)]
 
             def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
                 """The end of the part that each of a chunk's slots lies in."""
                 out = ends[-1]
-                for part in reversed(range(self.parts - 1)):
+                for part in reversed(range(self.tasks_per_chunk - 1)):
                     out = jnp.where(key < (part + 1) * width, ends[part], out)
                 return out
 
-            clear = lax.div(self.g.clear[group, 0], self.parts) if shape.unmasked else first
+            clear = lax.div(self.g.clear[group, 0], self.tasks_per_chunk) if shape.unmasked else first
             masked_from = lax.clamp(first, clear, last)
             first_tasks = read(lax.min(masked_from, last - 1))
             with jax.named_scope("wait q"):

@@ -86,6 +86,7 @@ def make_tables(
 ) -> Tables:
     """The tables of K steps of T tokens a row; `slots` are page · B + offset of the new tokens' keys and values.
 
+    Angles are f32, positions and slots int32.
     A row that may write nowhere names the trash page; its token means nothing.
     """
     _, rows, columns = positions.shape
@@ -137,8 +138,9 @@ def decode_step(
 ) -> tuple[Int[Array, " R"], Float[Array, " R"], tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
-    `step` is which of the tables' K steps this is, `sharing` the tasks over slots up to and with the new tokens', in
-    chunks of 64 or a page, with one part.
+    `step` from 0 to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new
+    tokens', in chunks of 64 or a page, with one part. Weights and KV are bf16, tokens int32, log-probabilities f32.
+    `supports(shape, dtype)` must hold: nothing here checks it.
     """
     operands = make_operands(shape, weights, tokens, step, tables, sharing, keys, values)
     if interpret is None:

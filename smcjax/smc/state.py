@@ -25,7 +25,7 @@ class Program:
     draft: ModelConfig
     max_model_len: int
     page_size: int = 16
-    implementation: str = "auto"  # of attention: see smcjax.pallas.paged_attention
+    implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
 
     def __post_init__(self) -> None:
         if self.target.vocab_size != self.draft.vocab_size:

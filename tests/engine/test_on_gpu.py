@@ -51,7 +51,7 @@ def answers(pair: tuple[str, str], implementation: str, max_num_seqs: int) -> li
         return llm.generate(PROMPTS * 64, params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("max_num_seqs", [64, 2])  # two requests draft by the persistent step, 64 layer by layer
+@pytest.mark.parametrize("max_num_seqs", [64, 1])  # one request drafts by the persistent step, 64 layer by layer
 def test_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str], max_num_seqs: int) -> None:
     """Twice the same tokens; log Ẑ, whose mean over seeds is a property of the law, agrees with plain XLA's."""
     ways = (("auto", max_num_seqs), ("auto", max_num_seqs), ("xla", 64))
