@@ -121,11 +121,12 @@ def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
     return shape_of(problem.config, groups=groups, rows=problem.rows, columns=problem.columns, page_size=PAGE, **tuning)
 
 
-def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -> Any:
-    """The kernel on the problem."""
+def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, live_groups: int | None = None) -> Any:
+    """The kernel on the problem, of whose groups the first `live_groups` are live."""
     config = problem.config
     cos, sin = rope_angles(config, jnp.asarray(problem.positions))
-    lengths = jnp.asarray(problem.positions[:, -1] + 1)
+    live = np.arange(len(problem.table)) < (len(problem.table) if live_groups is None else live_groups * problem.rows)
+    lengths = jnp.asarray(np.where(live, problem.positions[:, -1] + 1, 0))
     sharing = tasks_of(
         config,
         jnp.asarray(problem.table),
@@ -135,7 +136,7 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None) -
         page_size=PAGE,
     )
     # The second of three steps, of which the others are elsewhere.
-    slots = problem.write_pages * PAGE + problem.positions % PAGE
+    slots = np.where(live[:, None], problem.write_pages, 0) * PAGE + problem.positions % PAGE
     steps = (jnp.stack([0 * x, x, 0 * x]) for x in map(jnp.asarray, (cos, sin, problem.positions, slots)))
     return ds.decode_step(
         shape,
@@ -269,3 +270,38 @@ def test_on_a_gpu(rows: int, columns: int, context: int) -> None:
     again = step(params)
     for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(again[:2]), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("groups", "rows", "live_groups"), [(1, 8, 1), (2, 8, 1), (8, 1, 8), (8, 1, 1)])
+def test_one_launch_equals_a_launch_a_stage(
+    groups: int, rows: int, live_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, over layers: no block may run ahead of the stages, also where many have nothing to do in them."""
+    config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=6)
+    problem = make_problem(config, groups=groups, rows=rows, columns=1, context=300)
+    params = jax.jit(random_params, static_argnums=0)(config)
+    shape = kernel_shape(problem)
+
+    def results() -> Any:
+        token, logprob, keys, values = jax.jit(lambda params: run(problem, params, shape, live_groups=live_groups))(
+            params
+        )
+        live = slice(0, live_groups * rows)
+        # The trash page holds whichever dead row came last.
+        return token[live], logprob[live], [pages[1:] for pages in (*keys, *values)]
+
+    together = [results() for _ in range(3)]
+    launch = ds.launch
+
+    def by_stage(shape: ds.Shape, operands: ds.Operands, *, stages: tuple[str, ...], **rest: Any) -> None:
+        if stages == ds.LAYER_STAGES:
+            ds._launch_by_stage(shape, operands, None)
+        else:
+            launch(shape, operands, stages=stages, **rest)
+
+    monkeypatch.setattr(ds, "launch", by_stage)
+    apart = results()
+    for one in together:
+        for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(apart), strict=True):
+            np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
