@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from profile_cycle import _events
+from profile_cycle import kernel_events
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.next_token import norms_of, shape_of, tasks_of, weights_of
@@ -243,7 +243,7 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
             for _ in range(5):
                 x, keys, values = compiled(params, keys, values)
             jax.block_until_ready(x)
-        events = _events(Path(directory))
+        events = kernel_events(Path(directory))
     kernel = sum(us for event, us in events if "decode_step" in event) / 5
     others = [us for event, us in events if "decode_step" not in event]
     streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if len(params.layers) > 1 else 0

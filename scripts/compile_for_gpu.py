@@ -11,7 +11,6 @@ of KV's size is copied can be seen. Algorithms that XLA chooses by timing are it
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import os
@@ -25,11 +24,13 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from profile_cycle import cycle_parser
 
 from smcjax import smc
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.model.params import param_shapes
 from smcjax.smc.lifecycle import begin
 
@@ -51,14 +52,8 @@ NOTHING = "empty"  # custom calls that only name memory
 
 def main() -> None:
     """Compiles one cycle and prints what it consists of."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-shape", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
-    parser.add_argument("-N", "--n-particles", type=int, default=8)
-    parser.add_argument("-K", "--gamma", type=int, default=8)
+    parser = cycle_parser(__doc__)
     parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--layers", type=int, help="of both models (all)")
     parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
     parser.add_argument("--hlo", type=Path, help="write the optimised program there")
@@ -97,7 +92,7 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
 
     step = jax.jit(lambda params, state: smc.step(program, params, state), donate_argnums=1, out_shardings=sharding)
     traced = step.trace(placed(params), placed(jax.eval_shape(start)))
-    options = {"xla_gpu_enable_triton_gemm": False} if program.implementation != "xla" else None  # as `engine/batch.py`
+    options = CUBLAS_PRODUCTS if program.implementation != "xla" else None  # as `smcjax.engine.batch` has it
     return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
 
 

@@ -26,15 +26,21 @@ from smcjax.bench.shapes import SHAPES
 CYCLES = 3
 
 
-def main() -> None:
-    """Profiles a few cycles and prints microseconds a cycle by kernel name without its number."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def cycle_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that say which cycle."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
     parser.add_argument("-N", "--n-particles", type=int, default=8)
     parser.add_argument("-K", "--gamma", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    return parser
+
+
+def main() -> None:
+    """Profiles a few cycles and prints microseconds a cycle by kernel name without its number."""
+    parser = cycle_parser(__doc__)
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
     args = parser.parse_args()
@@ -56,11 +62,11 @@ def main() -> None:
             for _ in range(CYCLES):
                 state, _ = step(params, state)
             jax.block_until_ready(state)
-        events = _events(Path(directory))
+        events = kernel_events(Path(directory))
     _report(events, args.most)
 
 
-def _events(directory: Path) -> list[tuple[str, float]]:
+def kernel_events(directory: Path) -> list[tuple[str, float]]:
     """(kernel class, microseconds) of everything that ran on a GPU stream."""
     trace = json.loads(gzip.decompress(next(directory.rglob("*.trace.json.gz")).read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in trace if e.get("name") == "process_name"}

@@ -48,8 +48,7 @@ class Steps:
     write_pages: Int[Array, "K R T"]
     keys: Key[Array, "K R"]
     token_number: Int[Array, "K R"]  # of the token to be drawn, from 1
-    shape: decode_step.Shape | None = None  # of the one kernel, where it applies; else None, and layer by layer
-    tables: decode_step.Tables | None = None  # for it
+    one_kernel: tuple[decode_step.Shape, decode_step.Tables] | None = None  # its arguments; None: layer by layer
 
 
 def sample(
@@ -66,13 +65,20 @@ def sample(
 
 
 @dataclasses.dataclass(frozen=True)
+class OneKernelPlan:
+    """What the steps of one cycle have in common that run in one kernel."""
+
+    tasks: Sharing  # what rows of a group share
+    norms: Float[Array, "norms E"]  # all of the model's, in its order
+    stop_words: UInt[Array, "R words"]  # the law's stops, 32 to a word
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What the steps of one cycle have in common. Either way uses its own; XLA drops what is not used."""
 
     sharing: Sharing | None  # layer by layer: what rows of a group share
-    tasks: Sharing | None = None  # in one kernel: the same, in its form; None where no step may be
-    norms: Float[Array, "norms E"] | None = None  # all of the model's, in its order
-    stop_words: UInt[Array, "R words"] | None = None  # the law's stops, 32 to a word
+    one_kernel: OneKernelPlan | None = None  # None where no step may run so
 
 
 def plan(
@@ -108,7 +114,7 @@ def plan(
     if law.truncation is not None or not any(shapes):
         return Plan(sharing)
     tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
-    return Plan(sharing, tasks, norms_of(params), pack_bits(law.stops))
+    return Plan(sharing, OneKernelPlan(tasks, norms_of(params), pack_bits(law.stops)))
 
 
 def tasks_of(
@@ -191,7 +197,7 @@ def prepare(
     """The same steps, with tables for the one kernel where that takes them; a few launches for all K."""
     _, total, columns = steps.positions.shape
     shape = _one_kernel(config, params, total, columns, rows, page_size, implementation)
-    if shape is None or plan.stop_words is None:
+    if shape is None or plan.one_kernel is None:
         return steps
     cos, sin = (
         x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
@@ -201,12 +207,12 @@ def prepare(
         keys=jax.random.key_data(steps.keys),
         temperature=law.temperature,
         noise_scale=jnp.where(greedy, 0.0, 1.0),
-        forbidden=plan.stop_words,
+        forbidden=plan.one_kernel.stop_words,
         forbids=steps.token_number <= law.minimum,
     )
     slots = steps.write_pages * page_size + steps.positions % page_size
     tables = decode_step.make_tables(shape, cos, sin, steps.positions, slots, draws)
-    return dataclasses.replace(steps, shape=shape, tables=tables)
+    return dataclasses.replace(steps, one_kernel=(shape, tables))
 
 
 def next_token(
@@ -228,8 +234,15 @@ def next_token(
     `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`. What `sample` says of
     the token holds. `tokens` int32; the log-probability is f32.
     """
-    if steps.shape is not None:
-        return _by_one_kernel(params, cache, tokens, steps, step, plan, copies)
+    if steps.one_kernel is not None and plan.one_kernel is not None:
+        shape, tables = steps.one_kernel
+        if copies is not None:
+            cache = cache.copy_pages(copies, implementation="mosaic")
+        weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks
+        token, logprob, keys, values = decode_step.decode_step(
+            shape, weights, tokens, step, tables, tasks, cache.keys, cache.values
+        )
+        return token, logprob, KVCache(keys=keys, values=values)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -261,27 +274,6 @@ def _one_kernel(
         return None
     shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=page_size)
     return shape if decode_step.supports(shape, params.embed.dtype) else None
-
-
-def _by_one_kernel(
-    params: Params,
-    cache: KVCache,
-    tokens: Int[Array, "R T"],
-    steps: Steps,
-    step: Int[Array, ""] | int,
-    plan: Plan,
-    copies: Copies | None,
-) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
-    assert steps.shape is not None
-    assert steps.tables is not None
-    assert plan.tasks is not None
-    assert plan.norms is not None
-    if copies is not None:
-        cache = cache.copy_pages(copies, implementation="mosaic")
-    token, logprob, keys, values = decode_step.decode_step(
-        steps.shape, weights_of(params, plan.norms), tokens, step, steps.tables, plan.tasks, cache.keys, cache.values
-    )
-    return token, logprob, KVCache(keys=keys, values=values)
 
 
 def pack_bits(mask: Bool[Array, "R V"]) -> UInt[Array, "R words"]:

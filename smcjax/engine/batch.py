@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.decoding.sequences import Population, Requests
-from smcjax.engine.programs import Job, Programs, abstract
+from smcjax.engine.programs import CUBLAS_PRODUCTS, Job, Programs, abstract
 from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas import uses_kernels
 
@@ -226,7 +226,7 @@ def _step_options(program: Any, params: Any, state: Any) -> dict[str, Any] | Non
     few = state.sequences.length.shape[0] < 8  # sequences
     if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
         return None
-    return {"xla_gpu_enable_triton_gemm": False}
+    return CUBLAS_PRODUCTS
 
 
 def _delete(arrays: Any) -> None:

@@ -17,6 +17,10 @@ from smcjax.engine.memory import device_memory
 logger = logging.getLogger("smcjax")
 
 
+# XLA's option to leave bf16 products to cuBLAS: which of the two is faster, and where, says docs/performance.md.
+CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+
+
 class Job(NamedTuple):
     """A function to compile."""
 

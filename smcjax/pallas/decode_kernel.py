@@ -109,7 +109,7 @@ class _Body:
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
             self.s.update(zip(group, refs, strict=True))
-        self.tasks_per_chunk = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)  # tasks that make up a chunk
+        self.tasks_per_chunk = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)
         self.block = lax.axis_index("block")
         self.step = g.step[0]
         self.layers = max(len(g.qkv), len(g.keys))
@@ -127,10 +127,11 @@ class _Body:
     def _span(self, units: int) -> tuple[jax.Array, jax.Array]:
         return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
 
-    def _await(self, number: jax.Array) -> None:
-        """Until every block has finished the `number` stages before this one."""
+    def _await(self, layer: Any, name: str) -> None:
+        """Until every block has finished the stages before this one."""
         if self.alone:
             return
+        number = layer * len(self.stages) + self.stages.index(name)
 
         @pl.when(number > 0)
         def _wait() -> None:
@@ -138,19 +139,21 @@ class _Body:
 
         lanes.proxy_fence(interpret=self.interpret)
 
-    def _keep_step(self, name: str, number: jax.Array) -> None:
+    def _keep_step(self, layer: jax.Array, name: str) -> None:
         """A consumer without work in a stage waits by itself for the stages before.
 
         Others wait for what their loader fetches after its own wait. One that did not wait would run ahead, and its
         signals, which count for any stage, would open barriers before blocks that are still at work.
         """
+        if self.alone:
+            return
         if name == "attend":
             active, _, _, first, last = self._attention_unit()
             idle = jnp.logical_not(active & (first < last))
         else:
             first, last = self._span(self.products[name].units)
             idle = first >= last
-        pl.when(idle)(lambda: self._await(number))
+        pl.when(idle)(lambda: self._await(layer, name))
 
     def _finish(self) -> None:
         """This block has finished a stage."""
@@ -240,13 +243,12 @@ class _Body:
 
     def _loader(self) -> None:
         sources = {"qkv": self.g.xg, "o": self.g.attended, "gate_up": self.g.xg, "down": self.g.h}
-        per_layer = len(self.stages)
 
         def layer(index: jax.Array, _: None) -> None:
-            for number, name in enumerate(self.stages):
+            for name in self.stages:
                 start = self._attention_start() if name == "attend" else None  # loads that take as long as a barrier
                 with jax.named_scope("barrier before " + name):
-                    self._await(index * per_layer + number)
+                    self._await(index, name)
                 with jax.named_scope("load for " + name):
                     if start is not None:
                         self._load_attention(index, *start)
@@ -256,7 +258,8 @@ class _Body:
         if self.stages:
             lax.fori_loop(0, self.layers, layer, None)
         if self.with_head:
-            self._await(jnp.int32(self.layers * per_layer))
+            if self.stages:
+                self._await(jnp.int32(self.layers), self.stages[0])
             self._load_x(self.products["head"], self.g.xg, scaled=True)
 
     def _x_slots(self, product: Product) -> int:
@@ -352,12 +355,9 @@ class _Body:
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
-        per_layer = len(self.stages)
-
         def layer(index: jax.Array, t: jax.Array) -> jax.Array:
-            for number, name in enumerate(self.stages):
-                if not self.alone:
-                    self._keep_step(name, index * per_layer + number)
+            for name in self.stages:
+                self._keep_step(index, name)
                 if name == "attend":
                     with jax.named_scope("attend"):
                         self._attend()
