@@ -25,7 +25,7 @@ import numpy as np
 from profile_cycle import kernel_events
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.next_token import norms_of, shape_of, tasks_of, weights_of
+from smcjax.decoding.next_token import norms_of, shape_of, task_slots_of, tasks_of, weights_of
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
@@ -66,7 +66,8 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table = np.zeros((ROWS, need + 4), np.int32)
     table[:, :shared] = names[:shared]
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
-    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, **tuning)
+    slots = task_slots_of(table, PAGE)
+    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, task_slots=slots, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
@@ -276,9 +277,11 @@ def time_all(variants: list[str]) -> None:
         "bare": (without_attention, 1, 256, {}),
         "head2": (whole, 2, 256, {}),
         "4k": (whole, 1, 4000, {}),
-        "4k unmasked": (whole, 1, 4000, {"unmasked": True}),
+        "4k kv2": (whole, 1, 4000, {"kv_ring": 2}),
+        "4k kv6": (whole, 1, 4000, {"kv_ring": 6}),
         "32k": (whole, 1, 32_000, {}),
-        "32k unmasked": (whole, 1, 32_000, {"unmasked": True}),
+        "32k kv2": (whole, 1, 32_000, {"kv_ring": 2}),
+        "32k kv6": (whole, 1, 32_000, {"kv_ring": 6}),
     }
     for name in variants or cases:
         launches, columns, context, tuning = cases[name]

@@ -110,7 +110,10 @@ def plan(
     )
     total = block_table.shape[0]
     widths = range(1, columns + 1)
-    shapes = [_one_kernel(config, params, total, width, rows, page_size, implementation) for width in widths]
+    task_slots = task_slots_of(block_table, page_size)
+    shapes = [
+        _one_kernel(config, params, total, width, rows, page_size, task_slots, implementation) for width in widths
+    ]
     if law.truncation is not None or not any(shapes):
         return Plan(sharing)
     tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
@@ -126,11 +129,7 @@ def tasks_of(
     rows: int,
     page_size: int,
 ) -> Sharing:
-    """The one kernel's attention tasks: `find_sharing`'s terms.
-
-    By single pages, so that rows of a few pages of their own fill chunks together; by whole chunks where pages are so
-    many that finding who shares them would take longer than reading some chunks for one row.
-    """
+    """The one kernel's attention tasks: `find_sharing`'s terms."""
     return find_sharing(
         block_table,
         lengths,
@@ -138,9 +137,18 @@ def tasks_of(
         rows=rows,
         queries=config.num_heads // config.num_kv_heads,
         page_size=page_size,
-        chunk=page_size if block_table.shape[1] <= PAGES_BY_ONE else decode_step.CHUNK,
+        chunk=task_slots_of(block_table, page_size),
         tiles=1,
     )
+
+
+def task_slots_of(block_table: Int[Array, "R M"], page_size: int) -> int:
+    """KV slots of an attention task of the one kernel.
+
+    Single pages, so that rows of a few pages of their own fill chunks together; whole chunks where pages are so many
+    that finding who shares them would take longer than reading some chunks for one row.
+    """
+    return page_size if block_table.shape[1] <= PAGES_BY_ONE else decode_step.CHUNK
 
 
 def norms_of(params: Params) -> Float[Array, "norms E"]:
@@ -164,7 +172,7 @@ def weights_of(params: Params, norms: Float[Array, "norms E"]) -> decode_step.We
 
 
 def shape_of(
-    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, **tuning: int
+    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, task_slots: int, **tuning: int
 ) -> decode_step.Shape:
     """The one kernel's static shape."""
     return decode_step.make_shape(
@@ -179,6 +187,7 @@ def shape_of(
         rows=rows,
         columns=columns,
         page_size=page_size,
+        task_slots=task_slots,
         **tuning,
     )
 
@@ -195,9 +204,12 @@ def prepare(
     implementation: str = "auto",
 ) -> Steps:
     """The same steps, with tables for the one kernel where that takes them; a few launches for all K."""
+    if plan.one_kernel is None:
+        return steps
     _, total, columns = steps.positions.shape
-    shape = _one_kernel(config, params, total, columns, rows, page_size, implementation)
-    if shape is None or plan.one_kernel is None:
+    task_slots = plan.one_kernel.tasks.chunk
+    shape = _one_kernel(config, params, total, columns, rows, page_size, task_slots, implementation)
+    if shape is None:
         return steps
     cos, sin = (
         x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
@@ -259,20 +271,25 @@ def next_token(
 
 
 def _one_kernel(
-    config: ModelConfig, params: Params, total: int, columns: int, rows: int, page_size: int, implementation: str
+    config: ModelConfig,
+    params: Params,
+    total: int,
+    columns: int,
+    rows: int,
+    page_size: int,
+    task_slots: int,
+    implementation: str,
 ) -> decode_step.Shape | None:
-    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply.
-
-    By itself it is chosen for one group of at most 8 rows only: more have not run on a GPU yet.
-    """
+    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply."""
     layer = params.layers[0]
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
     plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
-    has_run = total == rows and rows <= 8
-    if not (plain and uses_kernels(implementation) and (has_run or implementation == "mosaic")):
+    if not (plain and uses_kernels(implementation)):
         return None
-    shape = shape_of(config, groups=total // rows, rows=rows, columns=columns, page_size=page_size)
+    shape = shape_of(
+        config, groups=total // rows, rows=rows, columns=columns, page_size=page_size, task_slots=task_slots
+    )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 
 

@@ -49,7 +49,7 @@ class KVCache:
     def write(
         self,
         layer: int,
-        qkv: Float[Array, "R T HHH D"] | Float[Array, "parts R T HHH D"],
+        qkv: Float[Array, "R T HHH D"],
         cos: Float[Array, "R T half"],
         sin: Float[Array, "R T half"],
         pages: Int[Array, "R T"],

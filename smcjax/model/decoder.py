@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,26 +28,23 @@ from jaxtyping import Array, Float, Int
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix, quantized_product
-from smcjax.numerics import product_precision, sum_parts
-from smcjax.pallas import HeadNorms, add_rms_norm, attention, rms_norm, split_and_rotate, uses_kernels
+from smcjax.numerics import product_precision
+from smcjax.pallas import HeadNorms, add_rms_norm, attention, rms_norm, split_and_rotate
 
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
     """A layer's fused product, and what makes queries, keys and values of it."""
 
-    # H query heads, Hkv key heads, Hkv value heads; perhaps as the parts of `product`
-    qkv: Float[Array, "R T HHH D"] | Float[Array, "parts R T HHH D"]
+    qkv: Float[Array, "R T HHH D"]  # H query heads, Hkv key heads, Hkv value heads
     cos: Float[Array, "R T half"]
     sin: Float[Array, "R T half"]
     num_kv_heads: int
     norms: HeadNorms | None
-    dtype: Any  # of queries, keys and values
 
     def heads(self) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
         """q, k, v; the first two normed where the model does so, and rotated."""
-        qkv = sum_parts(self.qkv, 4, self.dtype)
-        return split_and_rotate(qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms)
+        return split_and_rotate(self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms)
 
 
 # (layer index, its product) -> attention output [R, T, H, D]
@@ -64,39 +60,6 @@ def linear(
         return y if bias is None else y + bias
     y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=product_precision(x.dtype))
     return y if bias is None else y + bias
-
-
-def product(
-    x: Float[Array, "*shape I"], weight: Float[Array, "O I"] | QuantizedMatrix, bias: Float[Array, " O"] | None
-) -> Float[Array, "*shape O"] | Float[Array, "parts *shape O"]:
-    """`linear` for a kernel that adds parts: where few rows meet a narrow matrix, f32 sums over parts of I.
-
-    The GPU splits the inner dimension of such a product in any case, to keep all its multiprocessors loading; adding
-    up the parts would be a kernel of its own.
-    """
-    parts = 1
-    if bias is None and not isinstance(weight, QuantizedMatrix) and x.dtype == jnp.bfloat16:
-        parts = _parts(x.size // x.shape[-1], *weight.shape)
-    if parts == 1:
-        return linear(x, weight, bias)
-    assert not isinstance(weight, QuantizedMatrix)
-    inner = x.shape[-1] // parts
-    split = jax.lax.dot_general(
-        x.reshape(-1, parts, inner),
-        weight.reshape(-1, parts, inner),
-        (((2,), (2,)), ((1,), (1,))),
-        preferred_element_type=jnp.float32,
-    )
-    return split.reshape(parts, *x.shape[:-1], -1)
-
-
-def _parts(rows: int, out: int, inner: int) -> int:
-    """Into how many parts to split the inner dimension.
-
-    Measured on an H200 with 72 rows, product and addition together: 4 parts win at 4096 → 6144 (22.2 µs against 23.1)
-    and 4096 → 4096 (15.6 against 17.3), and lose at 14336 → 4096 (43.6 against 38.4) and to a wider matrix.
-    """
-    return 4 if 16 < rows <= 128 and out <= 8192 and inner <= 8192 and inner % 512 == 0 else 1
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -140,22 +103,21 @@ def hidden_states(
     """
     cos, sin = rope_angles(config, positions)
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
-    multiply = product if uses_kernels(implementation) else linear
     add_norm = functools.partial(add_rms_norm, eps=eps, implementation=implementation)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
 
     x = params.embed[tokens]
     normed = rms_norm(x, norms[0], eps)
     for index, layer in enumerate(params.layers):
-        qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-        qkv = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
             of_heads = HeadNorms(layer.q_norm, layer.k_norm, eps)
-        attended = attend(index, Projection(qkv, cos, sin, config.num_kv_heads, of_heads, x.dtype))
-        x, normed = add_norm(x, multiply(attended.reshape(flat), layer.o, layer.o_bias), layer.mlp_norm)
+        attended = attend(index, Projection(qkv, cos, sin, config.num_kv_heads, of_heads))
+        x, normed = add_norm(x, linear(attended.reshape(flat), layer.o, layer.o_bias), layer.mlp_norm)
         gate, up = jnp.split(linear(normed, layer.gate_up, layer.gate_up_bias), 2, axis=-1)
-        x, normed = add_norm(x, multiply(jax.nn.silu(gate) * up, layer.down, layer.down_bias), norms[index + 1])
+        x, normed = add_norm(x, linear(jax.nn.silu(gate) * up, layer.down, layer.down_bias), norms[index + 1])
     return normed
 
 

@@ -109,7 +109,6 @@ class _Body:
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
             self.s.update(zip(group, refs, strict=True))
-        self.tasks_per_chunk = CHUNK // ((g.tasks.shape[3] - 2) * self.shape.page_size)
         self.block = lax.axis_index("block")
         self.step = g.step[0]
         self.layers = max(len(g.qkv), len(g.keys))
@@ -125,41 +124,43 @@ class _Body:
     # Order of stages, the same for all three.
 
     def _span(self, units: int) -> tuple[jax.Array, jax.Array]:
+        """This block's units. Blocks without one lie apart: neighbours get less of the memory's bandwidth together."""
         return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
 
+    def _signals(self, name: str) -> int:
+        """How many blocks take part in a stage."""
+        shape = self.shape
+        if name == "attend":
+            return shape.groups * shape.kv_heads * shape.splits
+        return min(shape.blocks, self.products[name].units)
+
     def _await(self, layer: Any, name: str) -> None:
-        """Until every block has finished the stages before this one."""
-        if self.alone:
-            return
-        number = layer * len(self.stages) + self.stages.index(name)
+        """Until every block has finished the stages before this one.
 
-        @pl.when(number > 0)
-        def _wait() -> None:
-            plgpu.semaphore_wait(self.semaphore, number * self.shape.blocks, decrement=False, memory_scope="gpu")
-
-        lanes.proxy_fence(interpret=self.interpret)
-
-    def _keep_step(self, layer: jax.Array, name: str) -> None:
-        """A consumer without work in a stage waits by itself for the stages before.
-
-        Others wait for what their loader fetches after its own wait. One that did not wait would run ahead, and its
-        signals, which count for any stage, would open barriers before blocks that are still at work.
+        Signals count for any stage. But a block takes part in one only after this wait, so none is given before all
+        of the stages before are.
         """
         if self.alone:
             return
-        if name == "attend":
-            active, _, _, first, last = self._attention_unit()
-            idle = jnp.logical_not(active & (first < last))
-        else:
-            first, last = self._span(self.products[name].units)
-            idle = first >= last
-        pl.when(idle)(lambda: self._await(layer, name))
+        signals = [self._signals(stage) for stage in self.stages]
+        number = layer * sum(signals) + sum(signals[: self.stages.index(name)])
 
-    def _finish(self) -> None:
-        """This block has finished a stage."""
+        @pl.when(number > 0)
+        def _wait() -> None:
+            plgpu.semaphore_wait(self.semaphore, number, decrement=False, memory_scope="gpu")
+
+        lanes.proxy_fence(interpret=self.interpret)
+
+    def _finish(self, name: str) -> None:
+        """This block has finished a stage, if it took part."""
         if self.alone:
             return
-        plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu")
+        if name == "attend":
+            takes_part = self.block < self._signals(name)
+        else:
+            first, last = self._span(self.products[name].units)
+            takes_part = first < last
+        pl.when(takes_part)(lambda: plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu"))
 
     def _meet(self, layer: jax.Array) -> None:
         """Until the blocks of this (group, KV head) have written their shares of the layer's attention."""
@@ -301,7 +302,7 @@ class _Body:
         pair = lax.div(self.block, shape.splits)
         group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
         group = lax.min(group, shape.groups - 1)
-        count = lax.div(self.g.count[group, 0] + (self.tasks_per_chunk - 1), self.tasks_per_chunk)
+        count = lax.div(self.g.count[group, 0] + (self.shape.tasks_per_chunk - 1), self.shape.tasks_per_chunk)
         share = lax.div(count + (shape.splits - 1), shape.splits)
         first = lax.rem(self.block, shape.splits) * share
         return active, group, head, first, lax.min(first + share, count)
@@ -313,7 +314,7 @@ class _Body:
         return unit, self._pages_of(group, first)
 
     def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
-        return [page for part in range(self.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
+        return [page for part in range(self.shape.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
 
     def _load_attention(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
         shape = self.shape
@@ -328,39 +329,35 @@ class _Body:
             )
 
             def chunk(i: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-                slot = lax.rem(i - first, shape.kv_ring)
+                slot, again = lax.rem(i - first, shape.kv_ring), i - first >= shape.kv_ring
                 upcoming = self._pages_of(group, lax.min(i + 1, last - 1))
-
-                @pl.when(i - first >= shape.kv_ring)
-                def _free() -> None:
-                    plgpu.barrier_wait(self.s["kv_empty"].at[slot])
-
-                for refs, buffer, full in ((self.g.keys, "k_smem", "k_full"), (self.g.values, "v_smem", "v_full")):
+                for refs, kind in ((self.g.keys, "k"), (self.g.values, "v")):
+                    free = self.s[kind + "_empty"].at[slot]
+                    pl.when(again)(functools.partial(plgpu.barrier_wait, free))
                     with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
                         for j, page in enumerate(pages):
-                            target = self.s[buffer].at[slot, pl.ds(j * shape.page_size, shape.page_size)]
-                            plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[full].at[slot])
+                            target = self.s[kind + "_smem"].at[slot, pl.ds(j * shape.page_size, shape.page_size)]
+                            plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[kind + "_full"].at[slot])
                 return upcoming
 
             lax.fori_loop(first, last, chunk, pages)
 
     def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
-        number = chunk * self.tasks_per_chunk + part
+        number = chunk * self.shape.tasks_per_chunk + part
         valid = number < self.g.count[group, 0]
         number = jnp.where(valid, number, 0)
         *pages, place, members = (self.g.tasks[group, 0, number, field] for field in range(self.g.tasks.shape[3]))
-        return pages, place * (CHUNK // self.tasks_per_chunk), jnp.where(valid, members, 0)
+        return pages, place * self.shape.task_slots, jnp.where(valid, members, 0)
 
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
         def layer(index: jax.Array, t: jax.Array) -> jax.Array:
             for name in self.stages:
-                self._keep_step(index, name)
                 if name == "attend":
                     with jax.named_scope("attend"):
-                        self._attend()
+                        self._attend(index)
                     if not self.alone:
                         with jax.named_scope("meet"):
                             self._meet(index)
@@ -379,7 +376,7 @@ class _Body:
                             functools.partial(early, index),
                         )
                 with jax.named_scope("signal"):
-                    self._finish()
+                    self._finish(name)
             return t
 
         t = jnp.int32(0)
@@ -555,7 +552,7 @@ class _Body:
         gate, up = (_round(tile) for tile in self._scaled(unit, first, tiles))
         self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
-    def _attend(self) -> None:
+    def _attend(self, layer: jax.Array) -> None:
         """Softmax over this block's share of the tasks of its (group, KV head)."""
         shape, s = self.shape, self.s
         active, group, _, first, last = self._attention_unit()
@@ -564,6 +561,9 @@ class _Body:
 
         @pl.when(active & (first >= last))
         def _nothing() -> None:
+            # Others wait for what their loader fetches after its own wait. Without one this block would run ahead: its
+            # signal would open a barrier, or its share be cleared, before blocks that are still at work.
+            self._await(layer, "attend")
             nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
             self.g.partial_lse[self.block] = plgpu.layout_cast(nothing, rows)
 
@@ -573,24 +573,43 @@ class _Body:
             limits = plgpu.load(self.g.limits.at[now], layout=rows, optimized=False)
             sees, row = limits >> 5, limits & 31
             lengths = [self.g.lengths[now * shape.rows + r] for r in range(shape.rows)]
-            width = CHUNK // self.tasks_per_chunk
+            width = shape.task_slots
 
             def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-                return [self._task(group, i, part)[1:] for part in range(self.tasks_per_chunk)]
+                return [self._task(group, i, part)[1:] for part in range(self.shape.tasks_per_chunk)]
 
             def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
                 """The end of the part that each of a chunk's slots lies in."""
                 out = ends[-1]
-                for part in reversed(range(self.tasks_per_chunk - 1)):
+                for part in reversed(range(self.shape.tasks_per_chunk - 1)):
                     out = jnp.where(key < (part + 1) * width, ends[part], out)
                 return out
 
-            clear = lax.div(self.g.clear[group, 0], self.tasks_per_chunk) if shape.unmasked else first
-            masked_from = lax.clamp(first, clear, last)
+            # What pays with many chunks costs with few: a loop of its own for those that all queries see whole, and
+            # scores computed a chunk ahead.
+            many = shape.task_slots == CHUNK
+            masked_from = lax.clamp(first, self.g.clear[group, 0], last) if many else first
             first_tasks = read(lax.min(masked_from, last - 1))
             with jax.named_scope("wait q"):
                 plgpu.barrier_wait(s["q_full"])
             q = s["q_smem"]
+
+            def slot_of(i: jax.Array) -> jax.Array:
+                return lax.rem(i - first, shape.kv_ring)
+
+            def keys(i: jax.Array) -> Ref:
+                return s["k_smem"].at[slot_of(i)].transpose((1, 0))
+
+            def arrived(i: jax.Array) -> None:
+                with jax.named_scope("wait k"):
+                    plgpu.barrier_wait(s["k_full"].at[slot_of(i)])
+
+            def scores_of(i: jax.Array) -> jax.Array:
+                arrived(i)
+                return self.product(None, q, keys(i))
+
+            def used(i: jax.Array, kind: str) -> None:
+                pl.when(i + shape.kv_ring < last)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot_of(i)]))
 
             def limits_of(tasks: list[tuple[jax.Array, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
                 """Where, in each part of the chunk, what each query sees ends, and where what anyone sees does."""
@@ -613,47 +632,67 @@ class _Body:
                     s["v_smem"][slot] = jnp.where(at < by_part(at, end), v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
-            def chunk(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-                acc, m, mass, tasks = carry
-                slot = lax.rem(i - first, shape.kv_ring)
-                if masked:
-                    visible, end = limits_of(tasks)
-                    tasks = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
-                with jax.named_scope("wait k"):
-                    plgpu.barrier_wait(s["k_full"].at[slot])
-                scores = self.product(None, q, s["k_smem"].at[slot].transpose((1, 0))) * scale
-                if masked:
+            def softmax(
+                scores: jax.Array, acc: jax.Array, m: jax.Array, mass: jax.Array, visible: list[jax.Array]
+            ) -> tuple[jax.Array, ...]:
+                """Rescaled acc, new m and mass, weights; `visible` is empty where all is."""
+                scores = scores * scale
+                if visible:
                     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
                     ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
                     scores = jnp.where(key < ends, scores, MASKED)
                 new_m = jnp.maximum(m, scores.max(axis=1))
                 alpha = jnp.exp2(m - new_m)
-                p = jnp.exp2(scores - across(new_m, scores.shape))
-                if masked:
+                p = lanes.exp2(scores - across(new_m, scores.shape), interpret=self.interpret)
+                if visible:
                     p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
                 mass = mass * alpha + p.sum(axis=1)
-                acc = acc * across(alpha, acc.shape)
-                with jax.named_scope("wait v"):
-                    plgpu.barrier_wait(s["v_full"].at[slot])
+                return acc * across(alpha, acc.shape), new_m, mass, p.astype(q.dtype)
+
+            def chunk(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+                """Where there are many, the chunk whose scores are in `carry`; the next ones' come meanwhile."""
+                acc, m, mass, scores, tasks = carry
+                visible: list[jax.Array] = []
                 if masked:
-                    clean(slot, end)
-                acc = self.product(acc, p.astype(q.dtype), s["v_smem"].at[slot])
+                    visible, end = limits_of(tasks)
+                    tasks = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
+                if not many:
+                    scores = scores_of(i)
+                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
+                elif self.interpret:
+                    pl.when(i + 1 < last)(lambda: arrived(i + 1))
+                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
+                    scores = self.product(None, q, keys(i + 1))
+                else:
+                    pl.when(i + 1 < last)(lambda: arrived(i + 1))
 
-                @pl.when(i + shape.kv_ring < last)
-                def _free() -> None:
-                    plgpu.barrier_arrive(s["kv_empty"].at[slot])
+                    def overlapped(upcoming: Ref) -> tuple[jax.Array, ...]:
+                        plgpu.wgmma(upcoming, q, keys(i + 1))
+                        done = lax.optimization_barrier(softmax(scores, acc, m, mass, visible))
+                        return (*done, upcoming[...])
 
-                return acc, new_m, mass, tasks
+                    acc, m, mass, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, CHUNK), jnp.float32))
+                used(i + int(many), "k")
+                with jax.named_scope("wait v"):
+                    plgpu.barrier_wait(s["v_full"].at[slot_of(i)])
+                if masked:
+                    clean(slot_of(i), end)
+                acc = self.product(acc, p, s["v_smem"].at[slot_of(i)])
+                used(i, "v")
+                return acc, m, mass, scores if many else None, tasks
 
             carry: tuple[Any, ...] = (
                 plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
                 plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
                 plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+                scores_of(first) if many else None,
                 first_tasks,
             )
-            if shape.unmasked:
+            if many:
+                used(first, "k")
                 carry = lax.fori_loop(first, masked_from, functools.partial(chunk, masked=False), carry)
-            acc, m, mass, _ = lax.fori_loop(masked_from, last, functools.partial(chunk, masked=True), carry)
+            carry = lax.fori_loop(masked_from, last, functools.partial(chunk, masked=True), carry)
+            acc, m, mass, *_ = carry
             seen = mass > 0
             mass = jnp.where(seen, mass, 1.0)
             self.g.partial[self.block] = acc / across(mass, acc.shape)
@@ -803,7 +842,8 @@ def _scratch(shape: Shape) -> dict[str, Any]:
         "q_full": plgpu.Barrier(num_arrivals=1),
         "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
         "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
-        "kv_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.kv_ring),
+        "k_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.kv_ring),
+        "v_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.kv_ring),
     }
 
 

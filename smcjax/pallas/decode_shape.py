@@ -36,12 +36,17 @@ class Shape:
     rows: int  # N, of a group
     group_tokens: int  # N · tokens a row
     page_size: int
+    task_slots: int  # KV slots of an attention task: CHUNK or a page
     ring: int  # weight tiles in shared memory
     in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
     in_flight_early: int = 2  # the same for qkv, o, down, and until gate_up and head have filled the ring once
     kv_ring: int = 2  # chunks
-    unmasked: bool = False  # chunks that all queries see whole go without masks: not yet run on a GPU
     blocks: int = BLOCKS
+
+    @property
+    def tasks_per_chunk(self) -> int:
+        """Attention tasks that are multiplied at once."""
+        return CHUNK // self.task_slots
 
     @property
     def per_kv_head(self) -> int:
@@ -172,10 +177,15 @@ def make_shape(
     rows: int,
     columns: int,
     page_size: int,
+    task_slots: int,
     blocks: int = BLOCKS,
     **tuning: Any,
 ) -> Shape:
-    """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits."""
+    """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits.
+
+    Where tasks are whole chunks there are many of them, and what counts is how much KV is on its way.
+    """
+    defaults = {"ring": 0, "kv_ring": 4 if task_slots == CHUNK else 2}
     shape = Shape(
         hidden=hidden,
         ffn=ffn,
@@ -189,7 +199,8 @@ def make_shape(
         rows=rows,
         group_tokens=rows * columns,
         page_size=page_size,
-        **({"ring": 0} | tuning),
+        task_slots=task_slots,
+        **(defaults | tuning),
     )
     if shape.ring:
         return dataclasses.replace(shape, blocks=blocks)

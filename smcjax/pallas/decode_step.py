@@ -124,6 +124,7 @@ def _padded(shape: Shape, x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def decode_step(
     shape: Shape,
     weights: Weights,
@@ -141,6 +142,8 @@ def decode_step(
     `step` from 0 to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new
     tokens', in chunks of 64 or a page, with one part. Weights and KV are bf16, tokens int32, log-probabilities f32.
     `supports(shape, dtype)` must hold: nothing here checks it.
+
+    A jit of its own, so that a cycle's steps trace and lower the kernel once.
     """
     operands = make_operands(shape, weights, tokens, step, tables, sharing, keys, values)
     if interpret is None:

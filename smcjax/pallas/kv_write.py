@@ -5,8 +5,6 @@
     pages[copy_to] = pages[copy_from]           the slots before the row's first new token: copy-on-write
     pages[page, slot] = k, v                    in place
 
-The product may come in parts, its inner dimension split: the kernel adds them up, in order.
-
 One block serves one new token, or one slot of one page to copy. No block waits for another: a copy's slots are not
 those that this forward writes, and nobody writes the slots that a copy reads (`smcjax.kv.pages.make_room`).
 """
@@ -24,7 +22,6 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.numerics import sum_parts
 from smcjax.pallas.norm import rms_norm
 from smcjax.pallas.paged_attention import uses_kernels
 
@@ -50,7 +47,6 @@ class Copies(NamedTuple):
     target: Int[Array, " R"]
 
 
-Product = Float[Array, "R T HHH D"] | Float[Array, "parts R T HHH D"]
 Written = tuple[Float[Array, "R T H D"], Float[Array, "P B Hkv D"], Float[Array, "P B Hkv D"]]
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -87,7 +83,7 @@ def copy_pages(pages: Float[Array, "P B Hkv D"], copies: Copies) -> Float[Array,
 
 
 def rotate_and_write_reference(
-    qkv: Product,
+    qkv: Float[Array, "R T HHH D"],
     cos: Float[Array, "R T half"],
     sin: Float[Array, "R T half"],
     key_pages: Float[Array, "P B Hkv D"],
@@ -101,7 +97,6 @@ def rotate_and_write_reference(
 
     Copies are whole pages, all read before any is written.
     """
-    qkv = sum_parts(qkv, 4, key_pages.dtype)
     q, k, v = split_and_rotate(qkv, cos, sin, num_kv_heads=key_pages.shape[2], norms=norms)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
@@ -143,7 +138,7 @@ def _across(values: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _kernel(
-    qkv_ref: Ref,  # [parts, R, T, H + 2 Hkv, D] GMEM, as all that follow; f32 if more than one
+    qkv_ref: Ref,  # [R, T, H + 2 Hkv, D] GMEM, as all that follow
     cos_ref: Ref,  # [R, T, D/2] f32
     sin_ref: Ref,  # [R, T, D/2] f32
     pages_ref: Ref,  # [R, T] int32
@@ -166,9 +161,7 @@ def _kernel(
 
     def new(start: int, count: int, part: Any, layout: Any) -> jax.Array:
         """Part of `count` heads of the product from `start` on."""
-        refs = [qkv_ref.at[i, row, index, pl.ds(start, count), part] for i in range(qkv_ref.shape[0])]
-        whole = functools.reduce(jnp.add, [_load(ref, layout).astype(jnp.float32) for ref in refs])
-        return whole.astype(q_ref.dtype)
+        return _load(qkv_ref.at[row, index, pl.ds(start, count), part], layout)
 
     def rotated(
         start: int, count: int, cos: jax.Array, sin: jax.Array, norm_ref: Ref | None
@@ -236,7 +229,7 @@ def supports_write(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: A
 
 
 def rotate_and_write(
-    qkv: Product,
+    qkv: Float[Array, "R T HHH D"],
     cos: Float[Array, "R T half"],
     sin: Float[Array, "R T half"],
     key_pages: Float[Array, "P B Hkv D"],
@@ -257,7 +250,7 @@ def rotate_and_write(
     """
     num_kv_heads, head_dim = key_pages.shape[2:]
     num_heads = qkv.shape[-2] - 2 * num_kv_heads
-    applies = (qkv.ndim == 5 or key_pages.dtype == qkv.dtype) and supports_write(
+    applies = key_pages.dtype == qkv.dtype and supports_write(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=key_pages.dtype
     )
     compute = rotate_and_write_reference
@@ -298,7 +291,7 @@ def _rotate_and_write(
 
 
 def rotate_and_write_mosaic(
-    qkv: Product,
+    qkv: Float[Array, "R T HHH D"],
     cos: Float[Array, "R T half"],
     sin: Float[Array, "R T half"],
     key_pages: Float[Array, "P B Hkv D"],
@@ -312,5 +305,5 @@ def rotate_and_write_mosaic(
 ) -> Written:
     """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     weights, eps = ((norms.q, norms.k), norms.eps) if norms is not None else ((), None)
-    inputs = (qkv if qkv.ndim == 5 else qkv[None], cos, sin, pages, slots)
+    inputs = (qkv, cos, sin, pages, slots)
     return _rotate_and_write(inputs, copies, weights, (key_pages, value_pages), eps=eps, interpret=interpret)

@@ -1,7 +1,7 @@
 """What the decode-step kernel needs of single threads and Pallas does not offer.
 
 Strided gathers and scatters of a [16, M] tile (16 features of M tokens), a row statistic, copies whose source is chosen
-at run time, a proxy fence. What computes has a twin in plain Pallas for interpret mode.
+at run time, a proxy fence, a quick exponential. What computes has a twin in plain Pallas for interpret mode.
 
 A tile lives in the registers of one warpgroup in the *tile layout*: element (r, m) is number r·M + m, and thread t has
 the elements t·v … t·v + v − 1 with v = M/8.
@@ -370,3 +370,16 @@ def proxy_fence(*, interpret: bool = False) -> None:
         mu.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
     go()
+
+
+def exp2(x: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """2^x of f32 [m, n] accumulators, to 2 ulp, by one instruction; denormal results are 0."""
+    if interpret:
+        return jnp.exp2(x)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
+    def go(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return x.exp2(approx=True)
+
+    return go(x)

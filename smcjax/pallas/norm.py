@@ -3,7 +3,7 @@
     x ← x + y
     h = x / rms(x) · weight
 
-y may come as the parts of a product whose inner dimension was split: the kernel adds them up, in order.
+What is normed is the sum as it goes on, rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from smcjax.numerics import sum_parts
 from smcjax.pallas.paged_attention import uses_kernels
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
-Addend = Float[Array, "*shape E"] | Float[Array, "parts *shape E"]
 MOST_ROWS = 512  # beyond, plain XLA is at the memory's speed
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -35,10 +33,10 @@ def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"], eps: float
 
 
 def add_rms_norm_reference(
-    x: Float[Array, "*shape E"], y: Addend, weight: Float[Array, " E"], eps: float
+    x: Float[Array, "*shape E"], y: Float[Array, "*shape E"], weight: Float[Array, " E"], eps: float
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
     """x + y, and its norm."""
-    x = x + sum_parts(y, x.ndim, x.dtype)
+    x = x + y
     return x, rms_norm(x, weight, eps)
 
 
@@ -47,7 +45,7 @@ def add_rms_norm_reference(
 
 def _kernel(
     x_ref: Ref,  # [rows, E] GMEM, as all
-    y_ref: Ref,  # [parts, rows, E], f32 if more than one
+    y_ref: Ref,  # [rows, E]
     weight_ref: Ref,  # [E]
     sum_ref: Ref,  # [rows, E]
     normed_ref: Ref,  # [rows, E]
@@ -58,9 +56,7 @@ def _kernel(
     row = lax.axis_index("row")
     width, dtype = x_ref.shape[1], x_ref.dtype
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=8)
-    x, weight = (plgpu.load(ref, layout=layout) for ref in (x_ref.at[row], weight_ref))
-    parts = [plgpu.load(y_ref.at[part, row], layout=layout).astype(jnp.float32) for part in range(y_ref.shape[0])]
-    y = functools.reduce(jnp.add, parts).astype(dtype)
+    x, y, weight = (plgpu.load(ref, layout=layout) for ref in (x_ref.at[row], y_ref.at[row], weight_ref))
     total = (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
     t = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(t * t) / width + eps)
@@ -79,16 +75,13 @@ def supports_norm(*, rows: int, width: int, dtype: Any) -> bool:
 
 def add_rms_norm(
     x: Float[Array, "*shape E"],
-    y: Addend,
+    y: Float[Array, "*shape E"],
     weight: Float[Array, " E"],
     eps: float,
     *,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
-    """x + y in x's dtype, and its RMS norm times `weight`. `implementation` as in `paged_attention`.
-
-    y is rounded to x's dtype before it is added, also where it comes as f32 parts.
-    """
+    """x + y, of one dtype, and its RMS norm times `weight`. `implementation` as in `paged_attention`."""
     applies = supports_norm(rows=x.size // x.shape[-1], width=x.shape[-1], dtype=x.dtype)
     compute = add_rms_norm_mosaic if applies and uses_kernels(implementation) else add_rms_norm_reference
     return compute(x, y, weight, eps)
@@ -97,7 +90,7 @@ def add_rms_norm(
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_rms_norm_mosaic(
     x: Float[Array, "*shape E"],
-    y: Addend,
+    y: Float[Array, "*shape E"],
     weight: Float[Array, " E"],
     eps: float,
     *,
@@ -114,5 +107,5 @@ def add_rms_norm_mosaic(
         grid_names=("row",),
         interpret=interpret,
         kernel_name="add_rms_norm",
-    )(x.reshape(rows, width), y.reshape(-1, rows, width), weight)
+    )(x.reshape(rows, width), y.reshape(rows, width), weight)
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -12,7 +12,6 @@ frozen: its rows go through the forwards like all others, write to the trash pag
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ from smcjax.smc.weights import (
     must_resample,
 )
 
-DraftCarry = tuple[KVCache, jax.Array, jax.Array, jax.Array]  # cache, newest draft; drafts and their log q so far
+DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # and the newest draft, and how many of the steps were taken
 
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
@@ -122,7 +121,7 @@ def propose(
     Writes the draft KV of all but the last, and of that too where the bonus token is not deferred.
     """
     smc, sequences = program.smc, state.sequences
-    rows, frontier_at = sequences.length.shape[0], sequences.length - 1
+    frontier_at = sequences.length - 1
     keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.DRAFT)
     temperature = state.per_row(state.requests.temperature)
     if smc.draft_temperature is not None:
@@ -188,9 +187,7 @@ def propose(
         pages = jnp.concatenate([previous, pages], axis=1)
     head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
     token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)  # `.at` checks bounds, a launch each
-    drafts = put(jnp.zeros((rows, smc.gamma), jnp.int32), token, 0)
-    logprobs = put(jnp.zeros((rows, smc.gamma), jnp.float32), logprob, 0)
+    drafts, logprobs = token[:, None], logprob[:, None]
 
     # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
     after = smc.bonus and not smc.defer_bonus
@@ -200,13 +197,18 @@ def propose(
     ahead = frontier_at[:, None] + columns  # [R, K]
     rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
 
-    def draft_one(column: jax.Array, carry: DraftCarry) -> DraftCarry:
-        cache, token, drafts, logprobs = carry
-        token, logprob, cache = forward(cache, token[:, None], rest, column - 1)
-        return cache, token, put(drafts, token, column), put(logprobs, logprob, column)
+    def draft_one(carry: DraftCarry, _: None) -> tuple[DraftCarry, tuple[jax.Array, jax.Array]]:
+        cache, token, step = carry
+        token, logprob, cache = forward(cache, token[:, None], rest, step)
+        return (cache, token, step + 1), (token, logprob)
 
-    carry = (cache, token, drafts, logprobs)
-    cache, token, drafts, logprobs = jax.lax.fori_loop(1, smc.gamma, draft_one, carry)
+    # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
+    unroll = rest.one_kernel is not None
+    carry = (cache, token, jnp.int32(0))
+    (cache, token, _), others = jax.lax.scan(draft_one, carry, length=smc.gamma - 1, unroll=unroll)
+    drafts, logprobs = (
+        jnp.concatenate([first, then.T], axis=1) for first, then in zip((drafts, logprobs), others, strict=True)
+    )
     if after:
         _, _, cache = forward(cache, token[:, None], rest, smc.gamma - 1)
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs

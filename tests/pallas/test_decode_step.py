@@ -16,7 +16,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.next_token import norms_of, shape_of, tasks_of, weights_of
+from smcjax.decoding import next_token
+from smcjax.decoding.next_token import norms_of, shape_of, task_slots_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
@@ -118,7 +119,15 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
 def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
     """The kernel's static shape."""
     groups = problem.table.shape[0] // problem.rows
-    return shape_of(problem.config, groups=groups, rows=problem.rows, columns=problem.columns, page_size=PAGE, **tuning)
+    return shape_of(
+        problem.config,
+        groups=groups,
+        rows=problem.rows,
+        columns=problem.columns,
+        page_size=PAGE,
+        task_slots=task_slots_of(problem.table, PAGE),
+        **tuning,
+    )
 
 
 def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, live_groups: int | None = None) -> Any:
@@ -204,7 +213,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
     "one row, wide heads, two layers": (
         dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2),
         {"groups": 1, "rows": 1, "columns": 1, "context": 130},
-        3,
+        4,
     ),
     "activations that do not fit": (
         dataclasses.replace(TINY, hidden_size=512, intermediate_size=1024, num_heads=8),
@@ -215,11 +224,14 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "unmasked"), [*((case, False) for case in CASES), (next(iter(CASES)), True)])
-def test_equals_the_layer_by_layer_forward(case: str, unmasked: bool) -> None:
+@pytest.mark.parametrize(("case", "by_chunks"), [*((case, False) for case in CASES), (next(iter(CASES)), True)])
+def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_chunks:
+        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config, where, blocks = CASES[case]
     problem, params = make_problem(config, **where), random_params(config)
-    shape = kernel_shape(problem, ring=3, blocks=blocks, unmasked=unmasked)
+    shape = kernel_shape(problem, ring=3, blocks=blocks)
+    assert shape.tasks_per_chunk == (1 if by_chunks else 4)
     assert ds.supports(dataclasses.replace(shape, ring=4), jnp.bfloat16)
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
 
