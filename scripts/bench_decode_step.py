@@ -10,7 +10,6 @@ profiler, beside the bytes of its weights.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import sys
 import tempfile
@@ -132,7 +131,6 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     shape, sharing = problem.shape, jax.device_get(problem.sharing)
     parts = ds.CHUNK // sharing.chunk
     count = int(sharing.count[0, 0])
-    share = math.ceil(math.ceil(count / parts) / shape.splits) * parts  # tasks of a split
     out = np.zeros((shape.kv_heads * shape.splits, shape.queries, shape.dim))
     lse = np.full(out.shape[:2], -np.inf)
     sees = np.asarray(problem.positions).reshape(-1).repeat(shape.per_kv_head) + 1
@@ -141,7 +139,7 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     for head in range(shape.kv_heads):
         for split in range(shape.splits):
             scores, seen = [], []
-            for i in range(split * share, min(split * share + share, count)):
+            for i in (i for i in range(count) if i // parts % shape.splits == split):
                 *pages, number, members = (int(x) for x in sharing.tasks[0, 0, i])
                 k, v = (pool[pages, :, head].reshape(sharing.chunk, -1) for pool in (keys, values))
                 visible = np.where((members >> row) & 1, sees - number * sharing.chunk, 0)

@@ -296,31 +296,33 @@ class _Body:
                 plgpu.barrier_arrive(self.s["scale_ready"])
 
     def _attention_unit(self) -> tuple[jax.Array, ...]:
-        """(takes part, group, KV head, first chunk, end)."""
+        """(takes part, group, KV head, which of its splits, chunks of that).
+
+        A split has every S-th chunk, because the last ones are masked and take longer.
+        """
         shape = self.shape
         active = self.block < shape.groups * shape.kv_heads * shape.splits
         pair = lax.div(self.block, shape.splits)
         group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
         group = lax.min(group, shape.groups - 1)
         count = lax.div(self.g.count[group, 0] + (self.shape.tasks_per_chunk - 1), self.shape.tasks_per_chunk)
-        share = lax.div(count + (shape.splits - 1), shape.splits)
-        first = lax.rem(self.block, shape.splits) * share
-        return active, group, head, first, lax.min(first + share, count)
+        split = lax.rem(self.block, shape.splits)
+        return active, group, head, split, lax.div(count - split + (shape.splits - 1), shape.splits)
 
     def _attention_start(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
         """`_attention_unit`, and the pages of its first chunk."""
         unit = self._attention_unit()
-        _, group, _, first, _ = unit
-        return unit, self._pages_of(group, first)
+        _, group, _, split, _ = unit
+        return unit, self._pages_of(group, split)
 
     def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
         return [page for part in range(self.shape.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
 
     def _load_attention(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
         shape = self.shape
-        active, group, head, first, last = unit
+        active, group, head, split, chunks = unit
 
-        @pl.when(active & (first < last))
+        @pl.when(active & (chunks > 0))
         def _load() -> None:
             rows = shape.group_tokens * shape.q_step
             start = pl.multiple_of((head * shape.tokens + group * shape.group_tokens) * shape.q_step, 8)
@@ -329,8 +331,8 @@ class _Body:
             )
 
             def chunk(i: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-                slot, again = lax.rem(i - first, shape.kv_ring), i - first >= shape.kv_ring
-                upcoming = self._pages_of(group, lax.min(i + 1, last - 1))
+                slot, again = lax.rem(i, shape.kv_ring), i >= shape.kv_ring
+                upcoming = self._pages_of(group, split + lax.min(i + 1, chunks - 1) * shape.splits)
                 for refs, kind in ((self.g.keys, "k"), (self.g.values, "v")):
                     free = self.s[kind + "_empty"].at[slot]
                     pl.when(again)(functools.partial(plgpu.barrier_wait, free))
@@ -340,7 +342,7 @@ class _Body:
                             plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[kind + "_full"].at[slot])
                 return upcoming
 
-            lax.fori_loop(first, last, chunk, pages)
+            lax.fori_loop(0, chunks, chunk, pages)
 
     def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
@@ -555,11 +557,11 @@ class _Body:
     def _attend(self, layer: jax.Array) -> None:
         """Softmax over this block's share of the tasks of its (group, KV head)."""
         shape, s = self.shape, self.s
-        active, group, _, first, last = self._attention_unit()
+        active, group, _, split, chunks = self._attention_unit()
         scale = math.log2(math.e) / math.sqrt(shape.dim)
         rows = plgpu.Layout.WGMMA.reduce(1)
 
-        @pl.when(active & (first >= last))
+        @pl.when(active & (chunks <= 0))
         def _nothing() -> None:
             # Others wait for what their loader fetches after its own wait. Without one this block would run ahead: its
             # signal would open a barrier, or its share be cleared, before blocks that are still at work.
@@ -567,7 +569,7 @@ class _Body:
             nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
             self.g.partial_lse[self.block] = plgpu.layout_cast(nothing, rows)
 
-        @pl.when(active & (first < last))
+        @pl.when(active & (chunks > 0))
         def _some() -> None:
             now = self.step * shape.groups + group
             limits = plgpu.load(self.g.limits.at[now], layout=rows, optimized=False)
@@ -576,26 +578,31 @@ class _Body:
             width = shape.task_slots
 
             def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-                return [self._task(group, i, part)[1:] for part in range(self.shape.tasks_per_chunk)]
+                number = split + lax.min(i, chunks - 1) * shape.splits
+                return [self._task(group, number, part)[1:] for part in range(shape.tasks_per_chunk)]
 
             def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
                 """The end of the part that each of a chunk's slots lies in."""
                 out = ends[-1]
-                for part in reversed(range(self.shape.tasks_per_chunk - 1)):
+                for part in reversed(range(shape.tasks_per_chunk - 1)):
                     out = jnp.where(key < (part + 1) * width, ends[part], out)
                 return out
 
             # What pays with many chunks costs with few: a loop of its own for those that all queries see whole, and
             # scores computed a chunk ahead.
             many = shape.task_slots == CHUNK
-            masked_from = lax.clamp(first, self.g.clear[group, 0], last) if many else first
-            first_tasks = read(lax.min(masked_from, last - 1))
+            masked_from = jnp.int32(0)
+            if many:
+                masked_from = lax.min(
+                    lax.div(self.g.clear[group, 0] - split + (shape.splits - 1), shape.splits), chunks
+                )
+            first_tasks = read(masked_from)
             with jax.named_scope("wait q"):
                 plgpu.barrier_wait(s["q_full"])
             q = s["q_smem"]
 
             def slot_of(i: jax.Array) -> jax.Array:
-                return lax.rem(i - first, shape.kv_ring)
+                return lax.rem(i, shape.kv_ring)
 
             def keys(i: jax.Array) -> Ref:
                 return s["k_smem"].at[slot_of(i)].transpose((1, 0))
@@ -609,7 +616,7 @@ class _Body:
                 return self.product(None, q, keys(i))
 
             def used(i: jax.Array, kind: str) -> None:
-                pl.when(i + shape.kv_ring < last)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot_of(i)]))
+                pl.when(i + shape.kv_ring < chunks)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot_of(i)]))
 
             def limits_of(tasks: list[tuple[jax.Array, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
                 """Where, in each part of the chunk, what each query sees ends, and where what anyone sees does."""
@@ -655,16 +662,16 @@ class _Body:
                 visible: list[jax.Array] = []
                 if masked:
                     visible, end = limits_of(tasks)
-                    tasks = read(lax.min(i + 1, last - 1))  # a load from memory takes as long as a chunk
+                    tasks = read(i + 1)  # a load from memory takes as long as a chunk
                 if not many:
                     scores = scores_of(i)
                     acc, m, mass, p = softmax(scores, acc, m, mass, visible)
                 elif self.interpret:
-                    pl.when(i + 1 < last)(lambda: arrived(i + 1))
+                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
                     acc, m, mass, p = softmax(scores, acc, m, mass, visible)
                     scores = self.product(None, q, keys(i + 1))
                 else:
-                    pl.when(i + 1 < last)(lambda: arrived(i + 1))
+                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
 
                     def overlapped(upcoming: Ref) -> tuple[jax.Array, ...]:
                         plgpu.wgmma(upcoming, q, keys(i + 1))
@@ -685,13 +692,13 @@ class _Body:
                 plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
                 plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
                 plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-                scores_of(first) if many else None,
+                scores_of(jnp.int32(0)) if many else None,
                 first_tasks,
             )
             if many:
-                used(first, "k")
-                carry = lax.fori_loop(first, masked_from, functools.partial(chunk, masked=False), carry)
-            carry = lax.fori_loop(masked_from, last, functools.partial(chunk, masked=True), carry)
+                used(jnp.int32(0), "k")
+                carry = lax.fori_loop(0, masked_from, functools.partial(chunk, masked=False), carry)
+            carry = lax.fori_loop(masked_from, chunks, functools.partial(chunk, masked=True), carry)
             acc, m, mass, *_ = carry
             seen = mass > 0
             mass = jnp.where(seen, mass, 1.0)

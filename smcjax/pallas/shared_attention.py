@@ -2,7 +2,7 @@
 
 The reference is `attention.py`, the plan `sharing.py`. One block serves a group, one key-value head, one part
 of the group's queries (all rows' T·G queries of a head, packed 64 to a warpgroup's product) and one share of the part's
-tasks, a contiguous range of them:
+tasks, every S-th of them, because the last ones are masked and take longer:
 
     S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every task of the share
 
@@ -115,13 +115,17 @@ def _kernel(
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
     count = count_ref[group, part]
-    start = lax.div(index * count, splits)
-    stop = lax.div((index + 1) * count, splits)
+    stop = lax.div(count - index + (splits - 1), splits)  # tasks of this share
+
+    def task_of(number: jax.Array) -> jax.Array:
+        """The share's tasks, in order."""
+        return index + number * splits
 
     def load() -> None:
         """Fills the ring; the next task's pages are looked up while this one's slot becomes free."""
 
-        def look_up(task: jax.Array) -> tuple[jax.Array, ...]:
+        def look_up(number: jax.Array) -> tuple[jax.Array, ...]:
+            task = task_of(number)
             names = [tasks_ref[group, part, task, j] for j in range(per_chunk)]
             if page_size > chunk:
                 names.append(tasks_ref[group, part, task, fields - 2])
@@ -137,25 +141,25 @@ def _kernel(
                 target = buffer.at[slot, pl.ds(j * page_size, page_size)]
                 plgpu.copy_gmem_to_smem(source.at[name, :, head], target, ready.at[slot])
 
-        def fill(task: jax.Array, names: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            following = look_up(lax.min(task + 1, stop - 1))
-            slot = lax.rem(task - start, stages)
-            again = task - start >= stages
+        def fill(number: jax.Array, names: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            following = look_up(lax.min(number + 1, stop - 1))
+            slot = lax.rem(number, stages)
+            again = number >= stages
             pl.when(again)(lambda: plgpu.barrier_wait(k_used.at[slot]))
             fetch(keys_ref, k_smem, k_ready, slot, names)
             pl.when(again)(lambda: plgpu.barrier_wait(v_used.at[slot]))
             fetch(values_ref, v_smem, v_ready, slot, names)
             return following
 
-        def drain(task: jax.Array, _: None) -> None:
-            slot = lax.rem(task - start, stages)
+        def drain(number: jax.Array, _: None) -> None:
+            slot = lax.rem(number, stages)
             plgpu.barrier_wait(k_used.at[slot])
             plgpu.barrier_wait(v_used.at[slot])
 
-        @pl.when(start < stop)
+        @pl.when(stop > 0)
         def _() -> None:
-            lax.fori_loop(start, stop, fill, look_up(start))
-            lax.fori_loop(lax.max(start, stop - stages), stop, drain, None)
+            lax.fori_loop(0, stop, fill, look_up(jnp.int32(0)))
+            lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
 
     def compute() -> None:
         lane, sub, in_turn = lax.rem(warpgroup, tiles), lax.div(warpgroup, tiles), jnp.int32(subs)
@@ -198,8 +202,8 @@ def _kernel(
         scale = math.log2(math.e) / math.sqrt(dim)
 
         def turns(end: jax.Array) -> jax.Array:
-            """How many of the tasks from `start` to `end` are this warpgroup's."""
-            return lax.max(lax.div(end - start - sub + (in_turn - 1), in_turn), 0)
+            """How many of the share's tasks before `end` are this warpgroup's."""
+            return lax.max(lax.div(end - sub + (in_turn - 1), in_turn), 0)
 
         total = jnp.where(idle, 0, turns(stop))
 
@@ -214,7 +218,7 @@ def _kernel(
         ) -> tuple[jax.Array, ...]:
             """Rescaled acc, new m and mass, weights; where masked also the first key and the end of what is used."""
             if masked:
-                task = start + turn * in_turn + sub
+                task = task_of(turn * in_turn + sub)
                 base = tasks_ref[group, part, task, fields - 2] * chunk
                 members = tasks_ref[group, part, task, fields - 1]
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -292,7 +296,7 @@ def _kernel(
             carry = (*carry, product(None, q, keys(zero)))
             pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
             step = pipelined_step
-        clear = lax.min(turns(lax.clamp(start, clear_ref[group, part], stop)), total)
+        clear = lax.min(turns(lax.div(clear_ref[group, part] - index + (splits - 1), splits)), total)
         carry = lax.fori_loop(0, clear, functools.partial(step, masked=False), carry)
         acc, m, mass = lax.fori_loop(clear, total, functools.partial(step, masked=True), carry)[:3]
 

@@ -212,7 +212,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
     "two groups of four, two tokens a row": (TINY, {"groups": 2, "rows": 4, "columns": 2, "context": 150}, 4),
     "one row, wide heads, two layers": (
         dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2),
-        {"groups": 1, "rows": 1, "columns": 1, "context": 130},
+        {"groups": 1, "rows": 1, "columns": 1, "context": 330},
         4,
     ),
     "activations that do not fit": (
@@ -224,7 +224,9 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "by_chunks"), [*((case, False) for case in CASES), (next(iter(CASES)), True)])
+@pytest.mark.parametrize(
+    ("case", "by_chunks"), [*((case, False) for case in CASES), *((case, True) for case in list(CASES)[:2])]
+)
 def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
