@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smcjax.autoregressive import Autoregressive
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, Trace
+    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
     from smcjax.smc import SMC
@@ -25,6 +25,7 @@ __all__ = [
     "RequestOutput",
     "SMCOutput",
     "SamplingParams",
+    "StreamChunk",
     "Trace",
 ]
 

@@ -90,6 +90,8 @@ class Info:
 
     ran: Bool[Array, " G"]
     done: Bool[Array, " G"]
+    tokens: Int[Array, "G 1 1"]  # the one drawn
+    length: Int[Array, "G 1"]
 
 
 def begin(
@@ -114,7 +116,7 @@ def prefill(
     program: Program,
     params: Params,
     state: State,
-    start_at: Int[Array, ""],
+    start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
 ) -> tuple[State, Float[Array, "G E"]]:
@@ -192,7 +194,8 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
     state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))
     state = _append(state, token, logprob)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
-    return state, Info(ran=ran, done=~state.running)
+    length = state.sequences.length[:, None]
+    return state, Info(ran=ran, done=~state.running, tokens=token[:, None, None], length=length)
 
 
 def run(program: Program, params: Params, state: State, num_steps: int) -> tuple[State, Info]:

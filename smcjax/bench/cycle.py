@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax import autoregressive, smc
+from smcjax.bench.batch import BatchRunner
 from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
-from smcjax.engine.batch import Batch, BatchRunner
+from smcjax.engine.batch import Batch
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.model.config import ModelConfig

@@ -49,16 +49,18 @@ def prefill_chunk(
     params: Params,
     cache: KVCache,
     leaders: Sequences,
-    start: Int[Array, ""],
+    start: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
     implementation: str = "auto",
 ) -> tuple[KVCache, Float[Array, "G E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
 
+    `start` is one for all groups or one each; a group whose prompt ends before it writes nothing.
+
     Returns the cache and `last_hidden` with the rows whose last prompt token lies in this chunk filled in.
     """
-    positions = jnp.broadcast_to(start + jnp.arange(chunk), (leaders.length.shape[0], chunk))
+    positions = jnp.broadcast_to(start[..., None] + jnp.arange(chunk), (leaders.length.shape[0], chunk))
     in_prompt = positions < leaders.length[:, None]
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     pages = leaders.write_pages(positions, in_prompt, cache.page_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,13 +15,13 @@ from tqdm import tqdm
 
 from smcjax import autoregressive, smc
 from smcjax.autoregressive import Autoregressive
-from smcjax.engine.batch import BatchRunner
+from smcjax.engine.engine import Engine
 from smcjax.engine.loading import load_models
-from smcjax.engine.memory import Budget, buckets, choose_num_pages, device_memory, worst_case_pages
-from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.memory import Budget, choose_num_pages, device_memory, worst_case_pages
+from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.requests import Prompt, Request, limit_of, listed, make_batch, params_for_each, short, tokenize
-from smcjax.engine.results import assemble
+from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize
+from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.smc import SMC
@@ -113,13 +114,15 @@ class LLM:
         self._implementation = implementation
         self._seed = seed
         self._counter = 0
-        self._totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
 
         decoder, program, params = self._decoder()
         self._rows = self._smc.n_particles if self._smc else 1
         self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
-        self._programs = Programs()
-        self._runner: BatchRunner | None = BatchRunner(decoder, program, params, self.num_pages, self._programs)
+        runner = Runner(decoder, program, params, self.num_pages, Programs())
+        self._engine: Engine | None = Engine(
+            runner, max_num_seqs=max_num_seqs, smc=self._smc, tokenizer=self.tokenizer, overlap=None
+        )
+        self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
 
     def _decoder(self) -> tuple[ModuleType, Any, Any]:
         """The module that decodes, its static program, its parameters."""
@@ -173,11 +176,24 @@ class LLM:
         requests = []
         for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
             try:
-                text, token_ids = tokenize(prompt, self.tokenizer, self.models.target.vocab_size)
-                requests.append(self._request(index, text, token_ids, one))
+                requests.append(self._request(index, prompt, one))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return self._run(requests, use_tqdm)
+
+    def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
+
+        Certain is what all particles that may still be selected agree on: after a resampling that is much, without
+        one nothing before the end. A reader who stops iterating aborts the request. Raises ValueError at once for a
+        request that cannot run.
+        """
+        if not isinstance(prompt, str | Mapping):
+            raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
+        request = self._request(0, prompt, params_for_each(sampling_params, 1)[0])
+        self._counter += 1
+        self.engine.add_request(request, stream=True)
+        return _Chunks(self, request.request_id)
 
     def chat(
         self,
@@ -202,22 +218,14 @@ class LLM:
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
-        runner = self._open()
-        return {
-            "kv_pages_total": self.num_pages - 1,
-            "kv_pages_free": runner.free_pages(),
-            "num_running": 0,  # a batch runs to its end inside generate
-            "num_waiting": 0,
-            "compilations": len(self._programs),
-            "compile_seconds": self._programs.seconds,
-            **self._totals,
-        }
+        return self.engine.metrics()
 
     def close(self) -> None:
         """Frees the device memory. The object cannot be used afterwards; closing again does nothing."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        if self._engine is not None:
+            self._engine.reset()
+            self._engine.runner.close()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -225,12 +233,16 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> BatchRunner:
-        if self._runner is None:
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Raises ValueError once closed."""
+        if self._engine is None:
             raise ValueError("this LLM is closed; make a new one.")
-        return self._runner
+        return self._engine
 
-    def _request(self, index: int, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        """The `index`-th of the next requests, checked."""
+        text, token_ids = tokenize(prompt, self.tokenizer, self.models.target.vocab_size)
         if self._smc is not None:
             _refuse_for_smc(params, self._smc)
         if params.stop_strings and self.tokenizer is None:
@@ -262,41 +274,68 @@ class LLM:
         )
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """Batches in order: as many of the next requests as slots and worst-case pages allow, each to its end."""
-        runner = self._open()
+        """All of them at once, as lanes and memory allow."""
+        engine = self.engine
         self._counter += len(requests)
-        outputs: list[RequestOutput] = []
-        with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while len(outputs) < len(requests):
-                chosen = self._next_batch(requests[len(outputs) :])
-                size = min(size for size in buckets(self.max_num_seqs) if size >= len(chosen))
-                batch = make_batch(
-                    chosen, size, max_model_len=self.max_model_len, vocab_size=self.models.target.vocab_size
-                )
-                program = runner.program
-                if any(request.params.truncates for request in chosen):
-                    program = dataclasses.replace(program, truncates=True)
-                result = runner.run(batch, program, bar.update)
-                for group, request in enumerate(chosen):
-                    outputs.append(assemble(request, group, result, self._smc, self.tokenizer))
-                    self._count(outputs[-1])
-        return outputs
+        for request in requests:
+            engine.add_request(request)
+        ids = [request.request_id for request in requests]
+        self._awaited |= dict.fromkeys(ids)
+        try:
+            with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
+                    self._advance(engine, missing)
+                    bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
+            return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
+        finally:  # also of an interruption, after which nobody waits for them
+            for request_id in ids:
+                if self._awaited.pop(request_id) is None:
+                    engine.abort(request_id)
 
-    def _next_batch(self, waiting: Sequence[Request]) -> list[Request]:
-        chosen: list[Request] = []
-        pages = 0
-        for request in waiting[: self.max_num_seqs]:
-            pages += request.worst_case_pages
-            if pages > self.num_pages - 1:
-                break
-            chosen.append(request)
-        return chosen
+    def _advance(self, engine: Engine, awaited: set[str]) -> None:
+        """A step of everything in flight, on behalf of those that wait for some of it."""
+        if not engine.busy:
+            raise RuntimeError(f"requests {sorted(awaited)} are gone: an error elsewhere ended everything in flight.")
+        for output in engine.step():
+            if output.request_id in self._awaited:
+                self._awaited[output.request_id] = output
 
-    def _count(self, output: RequestOutput) -> None:
-        self._totals["requests"] += 1
-        self._totals["cycles"] += output.metrics.cycles
-        self._totals["resamples"] += output.metrics.resamples
-        self._totals["generated_tokens"] += output.metrics.generated_tokens
+
+class _Chunks(Iterator[StreamChunk]):
+    """The stream of one request. Closed, or given up by its reader, it aborts what has not ended."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm, self._request_id = llm, request_id
+        self._ready: deque[StreamChunk] = deque()
+        self._finished = False
+
+    def __next__(self) -> StreamChunk:
+        if self._finished:
+            raise StopIteration
+        engine = self._llm.engine
+        try:
+            while not self._ready:
+                self._ready += engine.chunks(self._request_id)
+                if not self._ready:
+                    self._llm._advance(engine, {self._request_id})
+        except BaseException:
+            self.close()
+            raise
+        chunk = self._ready.popleft()
+        if chunk.finished:
+            self.close()
+        return chunk
+
+    def close(self) -> None:
+        """No more chunks."""
+        if not self._finished:
+            self._finished = True
+            if self._llm._engine is not None:
+                self._llm._engine.abort(self._request_id)
+                self._llm._engine.forget(self._request_id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _bytes_of(params: Any) -> int:

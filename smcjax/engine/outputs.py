@@ -14,7 +14,7 @@ class CompletionOutput:
     index: int
     text: str  # without EOS or stop token, cut at the first stop string
     token_ids: list[int]  # with the EOS or stop token that ended them
-    finish_reason: str  # "stop" | "length" | "error"
+    finish_reason: str  # "stop" | "length" | "error" | "abort"
     logprobs: list[float] | None = None  # log p_T of each token, when asked for
 
 
@@ -59,7 +59,7 @@ class RequestMetrics:
     resamples: int
     generated_tokens: int  # of the answer
     drafted: int  # tokens proposed by the draft, all particles
-    seconds: float  # from the start of the request's batch to its own end, compilation excluded
+    seconds: float  # from its admission to its end, compilation excluded
     mean_ess: float | None = None  # over cycles; None without a population
 
     @property
@@ -80,3 +80,12 @@ class RequestOutput:
     metrics: RequestMetrics
     smc: SMCOutput | None = None
     error: str | None = None  # why, where finish_reason is "error"
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """A piece of an answer, final: the chunks of a request make up its text and its token ids."""
+
+    text: str
+    token_ids: list[int]
+    finished: bool  # the last one

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from smcjax.engine.memory import device_memory
+from smcjax.model.quantize import QuantizedMatrix
+from smcjax.pallas import uses_kernels
 
 logger = logging.getLogger("smcjax")
 
@@ -110,3 +113,25 @@ def _require_memory(what: str, executables: Iterable[Any]) -> int:
 def abstract(tree: Any) -> Any:
     """Shapes and dtypes of a pytree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def step_options(program: Any, params: Any, state: Any) -> dict[str, Any] | None:
+    """XLA's options for a decoding step.
+
+    On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
+    timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way,
+    products of a few rows are not faster without, and "xla" is XLA as it is by itself.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+    plain = all(not isinstance(leaf, QuantizedMatrix) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    few = state.sequences.length.shape[0] < 8  # sequences
+    if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+        return None
+    return CUBLAS_PRODUCTS
+
+
+def delete(arrays: Any) -> None:
+    """Frees the arrays' memory, whoever else still refers to them."""
+    for leaf in jax.tree.leaves(arrays):
+        if not leaf.is_deleted():
+            leaf.delete()

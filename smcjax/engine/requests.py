@@ -109,10 +109,10 @@ def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -
     return limit
 
 
-def make_batch(requests: Sequence[Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:
-    """The requests as arrays for a batch of `size` groups; the groups beyond them are absent."""
+def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:
+    """The requests, by their lanes, as arrays for a batch of `size` groups; the others are absent."""
     batch = Batch.empty(size, max_model_len=max_model_len, vocab_size=vocab_size)
-    for group, request in enumerate(requests):
+    for group, request in requests.items():
         params = request.params
         batch.prompts[group, : len(request.token_ids)] = request.token_ids
         batch.prompt_length[group] = len(request.token_ids)

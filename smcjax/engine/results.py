@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from smcjax.engine.batch import BatchResult
+from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
 from smcjax.smc import SMC
@@ -16,37 +17,48 @@ from smcjax.tokenizer import Tokenizer
 
 
 def assemble(
-    request: Request, group: int, result: BatchResult, smc: SMC | None, tokenizer: Tokenizer | None
+    request: Request,
+    population: Population,
+    infos: Sequence[Any],
+    seconds: float,
+    smc: SMC | None,
+    tokenizer: Tokenizer | None,
+    *,
+    aborted: bool = False,
 ) -> RequestOutput:
-    """The output of the request that ran as group `group` of the batch. `smc` is None for decoders without weights."""
-    population = result.population
+    """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
+
+    `seconds` is how long it ran. `smc` is None for decoders without weights.
+    """
+    population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
-    selected = int(population.selected[group])
-    failed = bool(population.failed[group])
+    selected = int(population.selected)
+    failed = bool(population.failed)
     sequences = [
-        [int(token) for token in population.tokens[group, row, start : population.length[group, row]]]
-        for row in range(population.tokens.shape[1])
+        [int(token) for token in population.tokens[row, start : population.length[row]]]
+        for row in range(len(population.tokens))
     ]
-    ran = [info for info in result.infos if info.ran[group]]
     completion, error = _completion(request, sequences[selected], failed, tokenizer)
+    if aborted and error is None:
+        completion = dataclasses.replace(completion, finish_reason="abort")
     if request.params.logprobs and completion.finish_reason != "error":
-        logprobs = population.logprobs[group, selected, start : start + len(completion.token_ids)]
+        logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     weighted = None
     if smc is not None:
         weighted = SMCOutput(
-            log_evidence=float(population.log_evidence[group]),
+            log_evidence=float(population.log_evidence),
             particles=[
                 Particle(
                     token_ids=sequences[row],
-                    log_weight=float(population.log_weight[group, row]),
-                    finish_reason=_reason(request, sequences[row]) if population.finished[group, row] else None,
+                    log_weight=float(population.log_weight[row]),
+                    finish_reason=_reason(request, sequences[row]) if population.finished[row] else None,
                 )
                 for row in range(smc.n_particles)
             ],
-            log_weights=np.array(population.log_weight[group]),
+            log_weights=np.array(population.log_weight),
             selected=selected,
-            trace=_trace(request, ran, group, sequences, selected, tokenizer) if smc.trace else None,
+            trace=_trace(request, infos, sequences, selected, tokenizer) if smc.trace else None,
         )
     return RequestOutput(
         request_id=request.request_id,
@@ -55,15 +67,27 @@ def assemble(
         outputs=[completion],
         finished=True,
         metrics=RequestMetrics(
-            cycles=len(ran),
-            resamples=0 if smc is None else sum(bool(info.resampled[group]) for info in ran),
+            cycles=len(infos),
+            resamples=0 if smc is None else sum(bool(info.resampled) for info in infos),
             generated_tokens=len(completion.token_ids),
-            drafted=0 if smc is None else len(ran) * smc.n_particles * smc.gamma,
-            seconds=float(result.seconds[group]),
-            mean_ess=None if smc is None or not ran else float(np.mean([info.ess[group] for info in ran])),
+            drafted=0 if smc is None else len(infos) * smc.n_particles * smc.gamma,
+            seconds=seconds,
+            mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
         ),
         smc=weighted,
         error=error,
+    )
+
+
+def never_ran(request: Request) -> RequestOutput:
+    """The output of a request that was aborted while it waited."""
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.token_ids,
+        outputs=[CompletionOutput(0, "", [], "abort")],
+        finished=True,
+        metrics=RequestMetrics(cycles=0, resamples=0, generated_tokens=0, drafted=0, seconds=0.0),
     )
 
 
@@ -109,8 +133,7 @@ def _tokens_up_to(token_ids: list[int], text: str, cut: int, request: Request, t
 
 def _trace(
     request: Request,
-    infos: list[Any],
-    group: int,
+    infos: Sequence[Any],
     sequences: list[list[int]],
     selected: int,
     tokenizer: Tokenizer | None,
@@ -118,7 +141,7 @@ def _trace(
     n = len(sequences)
 
     def stacked(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        rows = [getattr(info, name)[group] for info in infos]
+        rows = [getattr(info, name) for info in infos]
         return np.stack(rows).astype(dtype) if rows else np.zeros((0, *shape), dtype)
 
     return Trace(

@@ -44,7 +44,7 @@ def step(program: Program, params: PairParams, state: State) -> tuple[State, Inf
     state, drafts, draft_logprobs = propose(program, params, state, copies)
     state, proposal = verify(program, params, state, copies, drafts, draft_logprobs)
     state = weigh(state, proposal)
-    state, info = resample(program, state)
+    state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     return state, dataclasses.replace(info, ran=ran, done=~state.running)
 
@@ -307,8 +307,8 @@ def settle(state: State) -> State:
     )
 
 
-def resample(program: Program, state: State) -> tuple[State, Info]:
-    """Resamples the running groups whose ESS is low."""
+def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple[State, Info]:
+    """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report."""
     smc, log_weight = program.smc, state.log_weight
     groups, n = log_weight.shape
     ess = effective_sample_size(log_weight)
@@ -328,6 +328,7 @@ def resample(program: Program, state: State) -> tuple[State, Info]:
         length=resampled.sequences.length.reshape(groups, n),
         finished=resampled.sequences.finished.reshape(groups, n),
         done=~resampled.running,
+        tokens=tokens.reshape(groups, n, -1),
     )
     return resampled, info
 

@@ -47,7 +47,7 @@ def prefill(
     program: Program,
     params: PairParams,
     state: State,
-    start_at: Int[Array, ""],
+    start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
 ) -> tuple[State, Float[Array, "G E"]]:

@@ -110,3 +110,4 @@ class Info:
     length: Int[Array, "G N"]  # after resampling, as `finished`
     finished: Bool[Array, "G N"]
     done: Bool[Array, " G"]  # no longer running
+    tokens: Int[Array, "G N C"]  # each row's block before resampling; what lies behind the row's end is not part of it

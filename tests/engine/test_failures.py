@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax.engine.programs import Programs
 from smcjax.model import load_checkpoint, save_checkpoint
 from tests.checkpoints import Pair, write_tokenizer
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
@@ -55,21 +56,18 @@ def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str,
         assert with_logprobs.outputs[0].finish_reason == "error"
 
 
-@pytest.mark.parametrize("where", ["step", "prefill", "conclude", "observe"])
+@pytest.mark.parametrize("where", ["join", "prefill", "step", "leave", "observe"])
 def test_an_interruption_leaves_the_llm_usable(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate(["ab", "c", "d"], PARAMS, use_tqdm=False)
-    runner = llm._runner
-    assert runner is not None
-    before, memory = llm.metrics(), runner.memory
-    original = type(runner)._call
+    before, memory = llm.metrics(), llm.engine.runner.memory
+    original = Programs.__getitem__
 
-    def call(self: object, program: object, batch: object, name: str) -> object:
-        if name != where:
-            return original(self, program, batch, name)  # type: ignore[arg-type]
+    def get(self: Programs, key: tuple[object, ...]) -> object:
+        if key[-1] != where:
+            return original(self, key)
 
         def interrupted(*arguments: object) -> None:
-            if name == "step":  # half-way: the arguments are donated already when it strikes
-                original(self, program, batch, name)(*arguments)  # type: ignore[arg-type]
+            original(self, key)(*arguments)  # half-way: the arguments are donated already when it strikes
             raise KeyboardInterrupt
 
         return interrupted
@@ -78,7 +76,7 @@ def test_an_interruption_leaves_the_llm_usable(llm: LLM, where: str, monkeypatch
         if where == "observe":
             patch.setattr(jax, "device_get", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
         else:
-            patch.setattr(type(runner), "_call", call)
+            patch.setattr(Programs, "__getitem__", get)
         with pytest.raises(KeyboardInterrupt) as caught:
             llm.generate(["ab", "c", "d"], PARAMS, use_tqdm=False)
     # Even while the traceback refers to the old arrays, their memory has been given back.

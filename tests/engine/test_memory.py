@@ -10,8 +10,8 @@ import pytest
 
 from smcjax import SamplingParams
 from smcjax.engine import loading, memory, programs
-from smcjax.engine.batch import BatchRunner
 from smcjax.engine.memory import buckets, choose_num_pages, device_memory, worst_case_pages
+from smcjax.engine.runner import Runner
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
@@ -111,7 +111,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_an_llm_on_a_gpu_takes_its_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 4 * 2 * 2 * 8 * 4  # tokens, keys and values, layers of both models, head size, f32
     with smc_llm(pair) as full:
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(full._runner.params))  # type: ignore[union-attr]
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(full.engine.runner.params))
         assert full.num_pages == 1 + 4 * worst_case_pages(1, 48, 4, 4)
     monkeypatch.setattr(memory, "gpu_memory", lambda: 2 * (weights + 99 * page_bytes))
     with smc_llm(pair, gpu_memory_utilization=0.5) as half:
@@ -139,15 +139,15 @@ def test_programs_that_exceed_the_device_are_refused_before_they_run(
             with pytest.raises(ValueError, match=r"needs .* GiB and the device has .*; lower max_num_seqs"):
                 llm.generate("ab", use_tqdm=False)
         assert llm.metrics()["compilations"] == 0
-        assert llm._programs.scratch_bytes == 0
+        assert llm.engine.runner.programs.scratch_bytes == 0
         assert llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
-        assert 0 < llm._programs.scratch_bytes < 1 << 28
+        assert 0 < llm.engine.runner.programs.scratch_bytes < 1 << 28
 
 
 def test_the_budget_is_logged_before_it_is_taken(
     pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BatchRunner, "__init__", lambda *_: (_ for _ in ()).throw(RuntimeError("taken")))
+    monkeypatch.setattr(Runner, "__init__", lambda *_: (_ for _ in ()).throw(RuntimeError("taken")))
     with caplog.at_level("INFO", "smcjax"), pytest.raises(RuntimeError, match="taken"):
         smc_llm(pair)
     line = caplog.messages[-1]

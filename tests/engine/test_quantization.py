@@ -18,13 +18,13 @@ def test_both_models_in_int8(pair: Pair) -> None:
         for params in (llm.models.target_params, llm.models.draft_params):
             assert isinstance(params.layers[0].down, QuantizedMatrix)
             assert isinstance(params.unembed, QuantizedMatrix)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm._runner.params))  # type: ignore[union-attr]
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner.params))
         outputs = llm.generate(["ab", "hello"], SamplingParams(max_tokens=9, seed=1, ignore_eos=True), use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 9]
     assert [output.error for output in outputs] == [None, None]
     with smc_llm(pair) as plain:
         # The embedding of an untied model is only looked up and stays as it is.
-        assert held < 0.65 * sum(leaf.nbytes for leaf in jax.tree.leaves(plain._runner.params))  # type: ignore[union-attr]
+        assert held < 0.65 * sum(leaf.nbytes for leaf in jax.tree.leaves(plain.engine.runner.params))
 
 
 def test_one_model_alone(pair: Pair) -> None:

@@ -1,0 +1,257 @@
+"""Continuous batching: requests come and go between cycles, and the device never waits for the host.
+
+    step()   schedule → enqueue → collect
+
+Schedules are made by `smcjax.engine.scheduler` from what the host knows, programs are enqueued by
+`smcjax.engine.runner`, and what a program reports is read when the next one is under way: a group that has ended is
+noticed one cycle late, in which it is frozen, and costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from smcjax.engine.memory import buckets
+from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.requests import Request, make_batch
+from smcjax.engine.results import assemble, never_ran
+from smcjax.engine.runner import Runner
+from smcjax.engine.scheduler import Group, Schedule, Scheduler
+from smcjax.engine.streaming import CertainText
+from smcjax.smc import SMC
+from smcjax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """What the host keeps of an admitted group."""
+
+    group: Group
+    certain: CertainText | None  # of requests that stream
+    began: float
+    ended: float = 0.0  # when the host saw it; 0: not yet
+    aborted: bool = False
+    infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reported:
+    """Results under way to the host, and whose they are: entry i of the arrays is the group's."""
+
+    kind: str  # "first", "cycle", "population"
+    value: Any
+    groups: list[tuple[int, _Running]]
+
+
+class Engine:
+    """Requests in flight on one runner.
+
+    Args:
+        runner: the programs and the device's state.
+        max_num_seqs: requests that run at once, at most.
+        smc: the decoder's configuration; None for decoders without weights.
+        tokenizer: for text; None where the model has none.
+        overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
+            runs beside the host. Tokens are the same either way.
+    """
+
+    def __init__(
+        self, runner: Runner, *, max_num_seqs: int, smc: SMC | None, tokenizer: Tokenizer | None, overlap: bool | None
+    ) -> None:
+        self.runner = runner
+        self._smc, self._tokenizer = smc, tokenizer
+        self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk)
+        self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
+        self._running: dict[str, _Running] = {}
+        self._streams: dict[str, list[StreamChunk]] = {}
+        self._reported: deque[_Reported] = deque()
+        self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
+        self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._scheduler or self._reported or self._outputs)
+
+    def add_request(self, request: Request, *, stream: bool = False) -> None:
+        """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`)."""
+        self._scheduler.add(request)
+        if stream:
+            self._streams[request.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once; its output, with finish_reason "abort", comes with the next step.
+
+        Does nothing for a request that has ended.
+        """
+        withdrawn = self._scheduler.withdraw(request_id)
+        if isinstance(withdrawn, Request):
+            self._outputs.append(never_ran(withdrawn))
+        elif withdrawn is not None:
+            running = self._running[request_id]
+            running.aborted = True
+            self._leave(running)
+
+    def chunks(self, request_id: str) -> list[StreamChunk]:
+        """What a streaming request has for its reader since the last call; nothing for unknown ids."""
+        if not self._streams.get(request_id):
+            return []
+        chunks, self._streams[request_id] = self._streams[request_id], []
+        return chunks
+
+    def forget(self, request_id: str) -> None:
+        """Nobody reads this request's stream any more."""
+        self._streams.pop(request_id, None)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of requests and of what they did, and the state of the KV pages."""
+        return {
+            "kv_pages_total": self.runner.num_pages - 1,
+            "kv_pages_free": self.runner.free_pages(),
+            "num_running": len(self._scheduler.groups),
+            "num_waiting": len(self._scheduler.waiting),
+            "compilations": len(self.runner.programs),
+            "compile_seconds": self.runner.programs.seconds,
+            **self.totals,
+        }
+
+    def step(self) -> list[RequestOutput]:
+        """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
+        try:
+            schedule = self._scheduler.schedule()
+            self._enqueue(schedule)
+            return self._collect(0 if schedule.idle else self._lag)
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """Forgets all requests and the device's state."""
+        self._scheduler.clear()
+        self._running.clear()
+        self._streams.clear()
+        self._reported.clear()
+        self._outputs.clear()
+        self.runner.discard()
+
+    # Enqueue.
+
+    def _enqueue(self, schedule: Schedule) -> None:
+        runner, program = self.runner, self._program()
+        if schedule.idle:
+            return
+        moves = schedule.sources is not None and max(schedule.sources) >= 0
+        self._compile(schedule.size, program, runner.size if moves else 0)
+        if schedule.sources is not None:
+            runner.resize(schedule.size, schedule.sources)
+        if schedule.joining:
+            requests = {group.lane: group.request for group in schedule.joining}
+            geometry = {"max_model_len": program.max_model_len, "vocab_size": program.target.vocab_size}
+            runner.join(make_batch(requests, schedule.size, **geometry))
+            for group in schedule.joining:
+                streams = group.request.request_id in self._streams
+                certain = CertainText(group.request, self._tokenizer) if streams else None
+                self._running[group.request.request_id] = _Running(group, certain, time.perf_counter())
+        if schedule.prefill:
+            groups, starts = zip(*schedule.prefill, strict=True)
+            first = runner.prefill(program, [group.lane for group in groups], starts)
+            self._report("first", first, {i: group for i, group in enumerate(groups) if group.started})
+        if schedule.cycle:
+            info = runner.step(program)
+            self._report("cycle", info, {group.lane: group for group in self._scheduler.groups if group.started})
+
+    def _program(self) -> Any:
+        """The decoder's program for what runs now."""
+        program = self.runner.program
+        if any(group.request.params.truncates for group in self._scheduler.groups):
+            program = dataclasses.replace(program, truncates=True)
+        return program
+
+    def _compile(self, size: int, program: Any, old_size: int) -> None:
+        """What is missing, at no cost to the times of those that run."""
+        began = time.perf_counter()
+        self.runner.compile(size, program, old_size)
+        for running in self._running.values():
+            running.began += time.perf_counter() - began
+        self._scheduler.ready.add(size)
+
+    def _report(self, kind: str, value: Any, groups: dict[int, Group]) -> None:
+        if not groups:
+            return
+        for leaf in jax.tree.leaves(value):
+            leaf.copy_to_host_async()
+        whose = [(index, self._running[group.request.request_id]) for index, group in groups.items()]
+        self._reported.append(_Reported(kind, value, whose))
+
+    def _leave(self, running: _Running) -> None:
+        """Frees a group's lane and pages, and sends for its population."""
+        running.ended = time.perf_counter()
+        population = self.runner.leave(running.group.lane)
+        self._report("population", population, {0: running.group})
+        del self._running[running.group.request.request_id]
+
+    # Collect.
+
+    def _collect(self, left: int) -> list[RequestOutput]:
+        """Reads all but the `left` newest results; returns the requests that ended."""
+        outputs, self._outputs = self._outputs, []
+        while len(self._reported) > left:
+            reported = self._reported.popleft()
+            value = jax.device_get(reported.value)
+            for index, running in reported.groups:
+                if reported.kind == "population":
+                    outputs.append(self._output(running, value))
+                elif not running.ended:
+                    self._follow(reported.kind, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
+        for output in outputs:
+            self._count(output)
+        return outputs
+
+    def _follow(self, kind: str, running: _Running, value: Any) -> None:
+        """What a chunk of prefill or a cycle says of one group."""
+        if kind == "cycle" and not value.ran:
+            return
+        if kind == "cycle":
+            running.infos.append(value)
+        if running.certain is not None:
+            self._stream(running.certain, running.group.request, kind, value)
+        if value.done:
+            self._scheduler.withdraw(running.group.request.request_id)
+            self._leave(running)
+
+    def _stream(self, certain: CertainText, request: Request, kind: str, value: Any) -> None:
+        if kind == "first":
+            text, token_ids = certain.begin(value.tokens)
+        else:
+            lengths = value.length - len(request.token_ids)
+            if self._smc is None:
+                ancestors, alive = np.zeros(1, np.int32), np.ones(1, bool)
+            else:
+                ancestors = value.ancestors
+                alive = np.full(len(ancestors), bool(value.resampled)) | ~np.isneginf(value.log_weight)
+            text, token_ids = certain.advance(value.tokens, lengths, ancestors, alive)
+        if text or token_ids:
+            self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
+
+    def _output(self, running: _Running, population: Any) -> RequestOutput:
+        request, seconds = running.group.request, running.ended - running.began
+        output = assemble(
+            request, population, running.infos, seconds, self._smc, self._tokenizer, aborted=running.aborted
+        )
+        if running.certain is not None and request.request_id in self._streams:
+            answer = output.outputs[0]
+            chunk = StreamChunk(*running.certain.rest(answer.text, answer.token_ids), finished=True)
+            self._streams[request.request_id].append(chunk)
+        return output
+
+    def _count(self, output: RequestOutput) -> None:
+        self.totals["requests"] += 1
+        self.totals["cycles"] += output.metrics.cycles
+        self.totals["resamples"] += output.metrics.resamples
+        self.totals["generated_tokens"] += output.metrics.generated_tokens

@@ -1,0 +1,205 @@
+"""The batch in flight on the device: every call enqueues one program, none waits for the device.
+
+The decoders share one shape (`begin`, `prefill`, `start`, `step`, `conclude`), so this file knows nothing of how a
+token is chosen. The state of a batch of `size` lanes is donated to every program and taken from its result:
+
+    join      requests into free lanes: rows, pages, no KV yet
+    prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens
+    step      one cycle of all groups that have started
+    leave     one lane's population, its pages given back
+    move      the groups into a batch of another size (`smcjax.engine.lanes`): integers only
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from smcjax.decoding.sequences import Population, Requests
+from smcjax.engine.batch import Batch
+from smcjax.engine.lanes import put, take
+from smcjax.engine.programs import Job, Programs, abstract, delete, step_options
+
+PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class First:
+    """What a chunk of prefill reports of its P lanes; stale where no prompt ended in it."""
+
+    tokens: Int[Array, "P N"]  # the first token of each row
+    done: Bool[Array, " P"]  # ended by it
+
+
+class Runner:
+    """One decoder's programs and state. `decoder` is the module that implements it: `smcjax.smc`, …"""
+
+    def __init__(self, decoder: ModuleType, program: Any, params: Any, num_pages: int, programs: Programs) -> None:
+        self.decoder = decoder
+        self.program = program
+        self.params = params
+        self.programs = programs
+        self.num_pages = num_pages
+        self.size = 0  # lanes of the batch in flight; 0: none yet
+        self.chunk = min(PREFILL_CHUNK, program.max_model_len)
+        # KV and pages while there is no batch, the batch's state otherwise. Both None after a failure.
+        self._memory: Any = self._create_memory()
+        self.state: Any = None
+
+    def _create_memory(self) -> Any:
+        return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
+
+    @property
+    def memory(self) -> Any:
+        """KV and pages."""
+        return self._memory if self.state is None else self.state.memory
+
+    def free_pages(self) -> int:
+        """Pages that nobody holds. Waits for the device."""
+        return self.num_pages - 1 if self.memory is None else int(self.memory.pool.num_free)
+
+    def discard(self) -> None:
+        """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
+        memory, self._memory, self.state, self.size = self.memory, None, None, 0
+        delete(memory)
+
+    def close(self) -> None:
+        """Deletes weights and KV from the device, whoever else still refers to them."""
+        self.discard()
+        delete(self.params)
+
+    # Enqueueing.
+
+    def resize(self, size: int, sources: Sequence[int]) -> None:
+        """A batch of `size` lanes; lane i goes on with what lane `sources[i]` of the old one held, −1: with nothing."""
+        if max(sources) < 0:  # nobody is there
+            memory, self._memory, self.state = self.memory, None, None
+            if memory is None:
+                memory = self._create_memory()
+            self.state = self.programs[size, "empty"](memory)
+        else:
+            lanes = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
+            groups, memory = dataclasses.replace(self.state, memory=None), self.state.memory
+            self.state = self.programs[(self.size, size), "move"](groups, memory, lanes)
+        self.size = size
+
+    def join(self, batch: Batch) -> None:
+        """Puts the batch's present groups into their lanes, which must be free. They do not run yet."""
+        self.state = self.programs[self.size, "join"](self.state, dataclasses.asdict(batch))
+
+    def prefill(self, program: Any, lanes: Sequence[int], start_at: Sequence[int]) -> First:
+        """The next chunk of the prompts in these lanes, from their `start_at` on; starts those whose prompt ends."""
+        count = 1 if len(lanes) == 1 else self.size
+        chosen = np.full(count, self.size, np.int32)
+        at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
+        chosen[: len(lanes)], at[: len(lanes)] = lanes, start_at
+        call = self.programs[program, self.size, count, "prefill"]
+        self.state, first = call(self.params, self.state, chosen, at)
+        return first
+
+    def step(self, program: Any) -> Any:
+        """One cycle; returns the decoder's Info."""
+        self.state, info = self.programs[program, self.size, "step"](self.params, self.state)
+        return info
+
+    def leave(self, lane: int) -> Population:
+        """The population of a lane, one group, which is free from now on."""
+        population, self.state = self.programs[self.size, "leave"](self.state, np.int32(lane))
+        return population
+
+    # Compiling.
+
+    def compile(self, size: int, program: Any, old_size: int = 0) -> None:
+        """Compiles what is missing for batches of this size, and for moving to it from one of `old_size`."""
+        if (program, size, "step") not in self.programs:
+            what = f"for {size} request{'s' if size > 1 else ''} at a time"
+            self.programs.compile(what, self.jobs(size, program))
+        if old_size not in (0, size) and ((old_size, size), "move") not in self.programs:
+            self.programs.compile(f"to go from {old_size} to {size} requests", self._moving(old_size, size))
+
+    def _abstract_state(self, size: int) -> Any:
+        create = self.decoder.Memory.create
+        memory = jax.eval_shape(lambda: create(self.program, self.params, self.num_pages))
+        return memory, jax.eval_shape(lambda memory: self._empty(memory, size), memory)
+
+    def jobs(self, size: int, program: Any) -> dict[Any, Job]:
+        """The programs of this batch size, to be compiled, by the keys they are called by."""
+        memory, state = self._abstract_state(size)
+        params, lane = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
+        vocab_size = program.target.vocab_size
+        arrays = abstract(
+            dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
+        )
+
+        def step(params: Any, state: Any) -> Any:
+            return self.decoder.step(program, params, state)
+
+        jobs: dict[Any, Job] = {
+            (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
+            (size, "join"): Job(self._join, (0,), (state, arrays)),
+            (size, "leave"): Job(self._leave, (0,), (state, lane)),
+            (program, size, "step"): Job(step, (1,), (params, state), step_options(program, params, state)),
+        }
+        for count in {1, size}:
+            lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
+            job = Job(self._prefill(program), (1,), (params, state, lanes, lanes))
+            jobs[program, size, count, "prefill"] = job
+        return jobs
+
+    def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
+        _, state = self._abstract_state(old_size)
+        sources = jax.ShapeDtypeStruct((size,), jnp.int32)
+
+        def move(groups: Any, memory: Any, sources: jax.Array) -> Any:
+            lanes = jnp.where(sources < old_size, jnp.arange(size), size)
+            empty = self._empty(memory, size)
+            return put(empty, lanes, take(dataclasses.replace(groups, memory=empty.memory), sources))
+
+        arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
+        return {((old_size, size), "move"): Job(move, (1,), arguments)}
+
+    def _empty(self, memory: Any, size: int) -> Any:
+        """A state without groups."""
+        vocab_size = self.program.target.vocab_size
+        requests = Requests.alike(jax.random.key(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
+        nobody = jnp.zeros(size, bool)
+        return self.decoder.begin(self.program, memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
+
+    def _join(self, state: Any, arrays: dict[str, jax.Array]) -> Any:
+        fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
+        keys = jax.vmap(jax.random.key)(arrays["seed"])
+        requests, present = Requests(**{name: arrays[name] for name in fields}, key=keys), arrays["present"]
+        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests, present)
+        size = present.shape[0]
+        lanes = jnp.where(present, jnp.arange(size), size)
+        return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
+
+    def _prefill(self, program: Any) -> Callable[..., tuple[Any, First]]:
+        decoder, chunk = self.decoder, self.chunk
+
+        def prefill(params: Any, state: Any, lanes: jax.Array, start_at: jax.Array) -> tuple[Any, First]:
+            groups = take(state, lanes)
+            size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
+            hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
+            groups, hidden = decoder.prefill(program, params, groups, start_at, chunk, hidden)
+            prompt_length = groups.requests.prompt_length
+            ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
+            groups = decoder.start(program, params, dataclasses.replace(groups, running=ends), hidden)
+            tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
+            first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
+            return put(state, lanes, groups), First(tokens=first, done=ends & ~groups.running)
+
+        return prefill
+
+    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any]:
+        lanes = lane[None]
+        population, memory = self.decoder.conclude(self.program, take(state, lanes))
+        return population, put(state, lanes, self._empty(memory, 1))

@@ -1,0 +1,171 @@
+"""Requests that come and go: each as if it were alone, and nothing of any is left behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from smcjax import LLM, RequestOutput, SamplingParams
+from smcjax.engine.engine import Engine
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.helpers import assert_pages_sound
+
+TIGHT = 25  # pages: two of the largest requests
+
+
+@pytest.fixture(scope="module")
+def tight(pair: Pair) -> Iterator[LLM]:
+    """Four lanes and memory for two of the largest requests; chunks of prefill as short as a page."""
+    with smc_llm(pair, num_pages=1 + TIGHT, smc={"trace": False}) as llm:
+        llm.engine.runner.chunk = llm.engine._scheduler._chunk = 8
+        yield llm
+
+
+def prompt(number: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    return {"prompt_token_ids": rng.integers(0, 256, 1 + number * 7 % 19).tolist()}
+
+
+def params(number: int) -> SamplingParams:
+    return SamplingParams(seed=number, max_tokens=1 + number * 5 % 11, temperature=0.7 + 0.1 * (number % 4))
+
+
+def fingerprint(output: RequestOutput) -> tuple[Any, ...]:
+    assert output.smc is not None
+    particles = tuple(tuple(particle.token_ids) for particle in output.smc.particles)
+    return output.outputs[0].token_ids, output.outputs[0].finish_reason, particles
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    outputs = []
+    while engine.busy:
+        outputs += engine.step()
+    return {output.request_id: output for output in outputs}
+
+
+def add(llm: LLM, number: int) -> str:
+    request = llm._request(0, prompt(number), params(number))
+    llm._counter += 1
+    llm.engine.add_request(request)
+    return request.request_id
+
+
+def sound(engine: Engine) -> None:
+    """Counts of pages are those of the tables, and lanes without a group hold none."""
+    state = engine.runner.state
+    if state is None:
+        return
+    table = np.asarray(state.sequences.block_table)
+    assert_pages_sound(table, state.memory.pool)
+    taken = {group.lane for group in engine._scheduler.groups}
+    by_lane = table.reshape(engine.runner.size, -1)
+    assert all(not by_lane[lane].any() for lane in set(range(engine.runner.size)) - taken)
+
+
+@pytest.fixture(scope="module")
+def alone(tight: LLM) -> list[tuple[Any, ...]]:
+    return [fingerprint(tight.generate(prompt(i), params(i), use_tqdm=False)[0]) for i in range(12)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_in_any_mix_as_alone(
+    tight: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Added one by one while others run, in memory for two: waiting, in chunks, moved to batches of other sizes."""
+    monkeypatch.setattr(tight.engine, "_lag", lag)
+    names: dict[str, int] = {}
+    outputs: dict[str, RequestOutput] = {}
+    for number in itertools.chain(range(12), reversed(range(12))):
+        names[add(tight, number)] = number
+        outputs |= {output.request_id: output for output in tight.engine.step()}
+        sound(tight.engine)
+    outputs |= drain(tight.engine)
+    assert len(outputs) == 24
+    for request_id, number in names.items():
+        assert fingerprint(outputs[request_id]) == alone[number]
+    assert tight.metrics()["kv_pages_free"] == TIGHT
+
+
+def test_aborted_at_any_time(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
+    for steps in range(6):
+        first, second, third = (add(tight, number) for number in (10, 11, 3))
+        outputs: list[RequestOutput] = []
+        for _ in range(steps):
+            outputs += tight.engine.step()
+        for request_id in (first, third, "unknown"):
+            tight.engine.abort(request_id)
+        sound(tight.engine)
+        ended = {output.request_id: output for output in outputs} | drain(tight.engine)
+        assert set(ended) == {first, second, third}
+        assert fingerprint(ended[second]) == alone[11]
+        for request_id, number in ((first, 10), (third, 3)):
+            answer = ended[request_id].outputs[0]
+            if answer.finish_reason == "abort":
+                assert len(answer.token_ids) <= (params(number).max_tokens or 0)
+            else:
+                assert fingerprint(ended[request_id]) == alone[number]
+        assert ended[first].outputs[0].finish_reason == "abort" or steps > 2
+        assert tight.metrics()["kv_pages_free"] == TIGHT
+
+
+def machine(llm: LLM, alone: list[tuple[Any, ...]]) -> Callable[[], RuleBasedStateMachine]:
+    """Random operations on the engine, in any order."""
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: dict[str, int] = {}
+            self.ended: dict[str, RequestOutput] = {}
+
+        @rule(number=st.integers(0, len(alone) - 1))
+        def add(self, number: int) -> None:
+            self.asked[add(llm, number)] = number
+
+        @rule(count=st.integers(1, 3))
+        def step(self, count: int) -> None:
+            for _ in range(count):
+                self.ended |= {output.request_id: output for output in llm.engine.step()}
+
+        @rule(which=st.integers(0, 1000))
+        def abort(self, which: int) -> None:
+            living = sorted(self.asked.keys() - self.ended.keys())
+            if living:
+                llm.engine.abort(living[which % len(living)])
+
+        @rule(lag=st.integers(0, 2))
+        def read_later(self, lag: int) -> None:
+            llm.engine._lag = lag
+
+        @invariant()
+        def pages(self) -> None:
+            sound(llm.engine)
+
+        def teardown(self) -> None:
+            self.ended |= drain(llm.engine)
+            assert self.ended.keys() == self.asked.keys()
+            for request_id, output in self.ended.items():
+                assert (
+                    output.outputs[0].finish_reason == "abort" or fingerprint(output) == alone[self.asked[request_id]]
+                )
+            assert llm.metrics()["kv_pages_free"] == TIGHT
+            assert not llm.engine._running
+
+    return Machine
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
+    before = tight.metrics()["compilations"]
+    run = settings(max_examples=100, stateful_step_count=100, deadline=None, print_blob=True)
+    run_state_machine_as_test(machine(tight, alone), settings=run)
+    tight.engine._lag = int(jax.default_backend() != "cpu")
+    assert tight.metrics()["compilations"] <= before + 6  # batch sizes and moves that the tests before had no use for

@@ -1,0 +1,161 @@
+"""Who runs where: plain Python, so thousands of random histories are cheap."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import smcjax
+from smcjax.engine.requests import Request
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.scheduler import Group, Scheduler
+
+CHUNK, PAGES = 8, 20
+SIZES = [1, 2, 4]
+
+
+def request(number: int, tokens: int = 5, pages: int = 4) -> Request:
+    return Request(str(number), None, [1] * tokens, SamplingParams(), 40, (), 0, pages)
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.request.request_id for group in groups]
+
+
+def scheduler(*requests: Request) -> Scheduler:
+    made = Scheduler(SIZES, PAGES, CHUNK)
+    for one in requests:
+        made.add(one)
+    return made
+
+
+def test_what_schedules_imports_no_jax() -> None:
+    root = Path(smcjax.__file__).parent.parent
+    seen, todo = set(), ["smcjax.engine.scheduler"]
+    while todo:
+        name = todo.pop()
+        path = root / (name.replace(".", "/") + ".py")
+        if name in seen or not path.exists():
+            continue
+        seen.add(name)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            assert not [module for module in names if module.split(".")[0] in ("jax", "jaxlib")], path
+            todo += names
+    assert "smcjax.engine.requests" in seen
+
+
+def test_a_batch_of_the_smallest_size_that_fits() -> None:
+    made = scheduler(request(0), request(1), request(2))
+    first = made.schedule()
+    assert (first.size, first.sources, ids(first.joining)) == (4, [-1] * 4, ["0", "1", "2"])
+    assert [(group.lane, at) for group, at in first.prefill] == [(0, 0), (1, 0), (2, 0)]
+    assert first.cycle
+    again = made.schedule()
+    assert (again.sources, again.joining, again.prefill, again.cycle) == (None, [], [], True)
+
+
+def test_long_prompts_come_in_chunks_between_cycles() -> None:
+    made = scheduler(request(0), request(1, tokens=20))
+    histories = [made.schedule() for _ in range(4)]
+    assert [[(group.request.request_id, at) for group, at in one.prefill] for one in histories] == [
+        [("0", 0), ("1", 0)],
+        [("1", 8)],
+        [("1", 16)],
+        [],
+    ]
+    assert all(one.cycle for one in histories)  # the short one runs all the while
+    assert [group.started for group in made.groups] == [True, True]
+
+
+def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
+    made = scheduler(request(0, pages=15), request(1, pages=6), request(2, pages=1))
+    assert ids(made.schedule().joining) == ["0"]
+    assert made.schedule().joining == []
+    made.withdraw("0")
+    assert ids(made.schedule().joining) == ["1", "2"]
+
+
+def test_the_batch_shrinks_to_sizes_that_are_ready_and_grows_to_any() -> None:
+    made = scheduler(*(request(i) for i in range(4)))
+    made.schedule()
+    made.ready.add(4)
+    for number in ("0", "1", "3"):
+        made.withdraw(number)
+    assert made.schedule().sources is None  # size 1 would have to be compiled for one request
+    made.ready.add(1)
+    shrunk = made.schedule()
+    assert (shrunk.size, shrunk.sources, made.groups[0].lane) == (1, [2], 0)
+    made.add(request(9))
+    grown = made.schedule()
+    assert (grown.size, grown.sources, [group.lane for group in made.groups]) == (2, [0, -1], [0, 1])
+
+
+def test_withdrawing() -> None:
+    made = scheduler(request(0), request(1, pages=20))
+    made.schedule()
+    group, waiting = made.withdraw("0"), made.withdraw("1")
+    assert isinstance(group, Group)
+    assert isinstance(waiting, Request)
+    assert made.withdraw("1") is None
+    assert not made
+    assert made.schedule().idle
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@given(
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, PAGES)),
+            st.tuples(st.just("end"), st.integers(0, 100), st.just(0)),
+            st.tuples(st.just("schedule"), st.just(0), st.just(0)),
+        ),
+        max_size=80,
+    )
+)
+def test_any_history_is_sound(ready: bool, events: list[tuple[str, int, int]]) -> None:
+    made = Scheduler(SIZES, PAGES, CHUNK)
+    if ready:
+        made.ready |= set(SIZES)
+    size, count = 0, 0
+    lanes: dict[str, int] = {}
+    admitted: list[int] = []
+    progress: dict[str, int] = {}
+    for event, a, b in [*events, *[("schedule", 0, 0)] * 4]:
+        if event == "add":
+            made.add(request(count, tokens=a, pages=b))
+            count += 1
+        elif event == "end" and made.groups:
+            gone = made.groups[a % len(made.groups)].request.request_id
+            made.withdraw(gone)
+            del lanes[gone]
+        elif event == "schedule":
+            schedule = made.schedule()
+            if schedule.sources is not None:
+                assert schedule.size in SIZES
+                assert len(schedule.sources) == schedule.size
+                stayed = [group for group in made.groups if group not in schedule.joining]
+                for group in stayed:
+                    assert schedule.sources[group.lane] == lanes[group.request.request_id]
+                assert sorted(x for x in schedule.sources if x >= 0) == sorted(lanes.values())
+                size = schedule.size
+            assert schedule.size == size
+            admitted += [int(group.request.request_id) for group in schedule.joining]
+            if made.waiting:
+                free = PAGES - sum(group.request.worst_case_pages for group in made.groups)
+                assert len(made.groups) == SIZES[-1] or made.waiting[0].worst_case_pages > free
+            for group, at in schedule.prefill:
+                name = group.request.request_id
+                assert at == progress.get(name, 0) < len(group.request.token_ids)
+                progress[name] = at + CHUNK
+            lanes = {group.request.request_id: group.lane for group in made.groups}
+        assert sum(group.request.worst_case_pages for group in made.groups) <= PAGES
+        assert len(set(lanes.values())) == len(lanes)
+        assert all(0 <= lane < size for lane in lanes.values())
+    assert admitted == list(range(len(admitted)))  # first come, first served
+    assert all(group.started for group in made.groups)

@@ -1,0 +1,120 @@
+"""Text as it becomes certain: final, whole characters, and in the end exactly the answer."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from smcjax import LLM, SamplingParams, StreamChunk
+from smcjax.engine.requests import Request
+from smcjax.engine.results import first_stop
+from smcjax.engine.streaming import CertainText
+from tests.checkpoints import EOS, Pair
+from tests.engine.conftest import smc_llm
+
+
+class Bytes:
+    """A tokenizer of one token a byte."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+def request(*stops: str) -> Request:
+    return Request("0", None, [1], SamplingParams(stop=list(stops) or None), 100, (EOS,), 0, 1)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[tuple[list[list[int]], list[int]]], int]:
+    """Blocks of C tokens a row and ancestors, cycle by cycle; and who answers in the end."""
+    n, c = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    token = st.sampled_from([*b"ab", *"é🎈".encode()])
+    block = st.lists(st.lists(token, min_size=c, max_size=c), min_size=n, max_size=n)
+    ancestors = st.one_of(st.just(list(range(n))), st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    cycles = draw(st.lists(st.tuples(block, ancestors), min_size=1, max_size=6))
+    return cycles, draw(st.integers(0, n - 1))
+
+
+@given(histories(), st.sampled_from([(), ("ab",), ("bab", "é")]))
+def test_what_was_said_stays_said(
+    history: tuple[list[tuple[list[list[int]], list[int]]], int], stops: tuple[str, ...]
+) -> None:
+    cycles, selected = history
+    certain = CertainText(request(*stops), Bytes())  # type: ignore[arg-type]
+    rows = [[97] for _ in cycles[0][0]]
+    said = [certain.begin(np.array([97] * len(rows)))]
+    for block, ancestors in cycles:
+        rows = [rows[a] + block[a] for a in ancestors]
+        lengths = np.array([len(row) for row in rows])
+        said.append(certain.advance(np.array(block), lengths, np.array(ancestors), np.ones(len(rows), bool)))
+        together = "".join(text for text, _ in said)
+        for row in rows:
+            whole = Bytes().decode(row)
+            cut = first_stop(whole, stops)
+            answer = whole if cut is None else whole[:cut]
+            # Only a character that is still open at the row's own end may be missing from it.
+            assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
+            assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
+    whole, token_ids = Bytes().decode(rows[selected]), rows[selected]
+    cut = first_stop(whole, stops)
+    answer = whole if cut is None else whole[:cut]
+    said.append(certain.rest(answer, token_ids))
+    assert "".join(text for text, _ in said) == answer
+    assert [token for _, tokens in said for token in tokens] == token_ids
+
+
+def test_rows_without_weight_have_no_say() -> None:
+    certain = CertainText(request(), Bytes())  # type: ignore[arg-type]
+    certain.begin(np.array([*b"aa"]))
+    said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
+    assert said == ("b", [98])
+
+
+def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk]:
+    return list(llm.generate_stream(prompt, params))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop", [None, "a", ["k", "qq"]])
+def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
+    for engine in (llm, plain):
+        for seed in range(4):
+            params = SamplingParams(seed=seed, max_tokens=25, stop=stop, ignore_eos=seed % 2 == 0)  # type: ignore[arg-type]
+            answer = engine.generate("ab", params, use_tqdm=False)[0].outputs[0]
+            chunks = stream(engine, "ab", params)
+            assert "".join(chunk.text for chunk in chunks) == answer.text
+            assert [token for chunk in chunks for token in chunk.token_ids] == answer.token_ids
+            assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert len(stream(plain, "ab", SamplingParams(seed=1, max_tokens=9, ignore_eos=True))) > 5
+
+
+def test_resampling_makes_certain_what_was_open(pair: Pair) -> None:
+    params = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
+    with smc_llm(pair, smc={"ess_threshold": 1.0, "n_particles": 3}) as often:
+        early = stream(often, "ab", params)
+    assert len(early) > 2
+    with smc_llm(pair, smc={"ess_threshold": 0.0, "n_particles": 3}) as never:
+        late = stream(never, "ab", params)
+    assert sum(len(chunk.token_ids) for chunk in late[:-1]) <= 3  # what all rows happen to begin with
+
+
+def test_who_stops_reading_aborts(llm: LLM) -> None:
+    before = llm.metrics()
+    reader = llm.generate_stream("ab", SamplingParams(seed=0, max_tokens=40, ignore_eos=True))
+    other = llm.generate_stream("cd", SamplingParams(seed=1, max_tokens=12, ignore_eos=True))
+    next(reader)
+    assert llm.metrics()["num_running"] >= 1
+    reader.close()  # type: ignore[attr-defined]
+    alone = llm.generate("cd", SamplingParams(seed=1, max_tokens=12, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    assert "".join(chunk.text for chunk in other) == alone.text
+    after = llm.metrics()
+    assert after["num_running"] == after["num_waiting"] == 0
+    assert after["kv_pages_free"] == before["kv_pages_total"]
+
+
+def test_bad_streams_are_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompt must be text or .*, got \['a', 'b'\]"):
+        llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate_stream("")
