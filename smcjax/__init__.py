@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smcjax.autoregressive import Autoregressive
+    from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
     from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
     from smcjax.engine.sampling_params import SamplingParams
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "SMC",
+    "AsyncLLM",
     "Autoregressive",
     "CheckpointError",
     "CompletionOutput",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncLLM": "engine.async_llm",
     "LLM": "engine.llm",
     "SMC": "smc",
     "Autoregressive": "autoregressive",

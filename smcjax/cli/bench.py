@@ -1,10 +1,14 @@
-"""`smcjax bench cycle|table`: the time of a decoding step against the memory roofline, on random weights."""
+"""`smcjax bench cycle|table`: the time of a decoding step against the memory roofline, on random weights.
+
+`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,13 +26,17 @@ LIMITS = {
     "page_size": 64,
     "windows": 1000,
     "cycles": 100_000,
+    "num_prompts": 1_000_000,
+    "input_len": 1 << 20,
+    "output_len": 1 << 20,
+    "max_num_seqs": 4096,
 }
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table", required=True)
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table|throughput|latency", required=True)
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -54,8 +62,29 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table.add_argument("--requests-context", type=int, default=1024, metavar="T", help="of several requests (1024)")
     table.set_defaults(run=run_table)
 
+    throughput = benchmarks.add_parser("throughput", help="requests that come all at once", description=__doc__)
+    _add_serving_options(throughput)
+    throughput.set_defaults(run=run_serving, rates=[math.inf], plot=None)
+    latency = benchmarks.add_parser("latency", help="requests that come at given rates", description=__doc__)
+    _add_serving_options(latency)
+    latency.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
+    latency.add_argument("--plot", metavar="FILE", help="latencies over load: .svg, .png or .pdf")
+    latency.set_defaults(run=run_serving)
 
-def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int) -> None:
+
+def _add_serving_options(parser: argparse.ArgumentParser) -> None:
+    _add_models(parser)
+    parser.add_argument("--decoding", choices=DECODINGS, default="smc")
+    parser.add_argument("--num-prompts", type=int, default=32, help="requests in all (32)")
+    parser.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--max-num-seqs", type=int, default=8, help="requests that run at once (8)")
+    parser.add_argument("--no-overlap", action="store_true", help="read every cycle before the next is enqueued")
+    parser.add_argument("--json", action="store_true", help="one JSON line a rate last")
+    add_debug_option(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
     parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
     parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
@@ -69,6 +98,10 @@ def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles
         default="auto",
         help="xla: no GPU kernels; mosaic: kernels whatever the device (auto: on a Hopper GPU)",
     )
+
+
+def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int) -> None:
+    _add_models(parser)
     parser.add_argument(
         "--windows", type=int, default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
     )
@@ -85,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
             if not 1 <= value <= most:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} must be a whole number from 1 to {most}, got {value}.")
-    if args.bandwidth is not None and not 0 < args.bandwidth <= 1e6:
+    if getattr(args, "bandwidth", None) is not None and not 0 < args.bandwidth <= 1e6:
         raise ValueError(f"--bandwidth must be above 0 and at most 1000000 GB/s, got {args.bandwidth}.")
 
 
@@ -176,6 +209,50 @@ def run_table(args: argparse.Namespace) -> int:
     print(markdown(results))
     if args.json:
         print(json.dumps([dataclasses.asdict(result) for result in results]))
+    return 0
+
+
+def run_serving(args: argparse.Namespace) -> int:
+    """Plays requests against the engine, rate by rate; a table, a plot and JSON lines on request."""
+    from pathlib import Path
+
+    from tqdm import tqdm
+
+    from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
+    from smcjax.smc import SMC
+
+    _check(args)
+    for rate in args.rates:
+        if not rate > 0:
+            raise ValueError(f"--rates must be above 0, got {rate}.")
+    if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
+    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+    load = Load(
+        smc,
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        max_num_seqs=args.max_num_seqs,
+        page_size=args.page_size,
+        implementation=args.implementation,
+        overlap=False if args.no_overlap else None,
+    )
+    models = _models(args)
+    engine = make_engine(models, load)
+    results = []
+    for rate in args.rates:
+        at_rate = dataclasses.replace(load, request_rate=rate)
+        with tqdm(total=load.num_prompts, desc=f"{rate:g} requests/s", dynamic_ncols=True) as bar:
+            results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
+    print(markdown(results))
+    if args.plot is not None:
+        from smcjax.viz.serving import draw_latency
+
+        draw_latency(results, Path(args.plot))
+    if args.json:
+        for result in results:
+            print(json.dumps(result))
     return 0
 
 

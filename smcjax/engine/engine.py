@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.requests import Request, make_batch
-from smcjax.engine.results import assemble, never_ran
+from smcjax.engine.results import Times, assemble, never_ran
 from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.streaming import CertainText
@@ -34,8 +35,7 @@ class _Running:
 
     group: Group
     certain: CertainText | None  # of requests that stream
-    began: float
-    ended: float = 0.0  # when the host saw it; 0: not yet
+    times: Times
     aborted: bool = False
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
 
@@ -68,6 +68,7 @@ class Engine:
         self._smc, self._tokenizer = smc, tokenizer
         self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk)
         self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
+        self._arrivals: dict[str, float] = {}  # of those that wait
         self._running: dict[str, _Running] = {}
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
@@ -82,6 +83,7 @@ class Engine:
     def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`)."""
         self._scheduler.add(request)
+        self._arrivals[request.request_id] = time.perf_counter()
         if stream:
             self._streams[request.request_id] = []
 
@@ -92,6 +94,7 @@ class Engine:
         """
         withdrawn = self._scheduler.withdraw(request_id)
         if isinstance(withdrawn, Request):
+            del self._arrivals[request_id]
             self._outputs.append(never_ran(withdrawn))
         elif withdrawn is not None:
             running = self._running[request_id]
@@ -121,6 +124,15 @@ class Engine:
             **self.totals,
         }
 
+    def warm_up(self, *, use_tqdm: bool) -> None:
+        """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
+        sizes = self._scheduler.sizes
+        for size in tqdm(sizes, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True):
+            self.runner.compile(size, self.runner.program)
+            for other in sizes:
+                self.runner.compile(size, self.runner.program, other)
+            self._scheduler.ready.add(size)
+
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
         try:
@@ -134,6 +146,7 @@ class Engine:
     def reset(self) -> None:
         """Forgets all requests and the device's state."""
         self._scheduler.clear()
+        self._arrivals.clear()
         self._running.clear()
         self._streams.clear()
         self._reported.clear()
@@ -155,9 +168,10 @@ class Engine:
             geometry = {"max_model_len": program.max_model_len, "vocab_size": program.target.vocab_size}
             runner.join(make_batch(requests, schedule.size, **geometry))
             for group in schedule.joining:
-                streams = group.request.request_id in self._streams
-                certain = CertainText(group.request, self._tokenizer) if streams else None
-                self._running[group.request.request_id] = _Running(group, certain, time.perf_counter())
+                name = group.request.request_id
+                certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
+                times = Times(self._arrivals.pop(name), began=time.perf_counter())
+                self._running[name] = _Running(group, certain, times)
         if schedule.prefill:
             groups, starts = zip(*schedule.prefill, strict=True)
             first = runner.prefill(program, [group.lane for group in groups], starts)
@@ -178,7 +192,7 @@ class Engine:
         began = time.perf_counter()
         self.runner.compile(size, program, old_size)
         for running in self._running.values():
-            running.began += time.perf_counter() - began
+            running.times.began += time.perf_counter() - began
         self._scheduler.ready.add(size)
 
     def _report(self, kind: str, value: Any, groups: dict[int, Group]) -> None:
@@ -191,7 +205,7 @@ class Engine:
 
     def _leave(self, running: _Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
-        running.ended = time.perf_counter()
+        running.times.ended = time.perf_counter()
         population = self.runner.leave(running.group.lane)
         self._report("population", population, {0: running.group})
         del self._running[running.group.request.request_id]
@@ -207,7 +221,7 @@ class Engine:
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
-                elif not running.ended:
+                elif not running.times.ended:
                     self._follow(reported.kind, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
         for output in outputs:
             self._count(output)
@@ -219,6 +233,8 @@ class Engine:
             return
         if kind == "cycle":
             running.infos.append(value)
+        else:
+            running.times.first_seen = time.perf_counter()
         if running.certain is not None:
             self._stream(running.certain, running.group.request, kind, value)
         if value.done:
@@ -240,13 +256,14 @@ class Engine:
             self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
 
     def _output(self, running: _Running, population: Any) -> RequestOutput:
-        request, seconds = running.group.request, running.ended - running.began
+        request = running.group.request
         output = assemble(
-            request, population, running.infos, seconds, self._smc, self._tokenizer, aborted=running.aborted
+            request, population, running.infos, running.times, self._smc, self._tokenizer, aborted=running.aborted
         )
         if running.certain is not None and request.request_id in self._streams:
             answer = output.outputs[0]
-            chunk = StreamChunk(*running.certain.rest(answer.text, answer.token_ids), finished=True)
+            text, token_ids = running.certain.rest(answer.text, answer.token_ids)
+            chunk = StreamChunk(text, token_ids, finished=True, output=output)
             self._streams[request.request_id].append(chunk)
         return output
 

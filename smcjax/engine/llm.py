@@ -190,8 +190,7 @@ class LLM:
         """
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
-        request = self._request(0, prompt, params_for_each(sampling_params, 1)[0])
-        self._counter += 1
+        request = self.request(prompt, params_for_each(sampling_params, 1)[0])
         self.engine.add_request(request, stream=True)
         return _Chunks(self, request.request_id)
 
@@ -239,6 +238,16 @@ class LLM:
         if self._engine is None:
             raise ValueError("this LLM is closed; make a new one.")
         return self._engine
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
+        request = self._request(0, prompt, params)
+        self._counter += 1
+        return request
+
+    def warm_up(self, *, use_tqdm: bool = True) -> None:
+        """Compiles the programs of every batch size, which otherwise wait for the first batch of that size."""
+        self.engine.warm_up(use_tqdm=use_tqdm)
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         """The `index`-th of the next requests, checked."""

@@ -61,6 +61,8 @@ class RequestMetrics:
     drafted: int  # tokens proposed by the draft, all particles
     seconds: float  # from its admission to its end, compilation excluded
     mean_ess: float | None = None  # over cycles; None without a population
+    queue_seconds: float = 0.0  # from its arrival to its admission
+    first_token_seconds: float = 0.0  # from its admission until the host saw its first tokens; 0: never
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,3 +91,4 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finished: bool  # the last one
+    output: RequestOutput | None = None  # the whole of it, with the last one

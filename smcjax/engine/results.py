@@ -16,11 +16,21 @@ from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
 
+@dataclasses.dataclass
+class Times:
+    """When things happened to a request, by the host's clock; 0: not yet."""
+
+    arrived: float
+    began: float  # admitted; later by what was compiled while it ran
+    first_seen: float = 0.0  # its first tokens
+    ended: float = 0.0
+
+
 def assemble(
     request: Request,
     population: Population,
     infos: Sequence[Any],
-    seconds: float,
+    times: Times,
     smc: SMC | None,
     tokenizer: Tokenizer | None,
     *,
@@ -28,7 +38,7 @@ def assemble(
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
 
-    `seconds` is how long it ran. `smc` is None for decoders without weights.
+    `smc` is None for decoders without weights.
     """
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
@@ -71,8 +81,10 @@ def assemble(
             resamples=0 if smc is None else sum(bool(info.resampled) for info in infos),
             generated_tokens=len(completion.token_ids),
             drafted=0 if smc is None else len(infos) * smc.n_particles * smc.gamma,
-            seconds=seconds,
+            seconds=times.ended - times.began,
             mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
+            queue_seconds=times.began - times.arrived,
+            first_token_seconds=max(times.first_seen - times.began, 0.0),
         ),
         smc=weighted,
         error=error,

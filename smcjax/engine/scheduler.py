@@ -50,7 +50,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.groups: list[Group] = []  # in order of admission
         self.ready: set[int] = set()  # sizes that programs exist for
-        self._sizes, self._pages, self._chunk = sizes, pages, chunk
+        self.sizes, self._pages, self._chunk = sizes, pages, chunk
         self._size = 0
 
     def __bool__(self) -> bool:
@@ -96,7 +96,7 @@ class Scheduler:
         return Schedule(size, sources, joining, prefill, cycle=any(group.started for group in self.groups))
 
     def _admit(self) -> Iterator[Group]:
-        lanes = self._sizes[-1] - len(self.groups)
+        lanes = self.sizes[-1] - len(self.groups)
         pages = self._pages - sum(group.request.worst_case_pages for group in self.groups)
         while self.waiting and lanes and self.waiting[0].worst_case_pages <= pages:
             request = self.waiting.popleft()
@@ -110,7 +110,7 @@ class Scheduler:
         """
         if not count:
             return self._size, None
-        fitting = [size for size in self._sizes if size >= count]
+        fitting = [size for size in self.sizes if size >= count]
         size = fitting[0]
         if self.groups and size < self._size:
             size = next(size for size in fitting if size in self.ready or size == self._size)

@@ -53,8 +53,7 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def add(llm: LLM, number: int) -> str:
-    request = llm._request(0, prompt(number), params(number))
-    llm._counter += 1
+    request = llm.request(prompt(number), params(number))
     llm.engine.add_request(request)
     return request.request_id
 

@@ -1,0 +1,199 @@
+"""`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
+
+Requests arrive at given times (all at once, or a Poisson process of a rate), with random prompts and answers of a fixed
+length. The clock starts with the first arrival; programs are compiled before. Names of figures are those of vLLM's
+serving benchmark: TTFT is the time to the first token that the reader gets, which here is the first certain one; the
+first tokens of the particles themselves are drawn earlier (`first_cycle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from smcjax import autoregressive, smc
+from smcjax.bench.cycle import Models
+from smcjax.engine.engine import Engine
+from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.programs import Programs, enable_compilation_cache
+from smcjax.engine.requests import Request
+from smcjax.engine.runner import Runner
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.smc import SMC
+
+PERCENTILES = (95, 99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is asked of the engine. `request_rate` requests a second on average, infinite: all at once."""
+
+    decoding: SMC | None  # None: the target alone
+    num_prompts: int = 32
+    input_len: int = 256
+    output_len: int = 128
+    request_rate: float = math.inf
+    max_num_seqs: int = 8
+    page_size: int = 16
+    implementation: str = "auto"
+    overlap: bool | None = None
+    seed: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and answer."""
+        return self.input_len + self.output_len
+
+    @property
+    def rows(self) -> int:
+        """Of a request."""
+        return 1 if self.decoding is None else self.decoding.n_particles
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One request's times in seconds since the first arrival, and when its reader got how many tokens."""
+
+    arrived: float
+    ended: float
+    received: list[tuple[float, int]]
+    output: RequestOutput
+
+
+def make_engine(models: Models, load: Load) -> Engine:
+    """An engine on random weights with memory for `max_num_seqs` requests, its programs compiled and run."""
+    enable_compilation_cache()
+    pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
+    geometry = (load.max_model_len, load.page_size, load.implementation)
+    if load.decoding is None:
+        alone = autoregressive.Program(models.target_config, *geometry)
+        runner = Runner(autoregressive, alone, models.target_params(), pages, Programs())
+    else:
+        pair = smc.Program(load.decoding, models.target_config, models.draft_config, *geometry)
+        params = smc.PairParams(models.target_params(), models.draft_params())
+        runner = Runner(smc, pair, params, pages, Programs())
+    engine = Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
+    engine.warm_up(use_tqdm=True)
+    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)
+    serve(engine, make_requests(models, short))  # the first runs of a program are slower
+    return engine
+
+
+def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:
+    """Arrival times in seconds, ascending from 0, and what arrives."""
+    rng = np.random.default_rng(load.seed)
+    gaps = rng.exponential(1.0, load.num_prompts) / load.request_rate
+    gaps[0] = 0.0
+    pages = worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
+    requests = []
+    for number, arrival in enumerate(np.cumsum(gaps)):
+        token_ids = rng.integers(0, models.target_config.vocab_size, load.input_len).tolist()
+        params = SamplingParams(max_tokens=load.output_len, ignore_eos=True)
+        request = Request(str(number), None, token_ids, params, load.max_model_len, (), number, pages)
+        requests.append((float(arrival), request))
+    return requests
+
+
+def serve(
+    engine: Engine, requests: Sequence[tuple[float, Request]], on_ended: Callable[[int], None] = lambda _: None
+) -> list[Served]:
+    """Plays the arrivals against the clock; `on_ended(count)` hears of requests that ended."""
+    waiting = list(requests)[::-1]
+    arrived: dict[str, float] = {}
+    received: dict[str, list[tuple[float, int]]] = {}
+    served = []
+    began = time.perf_counter()
+    while waiting or engine.busy:
+        now = time.perf_counter() - began
+        while waiting and waiting[-1][0] <= now:
+            at, request = waiting.pop()
+            arrived[request.request_id], received[request.request_id] = at, []
+            engine.add_request(request, stream=True)
+        if not engine.busy:
+            time.sleep(max(0.0, waiting[-1][0] - now))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - began
+        for name, chunks in received.items():
+            tokens = sum(len(chunk.token_ids) for chunk in engine.chunks(name))
+            if tokens:
+                chunks.append((now, tokens))
+        for output in outputs:
+            name = output.request_id
+            engine.forget(name)
+            served.append(Served(arrived[name], now, received.pop(name), output))
+        on_ended(len(outputs))
+    return served
+
+
+def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
+    """The figures under vLLM's names, milliseconds where they say so; None of what never happened.
+
+    Such are gaps between chunks where every answer came in one.
+    """
+    duration = max(one.ended for one in served)
+    ended = [one for one in served if one.output.outputs[0].finish_reason in ("stop", "length")]
+    tokens = sum(len(one.output.outputs[0].token_ids) for one in ended)
+    inputs = sum(len(one.output.prompt_token_ids) for one in ended)
+    result: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
+        "max_num_seqs": load.max_num_seqs,
+        "num_prompts": load.num_prompts,
+        "duration": duration,
+        "completed": len(ended),
+        "total_input_tokens": inputs,
+        "total_output_tokens": tokens,
+        "request_throughput": len(ended) / duration,
+        "output_throughput": tokens / duration,
+        "total_token_throughput": (tokens + inputs) / duration,
+    }
+    samples = {
+        "ttft": [one.received[0][0] - one.arrived for one in ended],
+        "first_cycle": [one.output.metrics.first_token_seconds + one.output.metrics.queue_seconds for one in ended],
+        "queue": [one.output.metrics.queue_seconds for one in ended],
+        "itl": [b - a for one in ended for (a, _), (b, _) in itertools.pairwise(one.received)],
+        "tpot": [
+            (one.ended - one.received[0][0]) / (len(one.output.outputs[0].token_ids) - one.received[0][1])
+            for one in ended
+            if len(one.output.outputs[0].token_ids) > one.received[0][1]
+        ],
+        "e2el": [one.ended - one.arrived for one in ended],
+    }
+    for name, seconds in samples.items():
+        ms = 1e3 * np.array(seconds)
+        numbers: dict[str, Callable[[], Any]] = {"mean": ms.mean, "median": functools.partial(np.median, ms)}
+        numbers |= {f"p{p}": functools.partial(np.percentile, ms, p) for p in PERCENTILES}
+        result |= {f"{of}_{name}_ms": float(number()) if seconds else None for of, number in numbers.items()}
+    return result
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """A row a load."""
+    lines = [
+        "| requests/s asked | requests/s | output tok/s | TTFT, ms: median, p99 | first cycle | between chunks "
+        "| queue | whole request |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        pairs = (
+            "–" if one[f"p99_{name}_ms"] is None else f"{one[f'median_{name}_ms']:,.0f}, {one[f'p99_{name}_ms']:,.0f}"
+            for name in ("ttft", "first_cycle", "itl", "queue", "e2el")
+        )
+        cells = (
+            f"{one['request_rate']}",
+            f"{one['request_throughput']:.2f}",
+            f"{one['output_throughput']:,.0f}",
+            *pairs,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
