@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     args = parser.parse_args()
-    with LLM(decoding=SMC(n_particles=4, gamma=4), max_model_len=128, max_num_seqs=4) as llm:
+    with LLM(decoding=SMC(n_particles=4, gamma=4), max_model_len=256, max_num_seqs=4) as llm:
         warm(llm)
         report = soak(llm, args.requests, use_tqdm=True)
     print(report)

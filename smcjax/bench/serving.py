@@ -70,8 +70,12 @@ class Served:
 
 
 def make_engine(models: Models, load: Load) -> Engine:
-    """An engine on random weights with memory for `max_num_seqs` requests, its programs compiled and run."""
+    """An engine on random weights with memory for `max_num_seqs` requests, its programs compiled and run.
+
+    Raises ValueError where the weights alone do not fit the device.
+    """
     enable_compilation_cache()
+    models.require_room(with_draft=load.decoding is not None)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)
     if load.decoding is None:

@@ -62,7 +62,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*EVAL, "--max-tokens", "-3"], "max_tokens must be"),
     ([*EVAL, "--temperature", "inf"], "temperature must be"),
     (["bench"], "required: cycle"),
-    (["bench", "latency"], "'latency'"),
+    (["bench", "width"], "'width'"),
     ([*BENCH, "--requests", "0"], "--requests must be"),
     ([*BENCH, "--cycles", "-1"], "--cycles must be"),
     ([*BENCH, "--windows", str(10**12)], "--windows must be"),
