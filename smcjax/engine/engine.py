@@ -44,6 +44,7 @@ class _Running:
 class _Reported:
     """Results under way to the host, and whose they are: entry i of the arrays is the group's."""
 
+    round: int  # the step that enqueued it
     kind: str  # "first", "cycle", "population"
     value: Any
     groups: list[tuple[int, _Running]]
@@ -72,6 +73,7 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
+        self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
 
@@ -136,9 +138,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
         try:
+            self._round += 1
             schedule = self._scheduler.schedule()
             self._enqueue(schedule)
-            return self._collect(0 if schedule.idle else self._lag)
+            return self._collect(self._round if schedule.idle else self._round - self._lag)
         except BaseException:
             self.reset()
             raise
@@ -201,7 +204,7 @@ class Engine:
         for leaf in jax.tree.leaves(value):
             leaf.copy_to_host_async()
         whose = [(index, self._running[group.request.request_id]) for index, group in groups.items()]
-        self._reported.append(_Reported(kind, value, whose))
+        self._reported.append(_Reported(self._round, kind, value, whose))
 
     def _leave(self, running: _Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
@@ -212,10 +215,12 @@ class Engine:
 
     # Collect.
 
-    def _collect(self, left: int) -> list[RequestOutput]:
-        """Reads all but the `left` newest results; returns the requests that ended."""
+    def _collect(self, last: int) -> list[RequestOutput]:
+        """Reads what was enqueued up to round `last`; returns the requests that ended."""
         outputs, self._outputs = self._outputs, []
-        while len(self._reported) > left:
+        for output in outputs:
+            self._end_stream(output, "", [])
+        while self._reported and self._reported[0].round <= last:
             reported = self._reported.popleft()
             value = jax.device_get(reported.value)
             for index, running in reported.groups:
@@ -252,7 +257,7 @@ class Engine:
                 ancestors = value.ancestors
                 alive = np.full(len(ancestors), bool(value.resampled)) | ~np.isneginf(value.log_weight)
             text, token_ids = certain.advance(value.tokens, lengths, ancestors, alive)
-        if text or token_ids:
+        if (text or token_ids) and request.request_id in self._streams:
             self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
 
     def _output(self, running: _Running, population: Any) -> RequestOutput:
@@ -260,12 +265,15 @@ class Engine:
         output = assemble(
             request, population, running.infos, running.times, self._smc, self._tokenizer, aborted=running.aborted
         )
-        if running.certain is not None and request.request_id in self._streams:
+        if running.certain is not None:
             answer = output.outputs[0]
-            text, token_ids = running.certain.rest(answer.text, answer.token_ids)
-            chunk = StreamChunk(text, token_ids, finished=True, output=output)
-            self._streams[request.request_id].append(chunk)
+            self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
         return output
+
+    def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
+        """The last chunk, if anybody reads."""
+        if output.request_id in self._streams:
+            self._streams[output.request_id].append(StreamChunk(text, token_ids, finished=True, output=output))
 
     def _count(self, output: RequestOutput) -> None:
         self.totals["requests"] += 1

@@ -94,6 +94,29 @@ def test_in_any_mix_as_alone(
     assert tight.metrics()["kv_pages_free"] == TIGHT
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_cycle_is_enqueued_before_the_last_one_is_read(tight: LLM, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    runner, read = tight.engine.runner, jax.device_get
+    enqueue = runner.step
+    monkeypatch.setattr(tight.engine, "_lag", lag)
+    monkeypatch.setattr(runner, "step", lambda program: (events.append("cycle"), enqueue(program))[1])
+
+    def device_get(value: Any) -> Any:
+        events.append("read" if hasattr(value, "ran") else "other")
+        return read(value)
+
+    monkeypatch.setattr(jax, "device_get", device_get)
+    names = [add(tight, number) for number in (10, 3, 6)]  # they end one after the other
+    assert set(drain(tight.engine)) == set(names)
+    ahead = list(itertools.accumulate({"cycle": 1, "read": -1, "other": 0}[event] for event in events))
+    assert max(ahead) == lag + 1
+    assert ahead[-1] == 0
+    if lag:  # never read dry while there was more to enqueue
+        last = max(i for i, event in enumerate(events) if event == "cycle")
+        assert min(ahead[events.index("cycle") : last]) == 1
+
+
 def test_aborted_at_any_time(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
     for steps in range(6):
         first, second, third = (add(tight, number) for number in (10, 11, 3))

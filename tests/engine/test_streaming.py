@@ -113,6 +113,20 @@ def test_who_stops_reading_aborts(llm: LLM) -> None:
     assert after["kv_pages_free"] == before["kv_pages_total"]
 
 
+def test_a_stream_that_someone_else_aborts_ends(llm: LLM) -> None:
+    params = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
+    streams = [llm.generate_stream("ab", params) for _ in range(6)]
+    llm.engine.step()  # four of them run, two wait
+    for number in range(6):
+        llm.engine.abort(str(llm._counter - 6 + number))
+    for chunks in streams:
+        *_, last = chunks
+        assert last.finished
+        assert last.output is not None
+        assert last.output.outputs[0].finish_reason == "abort"
+    assert llm.metrics()["kv_pages_free"] == llm.metrics()["kv_pages_total"]
+
+
 def test_bad_streams_are_refused_at_once(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt must be text or .*, got \['a', 'b'\]"):
         llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
