@@ -1,6 +1,6 @@
 """Thousands of short requests on the bundled pair, some of them aborted: nothing may grow, leak or compile.
 
-    python scripts/soak.py                 # 5,000 requests, about ten minutes on two cores
+    python scripts/soak.py                 # 5,000 requests, four minutes on two cores
     python scripts/soak.py --requests 300
 
 Prints what was asked and what was left behind; fails where that is anything.
