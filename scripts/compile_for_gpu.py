@@ -92,7 +92,9 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
 
     step = jax.jit(lambda params, state: smc.step(program, params, state), donate_argnums=1, out_shardings=sharding)
     traced = step.trace(placed(params), placed(jax.eval_shape(start)))
-    options = CUBLAS_PRODUCTS if program.implementation != "xla" else None  # as `smcjax.engine.batch` has it
+    options = (
+        CUBLAS_PRODUCTS if program.implementation != "xla" else None
+    )  # as `smcjax.engine.programs.step_options` has it
     return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
 
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.decoding.sequences import Population, Requests
+from smcjax.decoding.sequences import Population
 from smcjax.engine.batch import Batch
-from smcjax.engine.programs import Job, Programs, abstract, delete, step_options
-from smcjax.engine.runner import PREFILL_CHUNK
+from smcjax.engine.programs import Job, Programs, abstract, step_options
+from smcjax.engine.runner import PREFILL_CHUNK, requests_of
 
 
 class BatchRunner:
@@ -29,30 +29,15 @@ class BatchRunner:
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
-        # The newest KV and pages: every program donates the last and returns the next. None after a failure.
+        # The newest KV and pages: every program donates the last and returns the next.
         self.memory: Any = self._create_memory()
         self._chunk = min(PREFILL_CHUNK, program.max_model_len)
 
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
 
-    def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self.num_pages - 1 if self.memory is None else int(self.memory.pool.num_free)
-
-    def close(self) -> None:
-        """Deletes weights and KV from the device, whoever else still refers to them."""
-        self._discard_memory()
-        delete(self.params)
-
-    def _discard_memory(self) -> None:
-        memory, self.memory = self.memory, None
-        delete(memory)
-
     def compile(self, batch: Batch, program: Any) -> None:
-        """Compiles the five programs of this batch size, unless they are there. Makes the memory if it is missing."""
-        if self.memory is None:
-            self.memory = self._create_memory()
+        """Compiles the five programs of this batch size, unless they are there."""
         if (program, batch.size, "step") in self.programs:
             return
         what = f"for {batch.size} request{'s' if batch.size > 1 else ''} at a time"
@@ -79,9 +64,7 @@ class BatchRunner:
         decoder, chunk = self.decoder, self._chunk
 
         def begin(memory: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-            named = {field.name: batch[field.name] for field in dataclasses.fields(Requests) if field.name != "key"}
-            requests = Requests(**named, key=jax.vmap(jax.random.key)(batch["seed"]))
-            state = decoder.begin(program, memory, batch["prompts"], requests, batch["present"])
+            state = decoder.begin(program, memory, batch["prompts"], requests_of(batch), batch["present"])
             hidden = jnp.zeros(
                 (batch["prompts"].shape[0], program.target.hidden_size), state.memory.target.keys[0].dtype
             )

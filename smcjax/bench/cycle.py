@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import statistics
 import time
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.engine.batch import Batch
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
-from smcjax.engine.programs import Programs, enable_compilation_cache
+from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization, quantize_params
@@ -220,7 +221,23 @@ class _Runner(BatchRunner):
 
     def drop(self) -> None:
         """Frees the memory."""
-        self._discard_memory()
+        memory, self.memory = self.memory, None
+        delete(memory)
+
+
+def decoder_of(
+    models: Models,
+    decoding: SMC | None,
+    geometry: tuple[int, int, str],
+    target_params: Params,
+    draft_params: Params | None,
+) -> tuple[ModuleType, Any, Any]:
+    """The module that decodes, its program and its parameters; `geometry`: max_model_len, page size, implementation."""
+    if decoding is None:
+        return autoregressive, autoregressive.Program(models.target_config, *geometry), target_params
+    assert draft_params is not None
+    pair = smc.Program(decoding, models.target_config, models.draft_config, *geometry)
+    return smc, pair, smc.PairParams(target_params, draft_params)
 
 
 def described(case: Case) -> str:
@@ -264,15 +281,8 @@ class Bench:
     def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
         self.models, self.case = models, case
         geometry = (case.max_model_len, case.page_size, case.implementation)
-        programs = Programs()
-        if case.decoding is None:
-            alone = autoregressive.Program(models.target_config, *geometry)
-            self.runner = _Runner(autoregressive, alone, target_params, case.num_pages, programs)
-        else:
-            assert draft_params is not None
-            pair = smc.Program(case.decoding, models.target_config, models.draft_config, *geometry)
-            params = smc.PairParams(target_params, draft_params)
-            self.runner = _Runner(smc, pair, params, case.num_pages, programs)
+        chosen = decoder_of(models, case.decoding, geometry, target_params, draft_params)
+        self.runner = _Runner(*chosen, case.num_pages, Programs())
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
     def compile(self) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax import autoregressive, smc
-from smcjax.bench.cycle import Models
+from smcjax.bench.cycle import Models, decoder_of
 from smcjax.engine.engine import Engine
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.outputs import RequestOutput
@@ -78,13 +77,9 @@ def make_engine(models: Models, load: Load) -> Engine:
     models.require_room(with_draft=load.decoding is not None)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)
-    if load.decoding is None:
-        alone = autoregressive.Program(models.target_config, *geometry)
-        runner = Runner(autoregressive, alone, models.target_params(), pages, Programs())
-    else:
-        pair = smc.Program(load.decoding, models.target_config, models.draft_config, *geometry)
-        params = smc.PairParams(models.target_params(), models.draft_params())
-        runner = Runner(smc, pair, params, pages, Programs())
+    draft_params = None if load.decoding is None else models.draft_params()
+    chosen = decoder_of(models, load.decoding, geometry, models.target_params(), draft_params)
+    runner = Runner(*chosen, pages, Programs())
     engine = Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
     engine.warm_up(use_tqdm=True)
     short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)

@@ -174,10 +174,8 @@ class Runner:
         return self.decoder.begin(self.program, memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
     def _join(self, state: Any, arrays: dict[str, jax.Array]) -> Any:
-        fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
-        keys = jax.vmap(jax.random.key)(arrays["seed"])
-        requests, present = Requests(**{name: arrays[name] for name in fields}, key=keys), arrays["present"]
-        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests, present)
+        present = arrays["present"]
+        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests_of(arrays), present)
         size = present.shape[0]
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
@@ -203,3 +201,10 @@ class Runner:
         lanes = lane[None]
         population, memory = self.decoder.conclude(self.program, take(state, lanes))
         return population, put(state, lanes, self._empty(memory, 1))
+
+
+def requests_of(arrays: dict[str, jax.Array]) -> Requests:
+    """What a `Batch`, as a dictionary of its arrays, asks of a decoder. Traced."""
+    fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
+    keys = jax.vmap(jax.random.key)(arrays["seed"])
+    return Requests(**{name: arrays[name] for name in fields}, key=keys)

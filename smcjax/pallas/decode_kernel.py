@@ -124,7 +124,7 @@ class _Body:
     # Order of stages, the same for all three.
 
     def _span(self, units: int) -> tuple[jax.Array, jax.Array]:
-        """This block's units. Blocks without one lie apart: neighbours get less of the memory's bandwidth together."""
+        """This block's units. To give the first blocks one each took a step longer (docs/performance.md)."""
         return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
 
     def _signals(self, name: str) -> int:

@@ -85,6 +85,7 @@ def test_reading_results_late_changes_nothing(
     llm: LLM, alone: list[tuple[Any, ...]], lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the host reads a cycle's end-mask while later cycles run already; those must change nothing."""
+    monkeypatch.setattr(llm.engine._scheduler, "ready", set())  # no shrinking: programs of other shapes round otherwise
     on_time = ask(llm, [0, 1, 2])
     monkeypatch.setattr(llm.engine, "_lag", lag)
     late = ask(llm, [0, 1, 2])
@@ -92,10 +93,9 @@ def test_reading_results_late_changes_nothing(
     for a, b in zip(on_time, late, strict=True):
         assert a.smc is not None
         assert b.smc is not None
-        # The batch shrinks later, so that cycles ran in programs of other shapes: equal to rounding.
-        np.testing.assert_allclose(a.smc.log_evidence, b.smc.log_evidence, atol=1e-5, rtol=0)
+        assert a.smc.log_evidence == b.smc.log_evidence
         assert a.metrics.cycles == b.metrics.cycles
-        np.testing.assert_allclose(a.smc.trace.ess, b.smc.trace.ess, rtol=1e-4)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(a.smc.trace.ess, b.smc.trace.ess)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
