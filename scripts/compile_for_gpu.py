@@ -53,7 +53,6 @@ NOTHING = "empty"  # custom calls that only name memory
 def main() -> None:
     """Compiles one cycle and prints what it consists of."""
     parser = cycle_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--layers", type=int, help="of both models (all)")
     parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
     parser.add_argument("--hlo", type=Path, help="write the optimised program there")

@@ -1,9 +1,11 @@
-"""Where a cycle goes: device time by kernel class, from JAX's profiler, for the step that `bench cycle` times.
+"""Where a cycle goes: device time by phase and kernel class, by JAX's profiler, of the step that `bench cycle` times.
 
     python scripts/profile_cycle.py                          # Llama-3.2-1B / 3.1-8B shapes, one H200
+    python scripts/profile_cycle.py --requests 32 --context 1024 --max-model-len 1280
     python scripts/profile_cycle.py --implementation xla
 
-Graphs are off while profiling, so the sum is a little more than the cycle that `bench cycle` measures.
+Phases are the parts of `smcjax.smc.cycle.step`; a kernel counts for the phase that XLA names for it. Graphs are off
+while profiling, so the sum is a little more than the cycle that `bench cycle` measures. KV is synthetic.
 """
 
 from __future__ import annotations
@@ -14,16 +16,28 @@ import gzip
 import json
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from smcjax import smc
-from smcjax.bench.cycle import make_runner, random_batch, random_params
+from smcjax.bench.cycle import Bench, Case, Models
 from smcjax.bench.shapes import SHAPES
+from smcjax.engine.programs import enable_compilation_cache
+from smcjax.smc import SMC
 
 CYCLES = 3
+WARMUP = 4
+PHASES = ("reserve", "propose", "verify", "weigh", "resample")
+
+
+class Kernel(NamedTuple):
+    """One launch."""
+
+    name: str  # without its number
+    phase: str
+    microseconds: float
 
 
 def cycle_parser(description: str | None) -> argparse.ArgumentParser:
@@ -33,41 +47,59 @@ def cycle_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
     parser.add_argument("-N", "--n-particles", type=int, default=8)
     parser.add_argument("-K", "--gamma", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=1024)
     return parser
 
 
 def main() -> None:
-    """Profiles a few cycles and prints microseconds a cycle by kernel name without its number."""
+    """Profiles a few cycles and prints microseconds a cycle by phase, and by kernel name without its number."""
     parser = cycle_parser(__doc__)
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
     args = parser.parse_args()
 
-    target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
-    decoding = smc.SMC(n_particles=args.n_particles, gamma=args.gamma)
-    program = smc.Program(decoding, target, draft, args.max_model_len, implementation=args.implementation)
-    params = smc.PairParams(random_params(target, 0), random_params(draft, 1))
-    runner = make_runner(smc, program, params, groups=1, rows=args.n_particles)
-    batch = random_batch(1, args.context, args.max_model_len, target.vocab_size)
-    runner.compile(batch, program)
-    state = runner.prefilled(batch, program)
-    step = runner.programs[program, batch.size, "step"]
-    for _ in range(4):
-        state, _ = step(params, state)
+    enable_compilation_cache()
+    models = Models(args.target_shape, args.draft_shape)
+    case = Case(
+        SMC(n_particles=args.n_particles, gamma=args.gamma),
+        groups=args.requests,
+        context=args.context,
+        max_model_len=args.max_model_len,
+        implementation=args.implementation,
+        synthetic_kv=True,
+        cycles_per_window=CYCLES,
+    )
+    _report(list(profiled(Bench(models, case, models.target_params(), models.draft_params()))), args.most)
+
+
+def profiled(bench: Bench) -> Iterable[Kernel]:
+    """Every launch of CYCLES cycles of this case, after some to warm up."""
+    bench.compile()
+    runner = bench.runner
+    runner.take()
+    state = bench.started()
+    step: Any = runner.programs[runner.program, bench.batch.size, "step"]
+    for _ in range(WARMUP):
+        state, _ = step(runner.params, state)
     jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             for _ in range(CYCLES):
-                state, _ = step(params, state)
+                state, _ = step(runner.params, state)
             jax.block_until_ready(state)
-        events = kernel_events(Path(directory))
-    _report(events, args.most)
+        yield from read_kernels(Path(directory), phases_of(step.as_text()))
 
 
-def kernel_events(directory: Path) -> list[tuple[str, float]]:
-    """(kernel class, microseconds) of everything that ran on a GPU stream."""
+def phases_of(hlo: str) -> dict[str, str]:
+    """The phase of each instruction of an optimised program, by the instruction's name."""
+    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', hlo, re.MULTILINE)
+    return {name: next((part for part in path.split("/") if part in PHASES), "other") for name, path in found}
+
+
+def read_kernels(directory: Path, phases: dict[str, str]) -> Iterable[Kernel]:
+    """Everything that ran on a GPU stream."""
     trace = json.loads(gzip.decompress(next(directory.rglob("*.trace.json.gz")).read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in trace if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
@@ -75,21 +107,32 @@ def kernel_events(directory: Path) -> list[tuple[str, float]]:
     def on_stream(event: dict[str, Any]) -> bool:
         return "GPU" in processes.get(event["pid"], "") and "Stream" in threads.get((event["pid"], event["tid"]), "")
 
-    return [(re.sub(r"[._]\d+", "", e["name"]), e["dur"]) for e in trace if e.get("ph") == "X" and on_stream(e)]
+    for event in trace:
+        if event.get("ph") == "X" and on_stream(event):
+            name = event["name"]
+            phase = phases.get(event.get("args", {}).get("hlo_op", name), "other")
+            yield Kernel(re.sub(r"[._]\d+", "", name), phase, event["dur"])
 
 
-def _report(events: list[tuple[str, float]], most: int) -> None:
-    if not events:
+def _report(kernels: list[Kernel], most: int) -> None:
+    if not kernels:
         raise SystemExit("nothing ran on a GPU stream: this script needs a GPU")
-    times: dict[str, list[float]] = collections.defaultdict(list)
-    for name, duration in events:
-        times[name].append(duration)
-    total = sum(duration for _, duration in events)
-    print(f"{'µs a cycle':>10} {'launches':>9} {'share':>6}  kernel")
-    for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:most]:
-        share = sum(durations) / total
-        print(f"{sum(durations) / CYCLES:10.1f} {len(durations) / CYCLES:9.0f} {100 * share:5.1f}%  {name[:90]}")
-    print(f"{total / CYCLES:10.1f} {len(events) / CYCLES:9.0f} 100.0%  all")
+    total = sum(kernel.microseconds for kernel in kernels)
+
+    def row(microseconds: float, launches: int, name: str) -> str:
+        return f"{microseconds / CYCLES:10.1f} {launches / CYCLES:9.0f} {100 * microseconds / total:5.1f}%  {name[:90]}"
+
+    for heading, names in (
+        ("phase", [k.phase for k in kernels]),
+        ("kernel", [f"{k.phase}: {k.name}" for k in kernels]),
+    ):
+        times: dict[str, list[float]] = collections.defaultdict(list)
+        for name, kernel in zip(names, kernels, strict=True):
+            times[name].append(kernel.microseconds)
+        print(f"{'µs a cycle':>10} {'launches':>9} {'share':>6}  {heading}")
+        for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:most]:
+            print(row(sum(durations), len(durations), name))
+    print(row(total, len(kernels), "all"))
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ class Bench:
             self.runner.drop()
         return self._result(window_ms, rates)
 
-    def _started(self) -> Any:
+    def started(self) -> Any:
         """A batch with its first tokens drawn."""
         runner, case = self.runner, self.case
         if not case.synthetic_kv:
@@ -318,7 +318,7 @@ class Bench:
     def _time_window(self) -> float:
         """Milliseconds a cycle over one window, after the prompt and warm-up."""
         runner, cycles = self.runner, self.case.cycles_per_window
-        state = self._started()
+        state = self.started()
         step = runner.programs[runner.program, self.batch.size, "step"]
         for _ in range(WARMUP):
             state, info = step(runner.params, state)
@@ -404,12 +404,6 @@ def require_one_vocabulary(models: Models, case: Case) -> None:
     """Raises ValueError where target and draft cannot be a pair."""
     if case.decoding is not None:
         smc.Program(case.decoding, models.target_config, models.draft_config, case.max_model_len)
-
-
-def make_runner(decoder: Any, program: Any, params: Any, groups: int, rows: int) -> BatchRunner:
-    """Programs and memory for `groups` requests of `rows` rows, each as long as `max_model_len`."""
-    pages = 1 + groups * worst_case_pages(1, program.max_model_len, rows, program.page_size)
-    return BatchRunner(decoder, program, params, pages, Programs())
 
 
 def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:

@@ -54,6 +54,7 @@ def run(program: Program, params: PairParams, state: State, num_cycles: int) -> 
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
 
 
+@jax.named_scope("reserve")
 def reserve(program: Program, state: State) -> tuple[State, Copies | None]:
     """Pages of their own for the positions that live rows are about to write.
 
@@ -113,6 +114,7 @@ def _tempered(
     )
 
 
+@jax.named_scope("propose")
 def propose(
     program: Program, params: PairParams, state: State, copies: Copies | None
 ) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
@@ -223,6 +225,7 @@ class Proposal:
     logprobs: Float[Array, "R C"]  # log p_T
 
 
+@jax.named_scope("verify")
 def verify(
     program: Program,
     params: PairParams,
@@ -283,6 +286,7 @@ def block_weight(increments: Float[Array, "R C"], block: Block) -> Float[Array, 
     return jnp.sum(jnp.where(block.counted, increments, 0.0), axis=1)
 
 
+@jax.named_scope("weigh")
 def weigh(state: State, proposal: Proposal) -> State:
     """Commits the block to the live rows and their weights; ends groups that have failed or have all finished."""
     requests, live = state.requests, state.live
@@ -307,6 +311,7 @@ def settle(state: State) -> State:
     )
 
 
+@jax.named_scope("resample")
 def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple[State, Info]:
     """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report."""
     smc, log_weight = program.smc, state.log_weight
