@@ -69,7 +69,16 @@ class Served:
 
 
 def make_engine(models: Models, load: Load) -> Engine:
-    """An engine on random weights with memory for `max_num_seqs` requests, its programs compiled and run.
+    """`build_engine`, its programs compiled and run."""
+    engine = build_engine(models, load)
+    engine.warm_up(use_tqdm=True)
+    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)
+    serve(engine, make_requests(models, short))  # the first runs of a program are slower
+    return engine
+
+
+def build_engine(models: Models, load: Load) -> Engine:
+    """An engine on random weights with memory for `max_num_seqs` requests.
 
     Raises ValueError where the weights alone do not fit the device.
     """
@@ -80,11 +89,7 @@ def make_engine(models: Models, load: Load) -> Engine:
     draft_params = None if load.decoding is None else models.draft_params()
     chosen = decoder_of(models, load.decoding, geometry, models.target_params(), draft_params)
     runner = Runner(*chosen, pages, Programs())
-    engine = Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
-    engine.warm_up(use_tqdm=True)
-    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)
-    serve(engine, make_requests(models, short))  # the first runs of a program are slower
-    return engine
+    return Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
 
 
 def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:

@@ -1,6 +1,7 @@
 """`smcjax bench cycle|table`: the time of a decoding step against the memory roofline, on random weights.
 
-`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
+`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights. `smcjax bench engine`: what
+it costs beside the cycles that it runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from smcjax.cli.options import DECODINGS, add_debug_option
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import CycleResult, Models
+    from smcjax.bench.engine import Overhead
 
 LIMITS = {
     "requests": 4096,
@@ -36,7 +38,7 @@ LIMITS = {
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table|throughput|latency", required=True)
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table|throughput|latency|engine", required=True)
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -70,6 +72,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     latency.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
     latency.add_argument("--plot", metavar="FILE", help="latencies over load: .svg, .png or .pdf")
     latency.set_defaults(run=run_serving)
+
+    engine = benchmarks.add_parser("engine", help="the engine's cycles against bare ones", description=__doc__)
+    _add_models(engine)
+    engine.add_argument("--decoding", choices=DECODINGS, default="smc")
+    engine.add_argument(
+        "--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="G", help="at once (1 2 4 8 16 32)"
+    )
+    engine.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
+    engine.add_argument("--cycles", type=int, default=32, help="timed cycles (32)")
+    engine.add_argument("--json", action="store_true", help="one JSON line a row last")
+    add_debug_option(engine)
+    engine.set_defaults(run=run_engine)
 
 
 def _add_serving_options(parser: argparse.ArgumentParser) -> None:
@@ -253,6 +267,35 @@ def run_serving(args: argparse.Namespace) -> int:
     if args.json:
         for result in results:
             print(json.dumps(result))
+    return 0
+
+
+def run_engine(args: argparse.Namespace) -> int:
+    """Times cycles bare and through the engine; a table, and JSON lines on request."""
+    from smcjax.bench.engine import WARMUP, markdown, measure
+    from smcjax.bench.serving import Load
+    from smcjax.smc import SMC
+
+    _check(args)
+    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+    advance = 1 if smc is None else smc.tokens_per_cycle
+    load = Load(
+        smc,
+        input_len=args.input_len,
+        output_len=(2 * WARMUP + args.cycles + 2) * advance,
+        max_num_seqs=max(args.requests),
+        page_size=args.page_size,
+        implementation=args.implementation,
+    )
+
+    def heard(one: Overhead) -> None:
+        print(f"{one.requests} requests: {one.engine_ms:.2f} ms a cycle", file=sys.stderr, flush=True)
+
+    results = measure(_models(args), load, args.requests, cycles=args.cycles, on_result=heard)
+    print(markdown(results))
+    if args.json:
+        for result in results:
+            print(json.dumps(dataclasses.asdict(result)))
     return 0
 
 

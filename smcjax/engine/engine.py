@@ -75,12 +75,23 @@ class Engine:
         self._reported: deque[_Reported] = deque()
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
+        self.seconds_waited = 0.0  # for results that the device had not finished
         self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._scheduler or self._reported or self._outputs)
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every request that was added has had its prompt read, as far as it is enqueued."""
+        return not self._scheduler.waiting and all(group.started for group in self._scheduler.groups)
+
+    def request_ids(self) -> list[str]:
+        """Of the requests that wait or run."""
+        scheduler = self._scheduler
+        return [r.request_id for r in (*scheduler.waiting, *(group.request for group in scheduler.groups))]
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`)."""
@@ -222,7 +233,9 @@ class Engine:
             self._end_stream(output, "", [])
         while self._reported and self._reported[0].round <= last:
             reported = self._reported.popleft()
+            began = time.perf_counter()
             value = jax.device_get(reported.value)
+            self.seconds_waited += time.perf_counter() - began
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
