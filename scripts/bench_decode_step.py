@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from profile_cycle import kernel_events
+from profile_cycle import read_kernels
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.next_token import norms_of, shape_of, task_slots_of, tasks_of, weights_of
@@ -242,9 +242,9 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
             for _ in range(5):
                 x, keys, values = compiled(params, keys, values)
             jax.block_until_ready(x)
-        events = kernel_events(Path(directory))
-    kernel = sum(us for event, us in events if "decode_step" in event) / 5
-    others = [us for event, us in events if "decode_step" not in event]
+        launches = list(read_kernels(Path(directory), {}))
+    kernel = sum(launch.microseconds for launch in launches if "decode_step" in launch.name) / 5
+    others = [launch.microseconds for launch in launches if "decode_step" not in launch.name]
     streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if len(params.layers) > 1 else 0
     share = 100 * streamed / BANDWIDTH / kernel * 1e6
     print(

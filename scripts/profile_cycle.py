@@ -122,6 +122,8 @@ def _report(kernels: list[Kernel], most: int) -> None:
     def row(microseconds: float, launches: int, name: str) -> str:
         return f"{microseconds / CYCLES:10.1f} {launches / CYCLES:9.0f} {100 * microseconds / total:5.1f}%  {name[:90]}"
 
+    if all(kernel.phase == "other" for kernel in kernels):
+        print("no kernel's phase is known: the program's text names none of those that ran")
     for heading, names in (
         ("phase", [k.phase for k in kernels]),
         ("kernel", [f"{k.phase}: {k.name}" for k in kernels]),

@@ -27,13 +27,14 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Random models of a head_dim that the kernel takes, sharp enough for their laws to differ."""
-    paths = []
-    for seed, config in enumerate((TARGET, DRAFT)):
-        params = init_params(config, jax.random.key(seed))
-        params = dataclasses.replace(params, embed=params.embed * 6)
-        paths.append(str(tmp_path_factory.mktemp("model")))
-        save_checkpoint(config, params, paths[-1], dtype="bfloat16")
-    return paths[0], paths[1]
+    return saved(TARGET, 0, tmp_path_factory.mktemp("target")), saved(DRAFT, 1, tmp_path_factory.mktemp("draft"))
+
+
+def saved(config: ModelConfig, seed: int, path: Path) -> str:
+    """A checkpoint of random weights."""
+    params = init_params(config, jax.random.key(seed))
+    save_checkpoint(config, dataclasses.replace(params, embed=params.embed * 6), str(path), dtype="bfloat16")
+    return str(path)
 
 
 def answers(pair: tuple[str, str], implementation: str, max_num_seqs: int) -> list[RequestOutput]:
@@ -86,10 +87,12 @@ KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "copy_pages", 
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
     """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
     assert on_hopper()
+    # Norms have a kernel where rows are long.
+    target = saved(dataclasses.replace(TARGET, hidden_size=1024), 2, tmp_path / "wide")
     seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
     for implementation, max_model_len in (("auto", 256), ("auto", 2048), ("xla", 2048)):
         with LLM(
-            pair[0], draft_model=pair[1], decoding=SMC(8, 4), max_model_len=max_model_len, implementation=implementation
+            target, draft_model=pair[1], decoding=SMC(8, 4), max_model_len=max_model_len, implementation=implementation
         ) as llm:
             llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
             directory = tmp_path / f"{implementation}-{max_model_len}"
