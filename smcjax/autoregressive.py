@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.decoding.next_token import Law, Steps, next_token, plan, prepare, sample
+from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prepare, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
@@ -137,7 +137,7 @@ def prefill(
 def start(program: Program, params: Params, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token."""
     keys, number = _draw(state, Purpose.FIRST)
-    return _append(state, *sample(_law(program, state), keys, number, unembed(params, last_hidden)))
+    return _append(state, sample(_law(program, state), keys, number, unembed(params, last_hidden)))
 
 
 def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
@@ -179,7 +179,7 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         page_size=program.page_size,
         implementation=program.implementation,
     )
-    token, logprob, cache = next_token(
+    drawn, cache = next_token(
         program.target,
         params,
         memory.target,
@@ -192,10 +192,10 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         implementation=program.implementation,
     )
     state = dataclasses.replace(state, sequences=sequences, memory=Memory(room.pool, cache))
-    state = _append(state, token, logprob)
+    state = _append(state, drawn)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     length = state.sequences.length[:, None]
-    return state, Info(ran=ran, done=~state.running, tokens=token[:, None, None], length=length)
+    return state, Info(ran=ran, done=~state.running, tokens=drawn.token[:, None, None], length=length)
 
 
 def run(program: Program, params: Params, state: State, num_steps: int) -> tuple[State, Info]:
@@ -222,9 +222,10 @@ def _draw(state: State, purpose: Purpose) -> tuple[Key[Array, " G"], Int[Array, 
     return row_keys(requests.key, state.cycle, 1, purpose), state.sequences.length - requests.prompt_length + 1
 
 
-def _append(state: State, token: Int[Array, " G"], logprob: Float[Array, " G"]) -> State:
+def _append(state: State, drawn: Drawn) -> State:
     """Commits one token a request; where its log-probability is NaN the request fails instead."""
     requests, live = state.requests, state.live
+    token, logprob = drawn.token, drawn.logprob
     broken = jnp.isnan(logprob)
     block = cut_block(token[:, None], requests.stops, state.sequences.length, requests.limit)
     sequences = append(state.sequences, token[:, None], logprob[:, None], block, live & ~broken)

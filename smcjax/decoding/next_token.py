@@ -7,6 +7,7 @@ Two ways to the same law: layer by layer, then logits, then the draw; or all of 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,17 +52,30 @@ class Steps:
     one_kernel: tuple[decode_step.Shape, decode_step.Tables] | None = None  # its arguments; None: layer by layer
 
 
+class Drawn(NamedTuple):
+    """A token a row."""
+
+    token: Int[Array, " R"]
+    logprob: Float[Array, " R"]  # under the law, at temperature 1 of rows that are greedy
+    logits: Float[Array, "R V"] | None = None  # whose softmax that is, where it was asked for
+
+
 def sample(
-    law: Law, keys: Key[Array, " R"], token_number: Int[Array, " R"], logits: Float[Array, "R V"]
-) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """A token a row and its log-probability under the law, NaN where a logit is."""
+    law: Law,
+    keys: Key[Array, " R"],
+    token_number: Int[Array, " R"],
+    logits: Float[Array, "R V"],
+    *,
+    keep_logits: bool = False,
+) -> Drawn:
+    """A token a row; its log-probability is NaN where a logit is."""
     logits = forbid_stops(logits / law.temperature[:, None], law.stops, token_number, law.minimum)
     if law.truncation is not None:
         logits = truncate(logits, *law.truncation)
     token = draw(keys, logits)
     if law.greedy is not None:
         token = jnp.where(law.greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)
-    return token, log_softmax_at(logits, token)
+    return Drawn(token, log_softmax_at(logits, token), logits if keep_logits else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +93,7 @@ class Plan:
 
     sharing: Sharing | None  # layer by layer: what rows of a group share
     one_kernel: OneKernelPlan | None = None  # None where no step may run so
+    keep_logits: bool = False  # whether the laws that are drawn from are wanted whole
 
 
 def plan(
@@ -93,6 +108,7 @@ def plan(
     columns: int,
     page_size: int,
     implementation: str,
+    keep_logits: bool = False,
 ) -> Plan:
     """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
     sharing = plan_sharing(
@@ -114,8 +130,8 @@ def plan(
     shapes = [
         _one_kernel(config, params, total, width, rows, page_size, task_slots, implementation) for width in widths
     ]
-    if law.truncation is not None or not any(shapes):
-        return Plan(sharing)
+    if law.truncation is not None or keep_logits or not any(shapes):
+        return Plan(sharing, keep_logits=keep_logits)
     tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
     return Plan(sharing, OneKernelPlan(tasks, norms_of(params), pack_bits(law.stops)))
 
@@ -240,8 +256,8 @@ def next_token(
     plan: Plan,
     copies: Copies | None = None,
     implementation: str = "auto",
-) -> tuple[Int[Array, " R"], Float[Array, " R"], KVCache]:
-    """A token for each row after the T new ones of this step, its log-probability, and the cache with their KV written.
+) -> tuple[Drawn, KVCache]:
+    """A token for each row after the T new ones of this step, and the cache with their KV written.
 
     `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`. What `sample` says of
     the token holds. `tokens` int32; the log-probability is f32.
@@ -254,7 +270,7 @@ def next_token(
         token, logprob, keys, values = decode_step.decode_step(
             shape, weights, tokens, step, tables, tasks, cache.keys, cache.values
         )
-        return token, logprob, KVCache(keys=keys, values=values)
+        return Drawn(token, logprob), KVCache(keys=keys, values=values)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -267,7 +283,9 @@ def next_token(
         sharing=plan.sharing,
         implementation=implementation,
     )
-    return *sample(law, steps.keys[step], steps.token_number[step], unembed(params, hidden[:, -1])), cache
+    logits = unembed(params, hidden[:, -1])
+    keys, number = steps.keys[step], steps.token_number[step]
+    return sample(law, keys, number, logits, keep_logits=plan.keep_logits), cache
 
 
 def _one_kernel(

@@ -17,15 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.next_token import Law, Steps, next_token, plan, prepare
-from smcjax.decoding.sampling import Purpose, column_keys, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.next_token import Law
+from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Block, append, cut_block
-from smcjax.kv import TRASH, Copies, KVCache, fan_out, make_room
-from smcjax.model.decoder import unembed
-from smcjax.model.paged import paged_hidden_states
-from smcjax.pallas import plan_sharing
+from smcjax.decoding.speculation import Drafts, PairParams, propose, reserve, score
+from smcjax.kv import Copies, fan_out
 from smcjax.smc.resampling import resample as resample_ancestors
-from smcjax.smc.state import Info, PairParams, Program, State
+from smcjax.smc.state import Info, Program, State
 from smcjax.smc.weights import (
     bonus_increment,
     draft_increment,
@@ -34,15 +32,14 @@ from smcjax.smc.weights import (
     must_resample,
 )
 
-DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # and the newest draft, and how many of the steps were taken
-
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every live particle by one cycle of `program.smc.tokens_per_cycle` tokens."""
     ran = state.running
-    state, copies = reserve(program, state)
-    state, drafts, draft_logprobs = propose(program, params, state, copies)
-    state, proposal = verify(program, params, state, copies, drafts, draft_logprobs)
+    sequences, pool, copies = reserve(program, state)
+    state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
+    state, drafts = draft(program, params, state, copies)
+    state, proposal = verify(program, params, state, copies, drafts)
     state = weigh(state, proposal)
     state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
@@ -52,52 +49,6 @@ def step(program: Program, params: PairParams, state: State) -> tuple[State, Inf
 def run(program: Program, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
     """`num_cycles` cycles in one program; Info fields get a leading [num_cycles] axis. Ended groups stay frozen."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
-
-
-@jax.named_scope("reserve")
-def reserve(program: Program, state: State) -> tuple[State, Copies | None]:
-    """Pages of their own for the positions that live rows are about to write.
-
-    Also returns which shared part-filled pages each model's first forward is to copy.
-    """
-    sequences, memory = state.sequences, state.memory
-    first = sequences.length - 1  # the frontier
-    width = program.smc.tokens_per_cycle
-    # The cap's own token is never scored after, so nothing past it needs a page.
-    last = jnp.minimum(first + width - 1, state.per_row(state.requests.limit) - 1)
-    room = make_room(
-        memory.pool,
-        sequences.block_table,
-        first,
-        last,
-        state.live,
-        page_size=program.page_size,
-        max_width=width,
-    )
-    state = dataclasses.replace(
-        state,
-        sequences=dataclasses.replace(sequences, block_table=room.block_table),
-        memory=dataclasses.replace(memory, pool=room.pool),
-    )
-    # Pages of one token are never part-filled.
-    return state, Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None
-
-
-def _pages(program: Program, state: State, positions: Int[Array, "R T"]) -> Int[Array, "R T"]:
-    """Where the KV of these positions goes; nowhere for rows that are not live and positions beyond the cap."""
-    within = positions < state.per_row(state.requests.limit)[:, None]
-    return state.sequences.write_pages(positions, state.live[:, None] & within, program.page_size)
-
-
-def _reach(program: Program, state: State) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """How many slots of each row hold KV by the end of the cycle, and how many every query of the cycle sees.
-
-    Before the first forward a row holds KV up to its frontier; the column before that is the first that a query
-    stands at. Rows that are not live reach nothing.
-    """
-    frontier_at = state.sequences.length - 1
-    end = jnp.minimum(frontier_at + program.smc.tokens_per_cycle, state.per_row(state.requests.limit))
-    return jnp.where(state.live, end, 0), frontier_at
 
 
 def _tempered(
@@ -114,106 +65,15 @@ def _tempered(
     )
 
 
-@jax.named_scope("propose")
-def propose(
-    program: Program, params: PairParams, state: State, copies: Copies | None
-) -> tuple[State, Int[Array, "R K"], Float[Array, "R K"]]:
-    """Draws K draft tokens a row and returns them with log q.
-
-    Writes the draft KV of all but the last, and of that too where the bonus token is not deferred.
-    """
-    smc, sequences = program.smc, state.sequences
-    frontier_at = sequences.length - 1
-    keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.DRAFT)
-    temperature = state.per_row(state.requests.temperature)
-    if smc.draft_temperature is not None:
-        temperature = jnp.full_like(temperature, smc.draft_temperature)
-
-    generated = sequences.length - state.per_row(state.requests.prompt_length)
-    stops, config = state.per_row(state.requests.stops), program.draft
-    law = Law(temperature, stops, state.per_row(state.requests.min_tokens))
-    together = plan(
-        config,
-        params.draft,
-        sequences.block_table,
-        *_reach(program, state),
-        law,
-        rows=smc.n_particles,
-        columns=2 if smc.defers else 1,
-        page_size=program.page_size,
-        implementation=program.implementation,
+def draft(program: Program, params: PairParams, state: State, copies: Copies | None) -> tuple[State, Drafts]:
+    """K draft tokens a row with log q; q has the target's minimum of tokens, and never truncates."""
+    law = Law(
+        state.per_row(state.requests.temperature),
+        state.per_row(state.requests.stops),
+        state.per_row(state.requests.min_tokens),
     )
-
-    def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
-        """Steps that draw the tokens of these columns."""
-        drawn = jax.vmap(lambda column: column_keys(keys, column))(columns)
-        return prepare(
-            config,
-            params.draft,
-            Steps(positions, pages, drawn, token_number=generated + 1 + columns[:, None]),
-            law,
-            plan=together,
-            rows=smc.n_particles,
-            page_size=program.page_size,
-            implementation=program.implementation,
-        )
-
-    def forward(
-        cache: KVCache, tokens: jax.Array, steps: Steps, step: int | jax.Array, copies: Copies | None = None
-    ) -> tuple[jax.Array, jax.Array, KVCache]:
-        return next_token(
-            config,
-            params.draft,
-            cache,
-            tokens,
-            sequences.block_table,
-            steps,
-            step,
-            law,
-            plan=together,
-            copies=copies,
-            implementation=program.implementation,
-        )
-
-    # The head: the frontier, and before it `prev` where the last cycle's bonus was deferred.
-    frontier = sequences.token_at(frontier_at)
-    positions = frontier_at[:, None]
-    pages = _pages(program, state, positions)
-    tokens = frontier[:, None]
-    if smc.defers:
-        # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
-        at_start = sequences.length == state.per_row(state.requests.prompt_length) + 1
-        previous = jnp.where(at_start[:, None], TRASH, _pages(program, state, positions - 1))
-        tokens = jnp.stack([sequences.token_at(frontier_at - 1), frontier], axis=1)
-        positions = jnp.concatenate([positions - 1, positions], axis=1)
-        pages = jnp.concatenate([previous, pages], axis=1)
-    head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
-    token, logprob, cache = forward(state.memory.draft, tokens, head, 0, copies)
-    drafts, logprobs = token[:, None], logprob[:, None]
-
-    # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
-    after = smc.bonus and not smc.defer_bonus
-    columns = jnp.arange(1, smc.gamma + after)
-    if not columns.size:
-        return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
-    ahead = frontier_at[:, None] + columns  # [R, K]
-    rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
-
-    def draft_one(carry: DraftCarry, _: None) -> tuple[DraftCarry, tuple[jax.Array, jax.Array]]:
-        cache, token, step = carry
-        token, logprob, cache = forward(cache, token[:, None], rest, step)
-        return (cache, token, step + 1), (token, logprob)
-
-    # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
-    unroll = rest.one_kernel is not None
-    carry = (cache, token, jnp.int32(0))
-    (cache, token, _), others = jax.lax.scan(draft_one, carry, length=smc.gamma - 1, unroll=unroll)
-    drafts, logprobs = (
-        jnp.concatenate([first, then.T], axis=1) for first, then in zip((drafts, logprobs), others, strict=True)
-    )
-    if after:
-        _, _, cache = forward(cache, token[:, None], rest, smc.gamma - 1)
-    return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts, logprobs
+    drafts, cache = propose(program, params.draft, state, copies, law)
+    return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,54 +87,21 @@ class Proposal:
 
 @jax.named_scope("verify")
 def verify(
-    program: Program,
-    params: PairParams,
-    state: State,
-    copies: Copies | None,
-    drafts: Int[Array, "R K"],
-    draft_logprobs: Float[Array, "R K"],
+    program: Program, params: PairParams, state: State, copies: Copies | None, drafts: Drafts
 ) -> tuple[State, Proposal]:
     """Scores the drafts in one target forward over [frontier, d₀ …], writing its KV, and draws the bonus token."""
-    smc, sequences = program.smc, state.sequences
-    width = smc.tokens_per_cycle
-    frontier_at = sequences.length - 1
-    tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
-    positions = frontier_at[:, None] + jnp.arange(width)
-    config = program.target
-    sharing = plan_sharing(
-        sequences.block_table,
-        *_reach(program, state),
-        rows=smc.n_particles,
-        columns=width,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=program.page_size,
-        dtype=params.target.embed.dtype,
-        implementation=program.implementation,
-    )
-    hidden, cache = paged_hidden_states(
-        config,
-        params.target,
-        state.memory.target,
-        tokens,
-        positions,
-        sequences.block_table,
-        _pages(program, state, positions),
-        copies=copies,
-        sharing=sharing,
-        implementation=program.implementation,
-    )
+    smc = program.smc
+    logits, cache = score(program, params.target, state, copies, drafts.tokens)
     temperature = state.per_row(state.requests.temperature)
-    logits = _tempered(state, unembed(params.target, hidden), temperature, jnp.arange(width))
-    logprobs = log_softmax_at(logits[:, : smc.gamma], drafts)
-    increments = draft_increment(smc.power, logprobs, draft_logprobs)
-    block = drafts
+    logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
+    logprobs = log_softmax_at(logits[:, : smc.gamma], drafts.tokens)
+    increments = draft_increment(smc.power, logprobs, drafts.logprobs)
+    block = drafts.tokens
     if smc.bonus:
         last = logits[:, -1]
         keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS)
         bonus = draw(keys, smc.power * last)
-        block = jnp.concatenate([drafts, bonus[:, None]], axis=1)
+        block = jnp.concatenate([block, bonus[:, None]], axis=1)
         increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
         logprobs = jnp.concatenate([logprobs, log_softmax_at(last, bonus)[:, None]], axis=1)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))

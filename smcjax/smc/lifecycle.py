@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoding.prefill import admit, leaders_of, prefill_chunk
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, population
+from smcjax.decoding.speculation import Memory, PairParams
 from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
-from smcjax.smc.state import Memory, PairParams, Program, State
+from smcjax.smc.state import Program, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight
 
 

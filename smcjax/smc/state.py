@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.sequences import Requests, Sequences
-from smcjax.kv import KVCache, PagePool, pages_for
+from smcjax.decoding.speculation import Memory, Speculation, require_one_vocabulary
+from smcjax.kv import pages_for
 from smcjax.model.config import ModelConfig
-from smcjax.model.paged import create_cache
-from smcjax.model.params import Params
 from smcjax.smc.config import SMC
 
 
@@ -28,11 +27,13 @@ class Program:
     implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
 
     def __post_init__(self) -> None:
-        if self.target.vocab_size != self.draft.vocab_size:
-            raise ValueError(
-                f"target and draft must have one vocabulary, got {self.target.vocab_size} and "
-                f"{self.draft.vocab_size} ids; trim the padded one with smcjax.model.trim_vocabulary."
-            )
+        require_one_vocabulary(self.target, self.draft)
+
+    @property
+    def speculation(self) -> Speculation:
+        """What the draft and the target's forward need to know."""
+        smc = self.smc
+        return Speculation(smc.n_particles, smc.gamma, smc.bonus, smc.defers, smc.draft_temperature)
 
     @property
     def max_tokens(self) -> int:
@@ -43,34 +44,6 @@ class Program:
     def max_pages(self) -> int:
         """M, pages of the longest sequence."""
         return pages_for(self.max_model_len, self.page_size)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PairParams:
-    """Weights of both models."""
-
-    target: Params
-    draft: Params
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """What outlives a batch of requests: the pages of both models under one allocator."""
-
-    pool: PagePool
-    target: KVCache
-    draft: KVCache
-
-    @classmethod
-    def create(cls, program: Program, params: PairParams, num_pages: int) -> Memory:
-        """Empty memory of `num_pages` pages, the trash page included, in each model's dtype."""
-        return cls(
-            pool=PagePool.create(num_pages),
-            target=create_cache(program.target, params.target, num_pages=num_pages, page_size=program.page_size),
-            draft=create_cache(program.draft, params.draft, num_pages=num_pages, page_size=program.page_size),
-        )
 
 
 @jax.tree_util.register_dataclass

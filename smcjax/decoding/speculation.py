@@ -1,0 +1,330 @@
+"""What decoders with a draft have in common: room for a block, K drafts a row, and the target's scores of them.
+
+    reserve    pages of their own for the positions that live rows are about to write
+    propose    K tokens a row from the draft model
+    score      all of them in one target forward
+
+Every shape depends on the program only; nothing reads a value on the host. Rows of groups that are frozen go through
+the forwards like all others, write to the trash page, and change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prepare
+from smcjax.decoding.sampling import Purpose, column_keys, row_keys
+from smcjax.decoding.sequences import Requests, Sequences
+from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import unembed
+from smcjax.model.paged import create_cache, paged_hidden_states
+from smcjax.model.params import Params
+from smcjax.pallas import plan_sharing
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """The static numbers of a cycle.
+
+    Attributes:
+        rows: N, rows of a group.
+        gamma: K, draft tokens of a row.
+        bonus: whether the target forward also covers the last draft, so that a token more can be drawn behind it.
+        defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
+            forward is over two tokens.
+        draft_temperature: T_q; None: the request's.
+    """
+
+    rows: int
+    gamma: int
+    bonus: bool = True
+    defers: bool = True
+    draft_temperature: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens of a block: positions that the target's forward covers."""
+        return self.gamma + 1 if self.bonus else self.gamma
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairParams:
+    """Weights of both models."""
+
+    target: Params
+    draft: Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What outlives a batch of requests: the pages of both models under one allocator."""
+
+    pool: PagePool
+    target: KVCache
+    draft: KVCache
+
+    @classmethod
+    def create(cls, program: PairProgram, params: PairParams, num_pages: int) -> Memory:
+        """Empty memory of `num_pages` pages, the trash page included, in each model's dtype."""
+        return cls(
+            pool=PagePool.create(num_pages),
+            target=create_cache(program.target, params.target, num_pages=num_pages, page_size=program.page_size),
+            draft=create_cache(program.draft, params.draft, num_pages=num_pages, page_size=program.page_size),
+        )
+
+
+class PairProgram(Protocol):
+    """All that is static about a cycle of a pair."""
+
+    @property
+    def speculation(self) -> Speculation: ...
+    @property
+    def target(self) -> ModelConfig: ...
+    @property
+    def draft(self) -> ModelConfig: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def implementation(self) -> str: ...
+
+
+class PairState(Protocol):
+    """G groups of N rows in flight."""
+
+    @property
+    def requests(self) -> Requests: ...
+    @property
+    def sequences(self) -> Sequences: ...
+    @property
+    def cycle(self) -> Int[Array, " G"]: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def live(self) -> Bool[Array, " R"]: ...
+    def per_row(self, per_group: Array) -> Array:
+        """A [G, …] array repeated for every row."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """What the draft proposes."""
+
+    tokens: Int[Array, "R K"]
+    logprobs: Float[Array, "R K"]  # log q of each
+    logits: Float[Array, "R K V"] | None = None  # whose softmax q is, where it was asked for
+
+
+def require_one_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
+    """Raises ValueError for models of different vocabularies."""
+    if target.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"target and draft must have one vocabulary, got {target.vocab_size} and "
+            f"{draft.vocab_size} ids; trim the padded one with smcjax.model.trim_vocabulary."
+        )
+
+
+@jax.named_scope("reserve")
+def reserve(program: PairProgram, state: PairState) -> tuple[Sequences, PagePool, Copies | None]:
+    """Pages of their own for the positions that live rows are about to write.
+
+    Also returns which shared part-filled pages each model's first forward is to copy.
+    """
+    sequences, width = state.sequences, program.speculation.width
+    first = sequences.length - 1  # the frontier
+    # The cap's own token is never scored after, so nothing past it needs a page.
+    last = jnp.minimum(first + width - 1, state.per_row(state.requests.limit) - 1)
+    room = make_room(
+        state.memory.pool,
+        sequences.block_table,
+        first,
+        last,
+        state.live,
+        page_size=program.page_size,
+        max_width=width,
+    )
+    # Pages of one token are never part-filled.
+    copies = Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None
+    return dataclasses.replace(sequences, block_table=room.block_table), room.pool, copies
+
+
+def _pages(program: PairProgram, state: PairState, positions: Int[Array, "R T"]) -> Int[Array, "R T"]:
+    """Where the KV of these positions goes; nowhere for rows that are not live and positions beyond the cap."""
+    within = positions < state.per_row(state.requests.limit)[:, None]
+    return state.sequences.write_pages(positions, state.live[:, None] & within, program.page_size)
+
+
+def _reach(program: PairProgram, state: PairState) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """How many slots of each row hold KV by the end of the cycle, and how many every query of the cycle sees.
+
+    Before the first forward a row holds KV up to its frontier; the column before that is the first that a query
+    stands at. Rows that are not live reach nothing.
+    """
+    frontier_at = state.sequences.length - 1
+    end = jnp.minimum(frontier_at + program.speculation.width, state.per_row(state.requests.limit))
+    return jnp.where(state.live, end, 0), frontier_at
+
+
+DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # and the newest draft, and how many of the steps were taken
+
+
+@jax.named_scope("propose")
+def propose(
+    program: PairProgram,
+    params: Params,
+    state: PairState,
+    copies: Copies | None,
+    law: Law,
+    *,
+    keep_logits: bool = False,
+) -> tuple[Drafts, KVCache]:
+    """Draws K draft tokens a row from `law`, whose temperature may be overruled by the program's draft_temperature.
+
+    `params` are the draft's. Writes the draft KV of all but the last, and of that too where the token behind it is not
+    deferred. `keep_logits` asks for the laws that were drawn from, whole.
+    """
+    speculation, sequences = program.speculation, state.sequences
+    rows, gamma = speculation.rows, speculation.gamma
+    frontier_at = sequences.length - 1
+    keys = row_keys(state.requests.key, state.cycle, rows, Purpose.DRAFT)
+    if speculation.draft_temperature is not None:
+        temperature = jnp.full_like(law.temperature, speculation.draft_temperature)
+        law = dataclasses.replace(law, temperature=temperature)
+
+    generated = sequences.length - state.per_row(state.requests.prompt_length)
+    config = program.draft
+    together = plan(
+        config,
+        params,
+        sequences.block_table,
+        *_reach(program, state),
+        law,
+        rows=rows,
+        columns=2 if speculation.defers else 1,
+        page_size=program.page_size,
+        implementation=program.implementation,
+        keep_logits=keep_logits,
+    )
+
+    def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
+        """Steps that draw the tokens of these columns."""
+        drawn = jax.vmap(lambda column: column_keys(keys, column))(columns)
+        return prepare(
+            config,
+            params,
+            Steps(positions, pages, drawn, token_number=generated + 1 + columns[:, None]),
+            law,
+            plan=together,
+            rows=rows,
+            page_size=program.page_size,
+            implementation=program.implementation,
+        )
+
+    def forward(
+        cache: KVCache, tokens: jax.Array, steps: Steps, step: int | jax.Array, copies: Copies | None = None
+    ) -> tuple[Drawn, KVCache]:
+        return next_token(
+            config,
+            params,
+            cache,
+            tokens,
+            sequences.block_table,
+            steps,
+            step,
+            law,
+            plan=together,
+            copies=copies,
+            implementation=program.implementation,
+        )
+
+    # The head: the frontier, and before it `prev` where the draft lacks that one's KV.
+    frontier = sequences.token_at(frontier_at)
+    positions = frontier_at[:, None]
+    pages = _pages(program, state, positions)
+    tokens = frontier[:, None]
+    if speculation.defers:
+        # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
+        at_start = sequences.length == state.per_row(state.requests.prompt_length) + 1
+        previous = jnp.where(at_start[:, None], TRASH, _pages(program, state, positions - 1))
+        tokens = jnp.stack([sequences.token_at(frontier_at - 1), frontier], axis=1)
+        positions = jnp.concatenate([positions - 1, positions], axis=1)
+        pages = jnp.concatenate([previous, pages], axis=1)
+    head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
+    first, cache = forward(state.memory.draft, tokens, head, 0, copies)
+
+    def joined(others: Drawn | None) -> Drafts:
+        """By row, the first column before the others, which come by column."""
+        drawn = jax.tree.map(lambda leaf: leaf[:, None], first)
+        if others is not None:
+            drawn = jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.moveaxis(b, 0, 1)], axis=1), drawn, others)
+        return Drafts(drawn.token, drawn.logprob, drawn.logits)
+
+    # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
+    after = speculation.bonus and not speculation.defers
+    columns = jnp.arange(1, gamma + after)
+    if not columns.size:
+        return joined(None), cache
+    ahead = frontier_at[:, None] + columns  # [R, K]
+    rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
+
+    def draft_one(carry: DraftCarry, _: None) -> tuple[DraftCarry, Drawn]:
+        cache, token, step = carry
+        drawn, cache = forward(cache, token[:, None], rest, step)
+        return (cache, drawn.token, step + 1), drawn
+
+    # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
+    unroll = rest.one_kernel is not None
+    carry = (cache, first.token, jnp.int32(0))
+    (cache, token, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
+    if after:
+        _, cache = forward(cache, token[:, None], rest, gamma - 1)
+    return joined(others), cache
+
+
+def score(
+    program: PairProgram,
+    params: Params,
+    state: PairState,
+    copies: Copies | None,
+    drafts: Int[Array, "R K"],
+) -> tuple[Float[Array, "R C V"], KVCache]:
+    """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV it writes."""
+    speculation, sequences = program.speculation, state.sequences
+    width, config = speculation.width, program.target
+    frontier_at = sequences.length - 1
+    tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
+    positions = frontier_at[:, None] + jnp.arange(width)
+    sharing = plan_sharing(
+        sequences.block_table,
+        *_reach(program, state),
+        rows=speculation.rows,
+        columns=width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=program.page_size,
+        dtype=params.embed.dtype,
+        implementation=program.implementation,
+    )
+    hidden, cache = paged_hidden_states(
+        config,
+        params,
+        state.memory.target,
+        tokens,
+        positions,
+        sequences.block_table,
+        _pages(program, state, positions),
+        copies=copies,
+        sharing=sharing,
+        implementation=program.implementation,
+    )
+    return unembed(params, hidden), cache
