@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
+    from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "Particle",
+    "Rejection",
     "RequestOutput",
     "SMCOutput",
     "SamplingParams",
@@ -34,12 +36,13 @@ __all__ = [
 _HOME = {
     "AsyncLLM": "engine.async_llm",
     "LLM": "engine.llm",
+    "Rejection": "rejection",
     "SMC": "smc",
     "Autoregressive": "autoregressive",
     "CheckpointError": "errors",
     "SamplingParams": "engine.sampling_params",
 }
-_SUBPACKAGES = ("kv", "model", "smc")
+_SUBPACKAGES = ("kv", "model", "rejection", "smc")
 
 
 def __getattr__(name: str) -> Any:

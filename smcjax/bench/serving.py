@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from smcjax.autoregressive import Autoregressive
 from smcjax.bench.cycle import Models, decoder_of
 from smcjax.engine.engine import Engine
 from smcjax.engine.memory import worst_case_pages
@@ -89,7 +90,13 @@ def build_engine(models: Models, load: Load) -> Engine:
     draft_params = None if load.decoding is None else models.draft_params()
     chosen = decoder_of(models, load.decoding, geometry, models.target_params(), draft_params)
     runner = Runner(*chosen, pages, Programs())
-    return Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
+    return Engine(
+        runner,
+        max_num_seqs=load.max_num_seqs,
+        decoding=load.decoding or Autoregressive(),
+        tokenizer=None,
+        overlap=load.overlap,
+    )
 
 
 def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:

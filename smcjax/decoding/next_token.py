@@ -52,6 +52,12 @@ class Steps:
     one_kernel: tuple[decode_step.Shape, decode_step.Tables] | None = None  # its arguments; None: layer by layer
 
 
+def law_logits(law: Law, token_number: Int[Array, " R"], logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    """Those whose softmax is the law of the rows' `token_number`-th tokens, from 1; greedy rows aside."""
+    logits = forbid_stops(logits / law.temperature[:, None], law.stops, token_number, law.minimum)
+    return logits if law.truncation is None else truncate(logits, *law.truncation)
+
+
 class Drawn(NamedTuple):
     """A token a row."""
 
@@ -69,9 +75,7 @@ def sample(
     keep_logits: bool = False,
 ) -> Drawn:
     """A token a row; its log-probability is NaN where a logit is."""
-    logits = forbid_stops(logits / law.temperature[:, None], law.stops, token_number, law.minimum)
-    if law.truncation is not None:
-        logits = truncate(logits, *law.truncation)
+    logits = law_logits(law, token_number, logits)
     token = draw(keys, logits)
     if law.greedy is not None:
         token = jnp.where(law.greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)

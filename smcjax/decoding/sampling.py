@@ -25,6 +25,8 @@ class Purpose(enum.IntEnum):
     BONUS = 2
     RESAMPLE = 1 << 16
     SELECT = RESAMPLE + 1
+    ACCEPT = RESAMPLE + 2  # the uniforms that drafts are accepted by
+    NEXT = RESAMPLE + 3  # the token behind the accepted ones, x₀ included
 
 
 def group_keys(keys: Key[Array, " G"], cycle: Int[Array, " G"], purpose: Purpose) -> Key[Array, " G"]:

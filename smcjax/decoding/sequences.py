@@ -141,19 +141,25 @@ class Block:
 
 
 def cut_block(
-    tokens: Int[Array, "R C"], stops: Bool[Array, "R V"], length: Int[Array, " R"], limit: Int[Array, " R"]
+    tokens: Int[Array, "R C"],
+    stops: Bool[Array, "R V"],
+    length: Int[Array, " R"],
+    limit: Int[Array, " R"],
+    *,
+    last: Int[Array, " R"] | None = None,
 ) -> Block:
     """Cuts blocks at the first stop token or at the cap, whichever is earlier in the row.
 
     `length` is the rows' length before the block, so column j makes the row `length + j + 1` long. Tokens past the
-    cut are neither part of the output nor of the weight (ALGORITHM.md, "Ends").
+    cut are neither part of the output nor of the weight (ALGORITHM.md, "Ends"); nor are those past column `last`.
     """
     columns = tokens.shape[1]
     is_stop = jnp.take_along_axis(stops, tokens, axis=1)
     at_cap = length[:, None] + jnp.arange(1, columns + 1) >= limit[:, None]
     ends = is_stop | at_cap
+    within = jnp.ones_like(ends) if last is None else jnp.arange(columns) <= last[:, None]
     ended_before = jnp.cumsum(ends, axis=1) - ends > 0
-    return Block(counted=~ended_before, ended=ends.any(axis=1))
+    return Block(counted=~ended_before & within, ended=(ends & within).any(axis=1))
 
 
 def append(

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from smcjax.autoregressive import Autoregressive
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.requests import Request, make_batch
@@ -25,6 +26,7 @@ from smcjax.engine.results import Times, assemble, never_ran
 from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.streaming import CertainText
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
@@ -56,17 +58,23 @@ class Engine:
     Args:
         runner: the programs and the device's state.
         max_num_seqs: requests that run at once, at most.
-        smc: the decoder's configuration; None for decoders without weights.
+        decoding: the decoder's configuration.
         tokenizer: for text; None where the model has none.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
     """
 
     def __init__(
-        self, runner: Runner, *, max_num_seqs: int, smc: SMC | None, tokenizer: Tokenizer | None, overlap: bool | None
+        self,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        decoding: SMC | Rejection | Autoregressive,
+        tokenizer: Tokenizer | None,
+        overlap: bool | None,
     ) -> None:
         self.runner = runner
-        self._smc, self._tokenizer = smc, tokenizer
+        self._decoding, self._tokenizer = decoding, tokenizer
         self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk)
         self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
         self._arrivals: dict[str, float] = {}  # of those that wait
@@ -264,11 +272,12 @@ class Engine:
             text, token_ids = certain.begin(value.tokens)
         else:
             lengths = value.length - len(request.token_ids)
-            if self._smc is None:
-                ancestors, alive = np.zeros(1, np.int32), np.ones(1, bool)
-            else:
+            n = len(lengths)
+            if isinstance(self._decoding, SMC):
                 ancestors = value.ancestors
-                alive = np.full(len(ancestors), bool(value.resampled)) | ~np.isneginf(value.log_weight)
+                alive = np.full(n, bool(value.resampled)) | ~np.isneginf(value.log_weight)
+            else:  # nothing is resampled, and rows of a group agree
+                ancestors, alive = np.arange(n, dtype=np.int32), np.ones(n, bool)
             text, token_ids = certain.advance(value.tokens, lengths, ancestors, alive)
         if (text or token_ids) and request.request_id in self._streams:
             self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
@@ -276,7 +285,7 @@ class Engine:
     def _output(self, running: _Running, population: Any) -> RequestOutput:
         request = running.group.request
         output = assemble(
-            request, population, running.infos, running.times, self._smc, self._tokenizer, aborted=running.aborted
+            request, population, running.infos, running.times, self._decoding, self._tokenizer, aborted=running.aborted
         )
         if running.certain is not None:
             answer = output.outputs[0]

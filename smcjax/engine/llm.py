@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from smcjax import autoregressive, smc
+from smcjax import autoregressive, rejection, smc
 from smcjax.autoregressive import Autoregressive
+from smcjax.decoding.speculation import PairParams
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import load_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, worst_case_pages
@@ -24,6 +25,7 @@ from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.model.quantize import check_quantization, quantize_params
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
 logger = logging.getLogger("smcjax")
@@ -36,8 +38,8 @@ class LLM:
 
     Args:
         model: directory (or locally cached hub id) of the target; None for the bundled pair.
-        draft_model: the same for the draft, of the same tokenizer. Only `SMC` reads it.
-        decoding: `SMC(...)` (the default) or `Autoregressive()`.
+        draft_model: the same for the draft, of the same tokenizer. `Autoregressive` does not read it.
+        decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
             made when they are loaded; activations and KV stay in `dtype`.
@@ -59,7 +61,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         draft_model: str | os.PathLike[str] | None = None,
-        decoding: SMC | Autoregressive | None = None,
+        decoding: SMC | Rejection | Autoregressive | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         draft_quantization: str | None = None,
@@ -73,8 +75,8 @@ class LLM:
         seed: int = 0,
     ) -> None:
         self.decoding = SMC() if decoding is None else decoding
-        if not isinstance(self.decoding, SMC | Autoregressive):
-            raise ValueError(f"decoding must be SMC(...) or Autoregressive(), got {decoding!r}.")
+        if not isinstance(self.decoding, SMC | Rejection | Autoregressive):
+            raise ValueError(f"decoding must be SMC(...), Rejection(...) or Autoregressive(), got {decoding!r}.")
         _check_path("model", model)
         _check_path("draft_model", draft_model)
         check_quantization("quantization", quantization)
@@ -95,9 +97,10 @@ class LLM:
 
         enable_compilation_cache()
         self._smc = self.decoding if isinstance(self.decoding, SMC) else None
-        if draft_quantization is not None and self._smc is None:
+        drafts = not isinstance(self.decoding, Autoregressive)
+        if draft_quantization is not None and not drafts:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
-        self.models = load_models(model, draft_model, needs_draft=self._smc is not None, dtype=dtype)
+        self.models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
         if quantization is not None:
             target_params = quantize_params(self.models.target_params, consume=True)
             self.models = dataclasses.replace(self.models, target_params=target_params)
@@ -116,11 +119,11 @@ class LLM:
         self._counter = 0
 
         decoder, program, params = self._decoder()
-        self._rows = self._smc.n_particles if self._smc else 1
+        self._rows = rows_of(self.decoding)
         self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
         runner = Runner(decoder, program, params, self.num_pages, Programs())
         self._engine: Engine | None = Engine(
-            runner, max_num_seqs=max_num_seqs, smc=self._smc, tokenizer=self.tokenizer, overlap=None
+            runner, max_num_seqs=max_num_seqs, decoding=self.decoding, tokenizer=self.tokenizer, overlap=None
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
 
@@ -132,13 +135,14 @@ class LLM:
             "page_size": self.page_size,
             "implementation": self._implementation,
         }
-        if self._smc is not None:
-            assert models.draft is not None
-            assert models.draft_params is not None
-            pair = smc.Program(self._smc, models.target, models.draft, **geometry)
-            return smc, pair, smc.PairParams(models.target_params, models.draft_params)
-        alone = autoregressive.Program(models.target, **geometry)
-        return autoregressive, alone, models.target_params
+        if isinstance(self.decoding, Autoregressive):
+            return autoregressive, autoregressive.Program(models.target, **geometry), models.target_params
+        assert models.draft is not None
+        assert models.draft_params is not None
+        params = PairParams(models.target_params, models.draft_params)
+        if isinstance(self.decoding, SMC):
+            return smc, smc.Program(self.decoding, models.target, models.draft, **geometry), params
+        return rejection, rejection.Program(self.decoding, models.target, models.draft, **geometry), params
 
     def _num_pages(self, num_pages: int | None, gpu_memory_utilization: float) -> int:
         """How many pages to take; the whole budget is logged before they are."""
@@ -365,17 +369,24 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
+def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
+    """N, rows of a request."""
+    if isinstance(decoding, SMC):
+        return decoding.n_particles
+    return decoding.n_candidates if isinstance(decoding, Rejection) else 1
+
+
 def _refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
     """What SMC cannot do exactly it refuses, saying why and what to use (ALGORITHM.md)."""
     if params.temperature == 0:
         raise ValueError(
             "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
-            "use decoding=Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
+            "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
         )
     if params.truncates:
         raise ValueError(
             f"top_k is {params.top_k} and top_p is {params.top_p}, and draft tokens outside the kept set would weigh "
-            "nothing; use decoding=Autoregressive(), which honours them, or leave them out."
+            "nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
         )
     if params.stop_strings and decoding.power != 1.0:
         raise ValueError(

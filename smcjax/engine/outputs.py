@@ -63,11 +63,18 @@ class RequestMetrics:
     mean_ess: float | None = None  # over cycles; None without a population
     queue_seconds: float = 0.0  # from its arrival to its admission
     first_token_seconds: float = 0.0  # from its admission until the host saw its first tokens; 0: never
+    accepted: int | None = None  # of the drafted tokens of accepted candidates, by the target; None: nothing rejects
+    accepted_at: tuple[int, ...] | None = None  # [K] cycles in which the draft at each position was accepted
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the answer over `seconds`."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Drafts accepted a cycle; None where nothing is rejected, or no cycle ran."""
+        return None if self.accepted is None or not self.cycles else self.accepted / self.cycles
 
 
 @dataclasses.dataclass(frozen=True)

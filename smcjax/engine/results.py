@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
@@ -31,15 +33,13 @@ def assemble(
     population: Population,
     infos: Sequence[Any],
     times: Times,
-    smc: SMC | None,
+    decoding: SMC | Rejection | Autoregressive,
     tokenizer: Tokenizer | None,
     *,
     aborted: bool = False,
 ) -> RequestOutput:
-    """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
-
-    `smc` is None for decoders without weights.
-    """
+    """The output of a request from its population, one group as host arrays, and its own Info of every cycle."""
+    smc = decoding if isinstance(decoding, SMC) else None
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
     selected = int(population.selected)
@@ -80,15 +80,33 @@ def assemble(
             cycles=len(infos),
             resamples=0 if smc is None else sum(bool(info.resampled) for info in infos),
             generated_tokens=len(completion.token_ids),
-            drafted=0 if smc is None else len(infos) * smc.n_particles * smc.gamma,
+            drafted=len(infos) * _drafts_a_cycle(decoding),
             seconds=times.ended - times.began,
             mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
             queue_seconds=times.began - times.arrived,
             first_token_seconds=max(times.first_seen - times.began, 0.0),
+            **_acceptance(decoding, infos),
         ),
         smc=weighted,
         error=error,
     )
+
+
+def _drafts_a_cycle(decoding: SMC | Rejection | Autoregressive) -> int:
+    if isinstance(decoding, SMC):
+        return decoding.n_particles * decoding.gamma
+    return decoding.n_candidates * decoding.gamma if isinstance(decoding, Rejection) else 0
+
+
+def _acceptance(decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any]) -> dict[str, Any]:
+    """How many drafts were accepted, and in how many cycles at each position."""
+    if not isinstance(decoding, Rejection):
+        return {}
+    lengths = np.array([info.accepted for info in infos], int)
+    return {
+        "accepted": int(lengths.sum()),
+        "accepted_at": tuple(int((lengths > position).sum()) for position in range(decoding.gamma)),
+    }
 
 
 def never_ran(request: Request) -> RequestOutput:

@@ -1,0 +1,28 @@
+"""Exact speculative sampling, batched with ragged acceptance: token by token, in blocks, or over several candidates.
+
+program = Program(Rejection(gamma=4), target_config, draft_config, max_model_len=512)
+"""
+
+from smcjax.decoding.speculation import Memory, PairParams
+from smcjax.rejection.config import VERIFICATIONS, Rejection
+from smcjax.rejection.decoder import Info, Program, State, begin, conclude, prefill, run, start, step
+from smcjax.rejection.rules import Verdict, block, tree
+
+__all__ = [
+    "VERIFICATIONS",
+    "Info",
+    "Memory",
+    "PairParams",
+    "Program",
+    "Rejection",
+    "State",
+    "Verdict",
+    "begin",
+    "block",
+    "conclude",
+    "prefill",
+    "run",
+    "start",
+    "step",
+    "tree",
+]
