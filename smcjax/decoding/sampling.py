@@ -26,7 +26,7 @@ class Purpose(enum.IntEnum):
     RESAMPLE = 1 << 16
     SELECT = RESAMPLE + 1
     ACCEPT = RESAMPLE + 2  # the uniforms that drafts are accepted by
-    NEXT = RESAMPLE + 3  # the token behind the accepted ones, x₀ included
+    NEXT = RESAMPLE + 3  # the token behind the accepted ones
 
 
 def group_keys(keys: Key[Array, " G"], cycle: Int[Array, " G"], purpose: Purpose) -> Key[Array, " G"]:

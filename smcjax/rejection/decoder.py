@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.next_token import Law, law_logits, sample
 from smcjax.decoding.prefill import admit, leaders_of, prefill_chunk
-from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at
+from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
 from smcjax.decoding.speculation import (
     Memory,
@@ -147,7 +147,7 @@ def prefill(
 def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token from the target, one for all rows of a request."""
     requests, groups = state.requests, state.running.shape[0]
-    keys = group_keys(requests.key, state.cycle, Purpose.NEXT)
+    keys = row_keys(requests.key, state.cycle, 1, Purpose.FIRST)
     first = sample(_law(program, state, 1), keys, jnp.ones(groups, jnp.int32), unembed(params.target, last_hidden))
     nothing = jnp.zeros(groups, jnp.int32)
     return _commit(program, state, first.token[:, None], first.logprob[:, None], nothing, jnp.isnan(first.logprob))

@@ -84,7 +84,7 @@ def test_truncating_neighbours_change_nothing(plain: LLM) -> None:
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}])
 def test_smc_names_the_decoder_that_can(llm: LLM, plain: LLM, change: dict[str, float]) -> None:
     params = SamplingParams(max_tokens=2, **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"use decoding=Autoregressive\(\)"):
+    with pytest.raises(ValueError, match=r"use decoding=Rejection\(\) or Autoregressive\(\)"):
         llm.generate("ab", params)
     assert plain.generate("ab", params, use_tqdm=False)[0].error is None
 

@@ -1,0 +1,217 @@
+"""Speculative sampling as it runs: the target's law, greedy runs, ragged acceptance, pages, company, failures."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import rejection
+from smcjax.model import load_checkpoint
+from smcjax.rejection import Rejection
+from tests import exact
+from tests.helpers import Ask, assert_pages_sound, batch, tiny_pair
+from tests.smc.reference import language_model
+from tests.test_autoregressive import top_k_p
+
+GOLDEN = Path(__file__).parents[1] / "data" / "hf_golden"
+V, MAX_MODEL_LEN = 4, 24
+PAIR = tiny_pair(V, target_layers=1)
+AFTER = language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)
+DECODINGS = [
+    Rejection(gamma=3),
+    Rejection(gamma=3, verification="block"),
+    Rejection(gamma=2, n_candidates=3),
+]
+
+
+def program_of(decoding: Rejection, page_size: int = 4, **changes: Any) -> rejection.Program:
+    return rejection.Program(decoding, PAIR.target, PAIR.draft, MAX_MODEL_LEN, page_size, **changes)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "num_pages"))
+def init(program: rejection.Program, params: Any, prompts: Any, requests: Any, num_pages: int) -> Any:
+    """begin, prefill in one chunk, start."""
+    memory = rejection.Memory.create(program, params, num_pages)
+    state = rejection.begin(program, memory, prompts, requests, requests.prompt_length > 0)
+    hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size), params.target.embed.dtype)
+    state, hidden = rejection.prefill(program, params, state, jnp.asarray(0, jnp.int32), prompts.shape[1], hidden)
+    return rejection.start(program, params, state, hidden)
+
+
+step = jax.jit(rejection.step, static_argnames="program")
+run = jax.jit(rejection.run, static_argnames=("program", "num_steps"))
+
+
+def answers(program: rejection.Program, state: rejection.State) -> list[tuple[int, ...]]:
+    """Generated tokens of each request; its rows agree."""
+    ended, memory = rejection.conclude(program, state)
+    assert (np.asarray(memory.pool.refcount) == 0).all()
+    begin = np.asarray(state.requests.prompt_length)
+    n = program.decoding.n_candidates
+    rows = [
+        tuple(tokens[:length])
+        for tokens, length in zip(np.asarray(state.sequences.tokens).tolist(), state.sequences.length, strict=True)
+    ]
+    assert all(len(set(rows[g * n : (g + 1) * n])) == 1 for g in range(len(begin)))
+    return [tuple(row[0, b:e].tolist()) for row, b, e in zip(ended.tokens, begin, ended.length[:, 0], strict=True)]
+
+
+def decode(
+    program: rejection.Program, asks: list[Ask], num_pages: int = 200, params: Any = PAIR.params
+) -> tuple[rejection.State, list[rejection.Info]]:
+    """Steps until no request runs; checks pages and reports after each."""
+    state = init(program, params, *batch(asks, program.target.vocab_size, program.max_model_len), num_pages)
+    infos = []
+    while state.running.any():
+        before = np.asarray(state.sequences.length)
+        state, info = step(program, params, state)
+        assert_pages_sound(state.sequences.block_table, state.memory.pool)
+        np.testing.assert_array_equal(info.done, ~state.running)
+        grown = (np.asarray(state.sequences.length) - before).reshape(len(asks), -1)
+        most = np.where(info.ran & ~state.failed, np.asarray(info.accepted) + 1, 0)[:, None]
+        assert (grown <= most).all()
+        assert ((grown == most) | np.asarray(state.sequences.finished).reshape(grown.shape)).all()
+        infos.append(info)
+        assert len(infos) <= MAX_MODEL_LEN, "a request runs on for ever"
+    return state, infos
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("decoding", "changes", "top_k", "top_p"),
+    [
+        (Rejection(gamma=3), {}, V, 1.0),
+        (Rejection(gamma=3, draft_temperature=1.5), {}, 3, 0.75),
+        (Rejection(gamma=3, verification="block"), {"temperature": 0.7, "min_tokens": 2}, V, 1.0),
+        (Rejection(gamma=2, n_candidates=3), {"temperature": 0.8}, V, 1.0),
+    ],
+    ids=["token", "token, truncated", "block", "three candidates"],
+)
+def test_sampling_law(decoding: Rejection, changes: dict[str, Any], top_k: int, top_p: float) -> None:
+    """χ² of 8,192 samples against every output's exact probability; the control is a law half as warm again."""
+    ask = Ask((1, 2), max_tokens=3, stops=(3,), **changes)
+    samples = 8192
+    program = program_of(decoding, page_size=2, truncates=top_k < V or top_p < 1)
+    prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
+    prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))
+    requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))
+    state = init(program, PAIR.params, prompts, requests, num_pages=samples * decoding.n_candidates * 4 + 1)
+    state, infos = run(program, PAIR.params, state, 2)
+    assert not state.running.any()
+    assert len(np.unique(infos.accepted[0])) > 1, "rows of one step accept differently"
+    seen = collections.Counter(answers(program, state))
+
+    def chi_square(temperature: float) -> tuple[float, int]:
+        law = exact.outcomes(
+            AFTER, dataclasses.replace(ask, temperature=temperature), MAX_MODEL_LEN, transform=top_k_p(top_k, top_p)
+        )
+        assert set(seen) <= set(law)
+        common = {x: mass * samples for x, mass in law.items() if mass * samples >= 5}
+        return sum((seen[x] - n) ** 2 / n for x, n in common.items()), len(common)
+
+    value, bins = chi_square(ask.temperature)
+    assert bins > 4
+    assert value < bins + 4.5 * np.sqrt(2 * bins) + 5, (value, bins)
+    value, bins = chi_square(1.5 * ask.temperature)
+    assert value > bins + 15 * np.sqrt(2 * bins), "control"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_greedy_is_the_targets(decoding: Rejection) -> None:
+    """Temperature 0, over pages, with a draft of other weights: the recorded greedy continuations."""
+    path = sorted(GOLDEN.iterdir())[0]
+    config, params = load_checkpoint(path, dtype="float32")
+    golden = json.loads((path / "golden.json").read_text())
+    steps = len(golden["greedy"][0])
+    asks = [Ask(tuple(prompt), steps, temperature=0.0) for prompt in golden["prompts"]]
+    length = max(len(ask.prompt) for ask in asks) + steps
+    noise = jax.random.normal(jax.random.key(0), params.embed.shape) * params.embed.std() * 0.4
+    pair = rejection.PairParams(params, dataclasses.replace(params, embed=params.embed + noise))
+    program = rejection.Program(decoding, config, config, length, page_size=4)
+    rows = len(asks) * decoding.n_candidates
+    state = init(program, pair, *batch(asks, config.vocab_size, length), rows * program.max_pages + 1)
+    state, infos = run(program, pair, state, steps - 1)
+    assert not state.running.any()
+    assert [list(answer) for answer in answers(program, state)] == golden["greedy"]
+    accepted = np.asarray(infos.accepted)[np.asarray(infos.ran)]
+    assert 0 < accepted.mean() < decoding.gamma, "some drafts are accepted, some are not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_ragged_limits_and_company(decoding: Rejection) -> None:
+    """Requests that accept 0 and all share a step; tokens depend on neither neighbours, page size nor place."""
+    asks = [
+        Ask((1, 2, 3), 14, seed=1),
+        Ask((2,), 20, stops=(3,), min_tokens=4, temperature=0.8, seed=2),
+        Ask((0, 1) * 4, 1, seed=3),
+        Ask((1, 2, 3), 14, seed=1),
+        Ask((3, 3), 18, seed=5),
+        Ask((0,), 18, temperature=2.0, seed=6),
+    ]
+    program = program_of(decoding)
+    state, infos = decode(program, asks)
+    got = answers(program, state)
+    spread = [set(np.asarray(info.accepted)[np.asarray(info.ran)].tolist()) for info in infos]
+    assert any({0, decoding.gamma} <= accepted for accepted in spread), spread
+    assert got[0] == got[3]
+    assert len(got[2]) == 1
+    for ask, tokens in zip(asks, got, strict=True):
+        assert len(tokens) == ask.limit(MAX_MODEL_LEN) - len(ask.prompt) or tokens[-1] in ask.stops
+        assert not set(tokens[:-1]) & set(ask.stops)
+        assert not set(tokens[: ask.min_tokens]) & set(ask.stops)
+    order = [4, 2, 0, 5, 1, 3]
+    moved = [dataclasses.replace(asks[i], seed=9) if i == 3 else asks[i] for i in order]
+    again = answers(program, decode(program, moved)[0])
+    assert [again[order.index(i)] for i in (0, 1, 2, 4, 5)] == [got[i] for i in (0, 1, 2, 4, 5)]
+    assert again[order.index(3)] != got[3], "control: another seed"
+    if decoding.n_candidates > 1:
+        single = program_of(decoding, page_size=1)
+        assert answers(single, decode(single, asks, 600)[0]) == got
+    law = exact.outcomes(AFTER, dataclasses.replace(asks[1], max_tokens=3), MAX_MODEL_LEN)
+    logprobs = np.asarray(state.sequences.logprobs)[decoding.n_candidates, 1:4]
+    np.testing.assert_allclose(np.exp(logprobs.sum()), law[got[1][:3]], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoding", DECODINGS[1:], ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
+    params = PAIR.params
+    broken = dataclasses.replace(params.target, embed=params.target.embed.at[3].set(jnp.nan))
+    pair = dataclasses.replace(params, target=broken)
+    forbid: dict[str, Any] = {"stops": (3,), "min_tokens": 99}
+    asks = [Ask((1, 2), 7, seed=1, **forbid), Ask((1, 3, 1), 7, seed=2, **forbid), Ask((2,), 9, seed=3, **forbid)]
+    program = program_of(decoding)
+    state, _ = decode(program, asks, params=pair)
+    assert state.failed.tolist() == [False, True, False]
+    got = answers(program, state)
+    assert got[1] == ()
+    healthy, _ = decode(program, [asks[0], dataclasses.replace(asks[1], prompt=(1, 1, 1)), asks[2]], params=pair)
+    assert not healthy.failed.any()
+    assert [answers(program, healthy)[i] for i in (0, 2)] == [got[i] for i in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": 0}, "gamma must be a whole number from 1 to 64, got 0"),
+        ({"gamma": True}, "gamma must be a whole number from 1 to 64, got True"),
+        ({"n_candidates": 2.0}, r"n_candidates must be a whole number from 1 to 1024, got 2\.0"),
+        ({"verification": "tree"}, "verification must be 'token' or 'block', got 'tree'"),
+        ({"verification": "block", "n_candidates": 2}, "use verification='token' or n_candidates=1"),
+        ({"draft_temperature": 0}, "draft_temperature must be a number from 0.001 to 1000"),
+    ],
+)
+def test_bad_options(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rejection(**arguments)
