@@ -20,7 +20,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
+from smcjax.pallas import Sharing, decode_step, plan_sharing, rms_norm, uses_kernels
 from smcjax.pallas.sharing import find_sharing
 
 PAGES_BY_ONE = 128  # of a row's table: up to here attention tasks are single pages
@@ -63,7 +63,9 @@ class Drawn(NamedTuple):
 
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]  # under the law, at temperature 1 of rows that are greedy
-    logits: Float[Array, "R V"] | None = None  # whose softmax that is, where it was asked for
+    # Where the whole law was asked for, one of:
+    logits: Float[Array, "R V"] | None = None  # whose softmax it is
+    hidden: Float[Array, "R E"] | None = None  # from which `unembed` and `law_logits` make these
 
 
 def sample(
@@ -97,7 +99,7 @@ class Plan:
 
     sharing: Sharing | None  # layer by layer: what rows of a group share
     one_kernel: OneKernelPlan | None = None  # None where no step may run so
-    keep_logits: bool = False  # whether the laws that are drawn from are wanted whole
+    keeps_laws: bool = False  # whether the laws that are drawn from are wanted whole
 
 
 def plan(
@@ -112,7 +114,7 @@ def plan(
     columns: int,
     page_size: int,
     implementation: str,
-    keep_logits: bool = False,
+    keeps_laws: bool = False,
 ) -> Plan:
     """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
     sharing = plan_sharing(
@@ -134,10 +136,10 @@ def plan(
     shapes = [
         _one_kernel(config, params, total, width, rows, page_size, task_slots, implementation) for width in widths
     ]
-    if law.truncation is not None or keep_logits or not any(shapes):
-        return Plan(sharing, keep_logits=keep_logits)
+    if law.truncation is not None or not any(shapes):
+        return Plan(sharing, keeps_laws=keeps_laws)
     tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
-    return Plan(sharing, OneKernelPlan(tasks, norms_of(params), pack_bits(law.stops)))
+    return Plan(sharing, OneKernelPlan(tasks, norms_of(params), pack_bits(law.stops)), keeps_laws)
 
 
 def tasks_of(
@@ -271,10 +273,9 @@ def next_token(
         if copies is not None:
             cache = cache.copy_pages(copies, implementation="mosaic")
         weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks
-        token, logprob, keys, values = decode_step.decode_step(
-            shape, weights, tokens, step, tables, tasks, cache.keys, cache.values
-        )
-        return Drawn(token, logprob), KVCache(keys=keys, values=values)
+        done = decode_step.decode_step(shape, weights, tokens, step, tables, tasks, cache.keys, cache.values)
+        hidden = rms_norm(done.residual, params.final_norm, config.rms_norm_eps) if plan.keeps_laws else None
+        return Drawn(done.token, done.logprob, hidden=hidden), KVCache(keys=done.keys, values=done.values)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -289,7 +290,7 @@ def next_token(
     )
     logits = unembed(params, hidden[:, -1])
     keys, number = steps.keys[step], steps.token_number[step]
-    return sample(law, keys, number, logits, keep_logits=plan.keep_logits), cache
+    return sample(law, keys, number, logits, keep_logits=plan.keeps_laws), cache
 
 
 def _one_kernel(

@@ -11,13 +11,14 @@ the forwards like all others, write to the trash page, and change nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prepare
+from smcjax.decoding.next_token import Drawn, Law, Steps, law_logits, next_token, plan, prepare
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
@@ -185,12 +186,12 @@ def propose(
     copies: Copies | None,
     law: Law,
     *,
-    keep_logits: bool = False,
+    keeps_laws: bool = False,
 ) -> tuple[Drafts, KVCache]:
     """Draws K draft tokens a row from `law`, whose temperature may be overruled by the program's draft_temperature.
 
     `params` are the draft's. Writes the draft KV of all but the last, and of that too where the token behind it is not
-    deferred. `keep_logits` asks for the laws that were drawn from, whole.
+    deferred. `keeps_laws` asks for the laws that were drawn from, whole.
     """
     speculation, sequences = program.speculation, state.sequences
     rows, gamma = speculation.rows, speculation.gamma
@@ -212,7 +213,7 @@ def propose(
         columns=2 if speculation.defers else 1,
         page_size=program.page_size,
         implementation=program.implementation,
-        keep_logits=keep_logits,
+        keeps_laws=keeps_laws,
     )
 
     def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
@@ -266,7 +267,12 @@ def propose(
         drawn = jax.tree.map(lambda leaf: leaf[:, None], first)
         if others is not None:
             drawn = jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.moveaxis(b, 0, 1)], axis=1), drawn, others)
-        return Drafts(drawn.token, drawn.logprob, drawn.logits)
+        logits = drawn.logits
+        if drawn.hidden is not None:  # one product for all columns
+            number = generated + 1 + jnp.arange(gamma)[:, None]
+            columns = unembed(params, drawn.hidden.swapaxes(0, 1))
+            logits = jax.vmap(functools.partial(law_logits, law))(number, columns).swapaxes(0, 1)
+        return Drafts(drawn.token, drawn.logprob, logits)
 
     # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
     after = speculation.bonus and not speculation.defers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,16 @@ class Tables:
     forbidden: UInt[Array, "M words"]
 
 
+class Stepped(NamedTuple):
+    """What a step gives."""
+
+    token: Int[Array, " R"]
+    logprob: Float[Array, " R"]
+    residual: Float[Array, "R E"]  # after the last layer, before the final norm: of the token that was last
+    keys: tuple[Float[Array, "P B Hkv D"], ...]
+    values: tuple[Float[Array, "P B Hkv D"], ...]
+
+
 def make_tables(
     shape: Shape,
     cos: Float[Array, "K R T half"],
@@ -136,7 +146,7 @@ def decode_step(
     values: tuple[Float[Array, "P B Hkv D"], ...],
     *,
     interpret: Any = None,
-) -> tuple[Int[Array, " R"], Float[Array, " R"], tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+) -> Stepped:
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
     `step` from 0 to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new
@@ -153,7 +163,13 @@ def decode_step(
     token, logprob = _conclude(*(ref[...] for ref in operands.found))
     rows, columns = tokens.shape
     last = slice(columns - 1, rows * columns, columns)
-    return token[last], logprob[last], tuple(map(jax.freeze, operands.keys)), tuple(map(jax.freeze, operands.values))
+    return Stepped(
+        token=token[last],
+        logprob=logprob[last],
+        residual=operands.x[...][last],
+        keys=tuple(map(jax.freeze, operands.keys)),
+        values=tuple(map(jax.freeze, operands.values)),
+    )
 
 
 def make_operands(

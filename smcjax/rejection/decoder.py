@@ -159,7 +159,7 @@ def step(program: Program, params: PairParams, state: State) -> tuple[State, Inf
     groups, n, gamma = ran.shape[0], decoding.n_candidates, decoding.gamma
     sequences, pool, copies = reserve(program, state)
     state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
-    drafts, cache = propose(program, params.draft, state, copies, _law(program, state, n), keep_logits=True)
+    drafts, cache = propose(program, params.draft, state, copies, _law(program, state, n), keeps_laws=True)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache))
     logits, cache = score(program, params.target, state, copies, drafts.tokens)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))

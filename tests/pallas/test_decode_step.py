@@ -25,6 +25,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
 from smcjax.pallas import decode_step as ds
+from smcjax.pallas import rms_norm
 from smcjax.pallas.decode_kernel import gumbel
 
 PAGE = 16
@@ -183,10 +184,13 @@ def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCa
 
 def check(problem: Problem, params: Any, got: Any) -> None:
     """Tokens, log-probabilities and the new tokens' keys and values agree to a few roundings."""
-    token, logprob, keys, values = got
+    token, logprob, residual, keys, values = got
     logits, perturbed, cache = reference(problem, params)
     finite = np.where(np.isfinite(logits), logits, 0.0)
     tolerance = 8 * ROUNDING * np.abs(finite).max()
+    hidden = rms_norm(residual, params.final_norm, problem.config.rms_norm_eps)
+    behind = np.asarray(unembed(params, hidden) / problem.draws.temperature[:, None])
+    np.testing.assert_allclose(np.where(np.isfinite(logits), behind, 0.0), finite, atol=tolerance)
     picked = np.take_along_axis(np.asarray(perturbed), np.asarray(token)[:, None], axis=1)[:, 0]
     assert (picked >= np.asarray(perturbed).max(axis=1) - 2 * tolerance).all(), "a token that is not nearly the best"
     np.testing.assert_allclose(logprob, log_softmax_at(logits, token), atol=2 * tolerance)
@@ -298,7 +302,7 @@ def test_one_launch_equals_a_launch_a_stage(
     shape = kernel_shape(problem)
 
     def results() -> Any:
-        token, logprob, keys, values = jax.jit(lambda params: run(problem, params, shape, live_groups=live_groups))(
+        token, logprob, _, keys, values = jax.jit(lambda params: run(problem, params, shape, live_groups=live_groups))(
             params
         )
         live = slice(0, live_groups * rows)
