@@ -435,7 +435,7 @@ def main() -> None:
         phases = autoregressive_phases(target, groups=args.requests, context=args.context)
     else:
         smc = SMC(n_particles=args.n_particles, gamma=args.gamma)
-        phases = cycle_phases(target, draft, smc, groups=args.requests, context=args.context)
+        phases = cycle_phases(target, draft, smc.speculation, groups=args.requests, context=args.context)
     weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else BANDWIDTH.get(name)
     roofline = None if bandwidth is None else weight_bytes / bandwidth * 1e3

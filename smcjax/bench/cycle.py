@@ -19,17 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax import autoregressive, smc
+from smcjax import autoregressive, rejection, smc
 from smcjax.bench.batch import BatchRunner
 from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
+from smcjax.decoding.speculation import PairParams, require_one_vocabulary
 from smcjax.engine.batch import Batch
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization, quantize_params
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
 logger = logging.getLogger("smcjax")
@@ -92,7 +94,7 @@ class Case:
     the models: the step reads and writes the same pages and cannot tell.
     """
 
-    decoding: SMC | None
+    decoding: SMC | Rejection | None
     groups: int = 1
     context: int = 256
     private: int = 0
@@ -117,13 +119,13 @@ class Case:
 
     @property
     def advance(self) -> int:
-        """Tokens that a request gains a cycle."""
+        """Tokens that a request gains a cycle, where drafts can be rejected at most."""
         return 1 if self.decoding is None else self.decoding.tokens_per_cycle
 
     @property
     def rows(self) -> int:
         """Of a request."""
-        return 1 if self.decoding is None else self.decoding.n_particles
+        return 1 if self.decoding is None else self.decoding.speculation.rows
 
     @property
     def num_pages(self) -> int:
@@ -160,7 +162,7 @@ class CycleResult:
     roofline_ms: float  # with KV and FLOPs
     ms: float  # a cycle, median of windows
     ms_windows: list[float]
-    tokens_per_second: float  # all requests together: one answer's tokens each
+    tokens_per_second: float  # all requests together: one answer's tokens each; of rejection if all drafts are accepted
     weight_roofline_fraction: float
     roofline_fraction: float
     compile_seconds: float
@@ -227,7 +229,7 @@ class _Runner(BatchRunner):
 
 def decoder_of(
     models: Models,
-    decoding: SMC | None,
+    decoding: SMC | Rejection | None,
     geometry: tuple[int, int, str],
     target_params: Params,
     draft_params: Params | None,
@@ -236,8 +238,17 @@ def decoder_of(
     if decoding is None:
         return autoregressive, autoregressive.Program(models.target_config, *geometry), target_params
     assert draft_params is not None
-    pair = smc.Program(decoding, models.target_config, models.draft_config, *geometry)
-    return smc, pair, smc.PairParams(target_params, draft_params)
+    params = PairParams(target_params, draft_params)
+    if isinstance(decoding, SMC):
+        return smc, smc.Program(decoding, models.target_config, models.draft_config, *geometry), params
+    return rejection, rejection.Program(decoding, models.target_config, models.draft_config, *geometry), params
+
+
+def named(decoding: SMC | Rejection | None) -> str:
+    """The decoder's name, as options have it."""
+    if decoding is None:
+        return "autoregressive"
+    return "smc" if isinstance(decoding, SMC) else "rejection"
 
 
 def described(case: Case) -> str:
@@ -245,7 +256,8 @@ def described(case: Case) -> str:
     if case.decoding is None:
         what = "target only"
     else:
-        what = f"N={case.decoding.n_particles} K={case.decoding.gamma}"
+        rejection = ", rejection" if isinstance(case.decoding, Rejection) else ""
+        what = f"N={case.rows} K={case.decoding.gamma}{rejection}"
     requests = "1 request" if case.groups == 1 else f"{case.groups} requests"
     private = f", of which {case.private:,} private" if case.private else ""
     return f"{what}, {requests}, context {case.context:,}{private}"
@@ -329,7 +341,7 @@ class Bench:
         jax.block_until_ready(state)
         elapsed = time.perf_counter() - began
         if np.asarray(info.done).any():
-            raise RuntimeError("a population ended inside the benchmark: its weights broke, so the timing says nothing")
+            raise RuntimeError("a request ended inside the benchmark: its weights broke, so the timing says nothing")
         runner.conclude(self.batch, runner.program, state)
         return elapsed / cycles * 1e3
 
@@ -345,7 +357,7 @@ class Bench:
         return cycle_phases(
             models.target_config,
             models.draft_config,
-            case.decoding,
+            case.decoding.speculation,
             private=case.private,
             draft_quantization=models.draft_quantization,
             **sizes,
@@ -360,7 +372,7 @@ class Bench:
         weight_roofline = weights / rates.bandwidth * 1e3
         return CycleResult(
             device=jax.devices()[0].device_kind,
-            decoding="autoregressive" if case.decoding is None else "smc",
+            decoding=named(case.decoding),
             groups=case.groups,
             n_particles=case.rows,
             gamma=0 if case.decoding is None else case.decoding.gamma,
@@ -393,17 +405,17 @@ class Bench:
 def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -> CycleResult:
     """Times one case. Raises ValueError for what does not fit the device, before it is taken."""
     enable_compilation_cache()
-    require_one_vocabulary(models, case)
+    require_pair(models, case)
     require_room(models, case)
     bench = Bench(models, case, models.target_params(), None if case.decoding is None else models.draft_params())
     bench.compile()
     return bench.measure(Rates.measure(models.target_config.dtype, bandwidth))
 
 
-def require_one_vocabulary(models: Models, case: Case) -> None:
+def require_pair(models: Models, case: Case) -> None:
     """Raises ValueError where target and draft cannot be a pair."""
     if case.decoding is not None:
-        smc.Program(case.decoding, models.target_config, models.draft_config, case.max_model_len)
+        require_one_vocabulary(models.target_config, models.draft_config)
 
 
 def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:

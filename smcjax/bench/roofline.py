@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from smcjax.decoding.speculation import Speculation
 from smcjax.model.config import ModelConfig
-from smcjax.smc import SMC
 
 # Vendor datasheets, bytes per second.
 BANDWIDTH = {
@@ -60,7 +60,7 @@ def _phase(
 def cycle_phases(
     target: ModelConfig,
     draft: ModelConfig,
-    smc: SMC,
+    speculation: Speculation,
     *,
     groups: int,
     context: int,
@@ -68,18 +68,18 @@ def cycle_phases(
     quantization: str | None = None,
     draft_quantization: str | None = None,
 ) -> list[Phase]:
-    """The phases of one SMC cycle of `groups` requests with `context` tokens of KV.
+    """The phases of one cycle of `groups` requests with `context` tokens of KV.
 
-    Particles share all of it but the last `private` tokens, of which each has its own. A quantised model's weights
-    count a byte each.
+    Rows of a request share all of it but the last `private` tokens, of which each has its own. A quantised model's
+    weights count a byte each.
     """
-    rows = groups * smc.n_particles
-    kv_tokens = groups * (context - private + smc.n_particles * private)
-    single_forwards = smc.gamma - 1 + (smc.bonus and not smc.defer_bonus)
+    rows = groups * speculation.rows
+    kv_tokens = groups * (context - private + speculation.rows * private)
+    single_forwards = speculation.gamma - 1 + (speculation.bonus and not speculation.defers)
     return [
-        _phase("draft head", draft, 1, rows * (2 if smc.defers else 1), kv_tokens, draft_quantization),
+        _phase("draft head", draft, 1, rows * (2 if speculation.defers else 1), kv_tokens, draft_quantization),
         _phase("draft", draft, single_forwards, rows, kv_tokens, draft_quantization),
-        _phase("verify", target, 1, rows * smc.tokens_per_cycle, kv_tokens, quantization),
+        _phase("verify", target, 1, rows * speculation.width, kv_tokens, quantization),
     ]
 
 

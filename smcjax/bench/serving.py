@@ -28,6 +28,7 @@ from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Request
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
 PERCENTILES = (95, 99)
@@ -37,7 +38,7 @@ PERCENTILES = (95, 99)
 class Load:
     """What is asked of the engine. `request_rate` requests a second on average, infinite: all at once."""
 
-    decoding: SMC | None  # None: the target alone
+    decoding: SMC | Rejection | None  # None: the target alone
     num_prompts: int = 32
     input_len: int = 256
     output_len: int = 128
@@ -56,7 +57,7 @@ class Load:
     @property
     def rows(self) -> int:
         """Of a request."""
-        return 1 if self.decoding is None else self.decoding.n_particles
+        return 1 if self.decoding is None else self.decoding.speculation.rows
 
 
 @dataclasses.dataclass(frozen=True)

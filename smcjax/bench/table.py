@@ -19,7 +19,7 @@ from smcjax.bench.cycle import (
     Models,
     Rates,
     described,
-    require_one_vocabulary,
+    require_pair,
     require_room,
 )
 from smcjax.engine.programs import enable_compilation_cache
@@ -84,7 +84,7 @@ def run_cases(
     enable_compilation_cache()
     with_draft = any(case.decoding is not None for case in cases)
     for case in cases:
-        require_one_vocabulary(models, case)
+        require_pair(models, case)
         require_room(models, case)
     target = models.target_params()
     draft = models.draft_params() if with_draft else None

@@ -18,6 +18,8 @@ from smcjax.cli.options import DECODINGS, add_debug_option
 if TYPE_CHECKING:
     from smcjax.bench.cycle import CycleResult, Models
     from smcjax.bench.engine import Overhead
+    from smcjax.rejection import Rejection
+    from smcjax.smc import SMC
 
 LIMITS = {
     "requests": 4096,
@@ -103,7 +105,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
     parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", help="int8: the draft's weights (default: bfloat16)")
-    parser.add_argument("-N", "--n-particles", type=int, default=8)
+    parser.add_argument("-N", "--n-particles", type=int, default=8, help="particles, or candidates of rejection (8)")
     parser.add_argument("-K", "--gamma", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument(
@@ -136,6 +138,16 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--bandwidth must be above 0 and at most 1000000 GB/s, got {args.bandwidth}.")
 
 
+def _decoding(args: argparse.Namespace) -> SMC | Rejection | None:
+    """What to time; None is the target alone."""
+    from smcjax.rejection import Rejection
+    from smcjax.smc import SMC
+
+    if args.decoding == "smc":
+        return SMC(n_particles=args.n_particles, gamma=args.gamma)
+    return Rejection(n_candidates=args.n_particles, gamma=args.gamma) if args.decoding == "rejection" else None
+
+
 def _models(args: argparse.Namespace) -> Models:
     from smcjax.bench.cycle import Models
 
@@ -147,12 +159,11 @@ def _models(args: argparse.Namespace) -> Models:
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
     from smcjax.bench.cycle import Case, bench_cycle
-    from smcjax.smc import SMC
 
     _check(args)
-    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+    decoding = _decoding(args)
     case = Case(
-        smc,
+        decoding,
         groups=args.requests,
         context=args.context,
         private=args.private,
@@ -176,6 +187,8 @@ def _compare(args: argparse.Namespace) -> int:
     """All implementations on one case; this process leaves the device alone."""
     from smcjax.bench.compare import contenders, markdown
 
+    if args.decoding == "rejection":
+        raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     both = [
         *("--target-shape", args.target_shape, "--draft-shape", args.draft_shape, "--decoding", args.decoding),
         *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
@@ -233,7 +246,6 @@ def run_serving(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
-    from smcjax.smc import SMC
 
     _check(args)
     for rate in args.rates:
@@ -241,9 +253,9 @@ def run_serving(args: argparse.Namespace) -> int:
             raise ValueError(f"--rates must be above 0, got {rate}.")
     if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
-    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
+    decoding = _decoding(args)
     load = Load(
-        smc,
+        decoding,
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
@@ -274,13 +286,12 @@ def run_engine(args: argparse.Namespace) -> int:
     """Times cycles bare and through the engine; a table, and JSON lines on request."""
     from smcjax.bench.engine import WARMUP, markdown, measure
     from smcjax.bench.serving import Load
-    from smcjax.smc import SMC
 
     _check(args)
-    smc = SMC(n_particles=args.n_particles, gamma=args.gamma) if args.decoding == "smc" else None
-    advance = 1 if smc is None else smc.tokens_per_cycle
+    decoding = _decoding(args)
+    advance = 1 if decoding is None else decoding.tokens_per_cycle
     load = Load(
-        smc,
+        decoding,
         input_len=args.input_len,
         output_len=(2 * WARMUP + args.cycles + 2) * advance,
         max_num_seqs=max(args.requests),
@@ -302,7 +313,7 @@ def run_engine(args: argparse.Namespace) -> int:
 def _models_named(result: CycleResult, draft: str, target: str) -> str:
     target += f" ({result.quantization})" if result.quantization else ""
     draft += f" ({result.draft_quantization})" if result.draft_quantization else ""
-    return f"{draft} → {target}" if result.decoding == "smc" else target
+    return target if result.decoding == "autoregressive" else f"{draft} → {target}"
 
 
 def _implementation(result: CycleResult) -> str:
@@ -311,7 +322,8 @@ def _implementation(result: CycleResult) -> str:
 
 def table(result: CycleResult, target: str, draft: str) -> str:
     """The result for people."""
-    what = f"N={result.n_particles} K={result.gamma}" if result.decoding == "smc" else "target only"
+    rejection = ", rejection" if result.decoding == "rejection" else ""
+    what = f"N={result.n_particles} K={result.gamma}{rejection}" if result.gamma else "target only"
     private = f" ({result.private} private)" if result.private else ""
     kv = ", synthetic KV" if result.synthetic_kv else ""
     rows = [
@@ -331,7 +343,10 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         ("weights a cycle", f"{result.weight_bytes / 1e9:.2f} GB → {result.weight_roofline_ms:.2f} ms"),
         ("KV a cycle", f"{result.kv_bytes / 1e9:.3f} GB; roofline with KV and FLOPs {result.roofline_ms:.2f} ms"),
         ("measured", f"{result.ms:.2f} ms a cycle (windows {', '.join(f'{ms:.2f}' for ms in result.ms_windows)})"),
-        ("tokens/s", f"{result.tokens_per_second:,.0f}"),
+        (
+            "tokens/s",
+            f"{result.tokens_per_second:,.0f}" + (", if all drafts are accepted" if rejection else ""),
+        ),
         ("of the weight roofline", f"{100 * result.weight_roofline_fraction:.1f}%"),
         ("of the roofline", f"{100 * result.roofline_fraction:.1f}%"),
         ("compilation", f"{result.compile_seconds:.1f} s"),

@@ -7,10 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smcjax.autoregressive import Autoregressive
+    from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
-DECODINGS = ("smc", "autoregressive")
-SMC_OPTIONS = ("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select")
+DECODINGS = ("smc", "rejection", "autoregressive")
+# Options of each decoder, by the names of its fields.
+OPTIONS: dict[str, dict[str, str]] = {
+    "smc": {
+        name: name
+        for name in ("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select")
+    },
+    "rejection": {
+        "n_particles": "n_candidates",
+        "gamma": "gamma",
+        "draft_temperature": "draft_temperature",
+        "verification": "verification",
+    },
+    "autoregressive": {},
+}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +43,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
     """How tokens are chosen."""
     group = parser.add_argument_group("decoding")
-    group.add_argument("--decoding", choices=DECODINGS, default="smc", help="smc (default) or the target alone")
-    group.add_argument("-N", "--n-particles", type=int, help=f"particles ({n_particles})")
+    group.add_argument(
+        "--decoding", choices=DECODINGS, default="smc", help="smc (default); exact: rejection, or the target alone"
+    )
+    group.add_argument("-N", "--n-particles", type=int, help=f"particles ({n_particles}); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
+    group.add_argument("--verification", help="rejection: token (default) or block")
     group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
     group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
@@ -52,25 +69,43 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Autoregressive:
+def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rejection | Autoregressive:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
     from smcjax.autoregressive import Autoregressive
+    from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
-    given = {name: getattr(args, name) for name in SMC_OPTIONS if getattr(args, name) is not None}
-    if args.decoding == "autoregressive":
-        if given:
-            option = "--" + next(iter(given)).replace("_", "-")
-            raise ValueError(f"{option} is an option of --decoding smc, got --decoding autoregressive; leave it out.")
-        return Autoregressive()
-    return SMC(**{**args.smc_defaults, **given}, trace=trace)
+    fields = OPTIONS[args.decoding]
+    given = {}
+    for name in {name: None for options in OPTIONS.values() for name in options}:
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if name not in fields:
+            others = " and ".join(decoding for decoding, options in OPTIONS.items() if name in options)
+            raise ValueError(
+                f"--{name.replace('_', '-')} is an option of --decoding {others}, got --decoding {args.decoding}; "
+                "leave it out."
+            )
+        given[fields[name]] = value
+    if args.decoding == "smc":
+        return SMC(**{**args.smc_defaults, **given}, trace=trace)
+    if args.decoding == "rejection":
+        return Rejection(**{"gamma": args.smc_defaults["gamma"], **given})
+    return Autoregressive()
 
 
-def described(decoding: SMC | Autoregressive) -> str:
+def described(decoding: SMC | Rejection | Autoregressive) -> str:
     """A decoder in a line of figures."""
+    from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
-    return f"N={decoding.n_particles} K={decoding.gamma}" if isinstance(decoding, SMC) else "target only"
+    if isinstance(decoding, SMC):
+        return f"N={decoding.n_particles} K={decoding.gamma}"
+    if not isinstance(decoding, Rejection):
+        return "target only"
+    candidates = f", {decoding.n_candidates} candidates" if decoding.n_candidates > 1 else ""
+    return f"rejection by {decoding.verification}, K={decoding.gamma}{candidates}"
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -371,9 +371,7 @@ def _is_share(value: object) -> bool:
 
 def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
     """N, rows of a request."""
-    if isinstance(decoding, SMC):
-        return decoding.n_particles
-    return decoding.n_candidates if isinstance(decoding, Rejection) else 1
+    return 1 if isinstance(decoding, Autoregressive) else decoding.speculation.rows
 
 
 def _refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:

@@ -93,9 +93,7 @@ def assemble(
 
 
 def _drafts_a_cycle(decoding: SMC | Rejection | Autoregressive) -> int:
-    if isinstance(decoding, SMC):
-        return decoding.n_particles * decoding.gamma
-    return decoding.n_candidates * decoding.gamma if isinstance(decoding, Rejection) else 0
+    return 0 if isinstance(decoding, Autoregressive) else decoding.speculation.rows * decoding.gamma
 
 
 def _acceptance(decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any]) -> dict[str, Any]:

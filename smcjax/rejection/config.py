@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from smcjax.decoding.speculation import Speculation
+
 VERIFICATIONS = ("token", "block")
 
 
@@ -45,3 +47,13 @@ class Rejection:
                 f"draft_temperature must be a number from 0.001 to 1000, or None to follow the request's temperature, "
                 f"got {temperature!r}."
             )
+
+    @property
+    def speculation(self) -> Speculation:
+        """What draft and verification need to know."""
+        return Speculation(self.n_candidates, self.gamma, draft_temperature=self.draft_temperature)
+
+    @property
+    def tokens_per_cycle(self) -> int:
+        """Tokens by which a cycle advances a request at most."""
+        return self.speculation.width

@@ -57,8 +57,7 @@ class Program:
     @property
     def speculation(self) -> Speculation:
         """What the draft and the target's forward need to know."""
-        decoding = self.decoding
-        return Speculation(decoding.n_candidates, decoding.gamma, draft_temperature=decoding.draft_temperature)
+        return self.decoding.speculation
 
     @property
     def max_tokens(self) -> int:

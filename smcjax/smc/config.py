@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from smcjax.decoding.speculation import Speculation
 from smcjax.smc.resampling import SCHEMES
 
 
@@ -60,14 +61,16 @@ class SMC:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
 
     @property
-    def tokens_per_cycle(self) -> int:
-        """Tokens by which a cycle advances a live particle."""
-        return self.gamma + 1 if self.bonus else self.gamma
+    def speculation(self) -> Speculation:
+        """What draft and verification need to know."""
+        return Speculation(
+            self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
+        )
 
     @property
-    def defers(self) -> bool:
-        """Whether the draft lacks the KV of the token before the frontier when a cycle starts."""
-        return self.bonus and self.defer_bonus
+    def tokens_per_cycle(self) -> int:
+        """Tokens by which a cycle advances a live particle."""
+        return self.speculation.width
 
 
 def _is_number(value: object, least: float, most: float) -> bool:

@@ -32,8 +32,7 @@ class Program:
     @property
     def speculation(self) -> Speculation:
         """What the draft and the target's forward need to know."""
-        smc = self.smc
-        return Speculation(smc.n_particles, smc.gamma, smc.bonus, smc.defers, smc.draft_temperature)
+        return self.smc.speculation
 
     @property
     def max_tokens(self) -> int:

@@ -87,7 +87,7 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
 
 def _float32_phases(decoding: SMC) -> list[Any]:
     models = Models("tiny-target", "tiny-draft")
-    return cycle.cycle_phases(models.target_config, models.draft_config, decoding, groups=2, context=10)
+    return cycle.cycle_phases(models.target_config, models.draft_config, decoding.speculation, groups=2, context=10)
 
 
 def test_own_pages_of_nothing_changes_nothing() -> None:

@@ -19,7 +19,7 @@ GB = 1e9
 
 def totals(smc: SMC, groups: int = 1, context: int = 256) -> tuple[int, int, int]:
     """Bytes of weights, bytes of KV and FLOPs of a cycle."""
-    phases = cycle_phases(TARGET, DRAFT, smc, groups=groups, context=context)
+    phases = cycle_phases(TARGET, DRAFT, smc.speculation, groups=groups, context=context)
     return (
         sum(phase.times * phase.weight_bytes for phase in phases),
         sum(phase.times * phase.kv_bytes for phase in phases),
@@ -59,7 +59,9 @@ def test_an_undeferred_bonus_costs_one_draft_forward() -> None:
     assert undeferred[2] == deferred[2]  # the same tokens go through the draft, one forward later
     assert without[0] == deferred[0]
     assert without[2] < deferred[2]
-    names = [(phase.name, phase.times) for phase in cycle_phases(TARGET, DRAFT, SMC(8, 1), groups=1, context=1)]
+    names = [
+        (phase.name, phase.times) for phase in cycle_phases(TARGET, DRAFT, SMC(8, 1).speculation, groups=1, context=1)
+    ]
     assert names == [("draft head", 1), ("draft", 0), ("verify", 1)]
 
 
@@ -78,7 +80,7 @@ def test_many_groups_are_bound_by_arithmetic() -> None:
     bandwidth, rate = 4.8e12, 7e14
 
     def verify(groups: int) -> tuple[float, float, float]:
-        phase = cycle_phases(TARGET, DRAFT, SMC(8, 8), groups=groups, context=256)[-1]
+        phase = cycle_phases(TARGET, DRAFT, SMC(8, 8).speculation, groups=groups, context=256)[-1]
         memory = (phase.weight_bytes + phase.kv_bytes) / bandwidth
         return phase.seconds(bandwidth, rate), memory, phase.flops / rate
 
