@@ -82,7 +82,8 @@ def make_engine(models: Models, load: Load) -> Engine:
     runner = Runner(*chosen, pages, Programs())
     engine = Engine(runner, max_num_seqs=load.max_num_seqs, smc=load.decoding, tokenizer=None, overlap=load.overlap)
     engine.warm_up(use_tqdm=True)
-    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)
+    # Other prompts than those that are measured: their KV would be in the prefix cache.
+    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf, seed=load.seed + 1)
     serve(engine, make_requests(models, short))  # the first runs of a program are slower
     return engine
 

@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request, make_batch
 from smcjax.engine.results import Times, assemble, never_ran
-from smcjax.engine.runner import Runner
+from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.streaming import CertainText
 from smcjax.smc import SMC
@@ -58,16 +59,25 @@ class Engine:
         max_num_seqs: requests that run at once, at most.
         smc: the decoder's configuration; None for decoders without weights.
         tokenizer: for text; None where the model has none.
+        prefix_caching: whether full pages of prompts stay for later requests that begin alike.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
     """
 
     def __init__(
-        self, runner: Runner, *, max_num_seqs: int, smc: SMC | None, tokenizer: Tokenizer | None, overlap: bool | None
+        self,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        smc: SMC | None,
+        tokenizer: Tokenizer | None,
+        prefix_caching: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         self.runner = runner
         self._smc, self._tokenizer = smc, tokenizer
-        self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk)
+        cache = PrefixCache(runner.cache_slots if prefix_caching else 0, runner.program.page_size)
+        self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk, cache)
         self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
         self._arrivals: dict[str, float] = {}  # of those that wait
         self._running: dict[str, _Running] = {}
@@ -115,10 +125,17 @@ class Engine:
         self._streams.pop(request_id, None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts of requests and of what they did, and the state of the KV pages."""
+        """Counts of requests and of what they did, and the state of the KV pages.
+
+        Pages that only the prefix cache keeps are free ones too; its queries and hits are in tokens of prompts.
+        """
+        cache = self._scheduler.cache
         return {
             "kv_pages_total": self.runner.num_pages - 1,
             "kv_pages_free": self.runner.free_pages(),
+            "kv_pages_cached": len(cache),
+            "prefix_cache_queries": cache.queries,
+            "prefix_cache_hits": cache.hits,
             "num_running": len(self._scheduler.groups),
             "num_waiting": len(self._scheduler.waiting),
             "compilations": len(self.runner.programs),
@@ -166,19 +183,25 @@ class Engine:
         self._compile(schedule.size, program, runner.size if moves else 0)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
+        if schedule.evicted:
+            runner.evict(schedule.evicted)
         if schedule.joining:
             requests = {group.lane: group.request for group in schedule.joining}
             geometry = {"max_model_len": program.max_model_len, "vocab_size": program.target.vocab_size}
-            runner.join(make_batch(requests, schedule.size, **geometry))
+            cached = {group.lane: group.slots for group in schedule.joining}
+            runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 name = group.request.request_id
                 certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
                 times = Times(self._arrivals.pop(name), began=time.perf_counter())
                 self._running[name] = _Running(group, certain, times)
         if schedule.prefill:
-            groups, starts = zip(*schedule.prefill, strict=True)
-            first = runner.prefill(program, [group.lane for group in groups], starts)
-            self._report("first", first, {i: group for i, group in enumerate(groups) if group.started})
+            stored: dict[int, list[tuple[int, int]]] = {group.lane: [] for group, _ in schedule.prefill}
+            for group, page, slot in schedule.stored:
+                stored[group.lane].append((page, slot))
+            chunks = [Chunk(group.lane, at, group.cached, stored[group.lane]) for group, at in schedule.prefill]
+            first = runner.prefill(program, chunks)
+            self._report("first", first, {i: group for i, (group, _) in enumerate(schedule.prefill) if group.started})
         if schedule.cycle:
             info = runner.step(program)
             self._report("cycle", info, {group.lane: group for group in self._scheduler.groups if group.started})
@@ -263,7 +286,14 @@ class Engine:
     def _output(self, running: _Running, population: Any) -> RequestOutput:
         request = running.group.request
         output = assemble(
-            request, population, running.infos, running.times, self._smc, self._tokenizer, aborted=running.aborted
+            request,
+            population,
+            running.infos,
+            running.times,
+            self._smc,
+            self._tokenizer,
+            num_cached_tokens=running.group.cached,
+            aborted=running.aborted,
         )
         if running.certain is not None:
             answer = output.outputs[0]

@@ -47,6 +47,8 @@ class LLM:
         implementation: "auto" uses the GPU kernels where they apply, "xla" never.
         num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
+        enable_prefix_caching: whether the KV of prompts' full pages stays, while memory allows, for later requests
+            whose prompts begin alike. Tokens are the same either way.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
 
@@ -69,6 +71,7 @@ class LLM:
         implementation: str = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
+        enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
@@ -88,6 +91,8 @@ class LLM:
             _check_range("max_model_len", max_model_len, 2, 1 << 20)
         if num_pages is not None:
             _check_range("num_pages", num_pages, 2, 1 << 30)
+        if not isinstance(enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
         if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not _is_share(gpu_memory_utilization):
@@ -120,7 +125,11 @@ class LLM:
         self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
         runner = Runner(decoder, program, params, self.num_pages, Programs())
         self._engine: Engine | None = Engine(
-            runner, max_num_seqs=max_num_seqs, smc=self._smc, tokenizer=self.tokenizer, overlap=None
+            runner,
+            max_num_seqs=max_num_seqs,
+            smc=self._smc,
+            tokenizer=self.tokenizer,
+            prefix_caching=enable_prefix_caching,
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
 

@@ -63,6 +63,7 @@ class RequestMetrics:
     mean_ess: float | None = None  # over cycles; None without a population
     queue_seconds: float = 0.0  # from its arrival to its admission
     first_token_seconds: float = 0.0  # from its admission until the host saw its first tokens; 0: never
+    num_cached_tokens: int = 0  # of the prompt, their KV taken from the prefix cache
 
     @property
     def tokens_per_second(self) -> float:

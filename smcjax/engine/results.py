@@ -34,6 +34,7 @@ def assemble(
     smc: SMC | None,
     tokenizer: Tokenizer | None,
     *,
+    num_cached_tokens: int,
     aborted: bool = False,
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
@@ -85,6 +86,7 @@ def assemble(
             mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
             queue_seconds=times.began - times.arrived,
             first_token_seconds=max(times.first_seen - times.began, 0.0),
+            num_cached_tokens=num_cached_tokens,
         ),
         smc=weighted,
         error=error,

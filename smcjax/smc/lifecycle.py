@@ -24,13 +24,21 @@ from smcjax.smc.weights import bonus_increment, log_mean_weight
 
 
 def begin(
-    program: Program, memory: Memory, prompts: Int[Array, "G L"], requests: Requests, present: Bool[Array, " G"]
+    program: Program,
+    memory: Memory,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    present: Bool[Array, " G"],
+    prefix: Int[Array, "G M"] | None = None,
 ) -> State:
-    """Rows and pages for the prompts, no KV yet. Groups not `present` only fill up the batch and never run."""
+    """Rows and pages for the prompts, no KV yet but in the pages of `prefix` (`smcjax.decoding.prefill.admit`).
+
+    Groups not `present` only fill up the batch and never run.
+    """
     groups, n = prompts.shape[0], program.smc.n_particles
     sequences = Sequences.create(groups * n, max_tokens=program.max_tokens, max_pages=program.max_pages)
     prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size)
+    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
     return State(
         requests=requests,
         sequences=sequences,
@@ -50,15 +58,27 @@ def prefill(
     start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None = None,
 ) -> tuple[State, Float[Array, "G E"]]:
-    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end."""
+    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end.
+
+    The first `cached` tokens of each prompt have theirs already (None: 0).
+    """
     leaders, memory = leaders_of(state.sequences, state.running.shape[0]), state.memory
     target, last_hidden = prefill_chunk(
-        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, program.implementation
+        program.target,
+        params.target,
+        memory.target,
+        leaders,
+        start_at,
+        chunk,
+        last_hidden,
+        program.implementation,
+        cached,
     )
     unused = jnp.zeros((last_hidden.shape[0], program.draft.hidden_size), params.draft.embed.dtype)
     draft, _ = prefill_chunk(
-        program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation
+        program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation, cached
     )
     return dataclasses.replace(state, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden
 
