@@ -49,6 +49,9 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
         enable_prefix_caching: whether the KV of prompts' full pages stays, while memory allows, for later requests
             whose prompts begin alike. Tokens are the same either way.
+        admission: "worst_case" admits a request when the pages are free that it needs if all its particles diverge
+            right after the prompt; "optimistic" by what requests have been using of late, and when pages run out
+            the youngest request gives its own up and begins again. Tokens are the same either way.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
 
@@ -72,6 +75,7 @@ class LLM:
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
         enable_prefix_caching: bool = True,
+        admission: str = "worst_case",
         tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
@@ -93,6 +97,8 @@ class LLM:
             _check_range("num_pages", num_pages, 2, 1 << 30)
         if not isinstance(enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
+        if admission not in ("worst_case", "optimistic"):
+            raise ValueError(f"admission must be 'worst_case' or 'optimistic', got {admission!r}.")
         if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not _is_share(gpu_memory_utilization):
@@ -130,6 +136,7 @@ class LLM:
             smc=self._smc,
             tokenizer=self.tokenizer,
             prefix_caching=enable_prefix_caching,
+            optimistic=admission == "optimistic",
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
 

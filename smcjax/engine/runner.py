@@ -153,15 +153,15 @@ class Runner:
         """That one chunk touches and fills, at most."""
         return self.chunk // self.program.page_size + 1
 
-    def step(self, program: Any) -> Any:
-        """One cycle; returns the decoder's Info."""
-        self.state, info = self.programs[program, self.size, "step"](self.params, self.state)
-        return info
+    def step(self, program: Any) -> tuple[Any, jax.Array]:
+        """One cycle; returns the decoder's Info, and how many pages are free after it."""
+        self.state, info, free = self.programs[program, self.size, "step"](self.params, self.state)
+        return info, free
 
-    def leave(self, lane: int) -> Population:
-        """The population of a lane, one group, which is free from now on."""
-        population, self.state = self.programs[self.size, "leave"](self.state, np.int32(lane))
-        return population
+    def leave(self, lane: int) -> tuple[Population, jax.Array]:
+        """The population of a lane, one group, which is free from now on, and how many pages are then."""
+        population, self.state, free = self.programs[self.size, "leave"](self.state, np.int32(lane))
+        return population, free
 
     # Compiling.
 
@@ -190,7 +190,8 @@ class Runner:
         )
 
         def step(params: Any, state: Any) -> Any:
-            return self.decoder.step(program, params, state)
+            state, info = self.decoder.step(program, params, state)
+            return state, info, state.memory.pool.num_free
 
         jobs: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
@@ -269,10 +270,10 @@ class Runner:
         pool, cached = keep(groups.memory.pool, cached, slots.reshape(-1), pages.reshape(-1))
         return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
 
-    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any]:
+    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
         lanes = lane[None]
         population, memory = self.decoder.conclude(self.program, take(state, lanes))
-        return population, put(state, lanes, self._empty(memory, 1))
+        return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

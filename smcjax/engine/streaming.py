@@ -24,11 +24,14 @@ class CertainText:
         self._request, self._tokenizer = request, tokenizer
         self._rows: list[list[int]] = []
         self._alive: list[bool] = []
-        self.tokens = 0  # of the answer, handed out so far
+        self.token_ids: list[int] = []  # of the answer, handed out so far
         self.text = ""  # the same as text
 
     def begin(self, first: np.ndarray) -> tuple[str, list[int]]:
-        """The rows' first tokens, [N]; `advance`'s result."""
+        """The rows' first tokens, [N]; `advance`'s result.
+
+        A group that begins again goes through the same tokens as before; what has been said of them is not said again.
+        """
         self._rows = [[int(token)] for token in first]
         self._alive = [True] * len(self._rows)
         return self._news()
@@ -50,10 +53,12 @@ class CertainText:
     def _news(self) -> tuple[str, list[int]]:
         rows = [row for row, alive in zip(self._rows, self._alive, strict=True) if alive]
         certain = _common_prefix(rows) if rows else []
-        fresh = certain[self.tokens :]
+        fresh = certain[len(self.token_ids) :]
+        if not fresh:
+            return "", []
         stops = self._request.params.stop_strings
         if self._tokenizer is None:
-            self.tokens = len(certain)
+            self.token_ids += fresh
             return "", fresh
         shown = certain[:-1] if certain and certain[-1] in self._request.stop_ids else certain
         text = self._tokenizer.decode(shown)
@@ -63,12 +68,12 @@ class CertainText:
         if not text.startswith(self.text):  # a decoder that changes what it said; the end says it all
             return "", []
         news, self.text = text[len(self.text) :], text
-        self.tokens = len(certain)
+        self.token_ids += fresh
         return news, fresh
 
     def rest(self, text: str, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """What is left of the whole answer."""
-        return text[len(self.text) :], list(token_ids[self.tokens :])
+        return text[len(self.text) :], list(token_ids[len(self.token_ids) :])
 
 
 def _common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:

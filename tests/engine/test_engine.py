@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -58,13 +58,16 @@ def add(llm: LLM, number: int) -> str:
     return request.request_id
 
 
-def sound(engine: Engine) -> None:
-    """Counts of pages are those of tables and cache slots, lanes without a group hold none, and the host knows."""
+def sound(engine: Engine, others: Sequence[int] | jax.Array = ()) -> None:
+    """Counts of pages are those of tables and cache slots, lanes without a group hold none, and the host knows.
+
+    `others` are pages that the test itself has taken.
+    """
     state = engine.runner.state
     if state is None:
         return
     table, cached = np.asarray(state.sequences.block_table), np.asarray(engine.runner.cached)
-    assert_pages_sound(np.concatenate([table.ravel(), cached]), state.memory.pool)
+    assert_pages_sound(np.concatenate([table.ravel(), cached, np.asarray(others, np.int32)]), state.memory.pool)
     assert np.flatnonzero(cached).tolist() == sorted(engine._scheduler.cache._slots.values())
     taken = {group.lane for group in engine._scheduler.groups}
     by_lane = table.reshape(engine.runner.size, -1)

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 
 import smcjax
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 
 CHUNK, PAGES, PAGE_SIZE = 8, 20, 3
+ALONE = Footprint(rows=1, page_size=PAGE_SIZE, width=1)
 SIZES = [1, 2, 4]
 
 
@@ -29,7 +31,7 @@ def ids(groups: list[Group]) -> list[str]:
 
 
 def scheduler(*requests: Request) -> Scheduler:
-    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(0, PAGE_SIZE))
+    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(0, PAGE_SIZE), ALONE)
     for one in requests:
         made.add(one)
     return made
@@ -146,7 +148,7 @@ class Slots:
     )
 )
 def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, int, int]]) -> None:
-    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(slots, PAGE_SIZE))
+    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(slots, PAGE_SIZE), ALONE)
     if ready:
         made.ready |= set(SIZES)
     size, count, device = 0, 0, Slots()
@@ -184,7 +186,8 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
                 assert at == progress.get(name, group.cached // CHUNK * CHUNK) < len(group.request.token_ids)
                 progress[name] = at + CHUNK
             lanes = {group.request.request_id: group.lane for group in made.groups}
-        assert len(device.pages) + sum(group.own_pages for group in made.groups) <= PAGES
+        used = len(made.cache) - made.cache.unused
+        assert used + sum(group.own_pages for group in made.groups) <= PAGES
         held = {key for group in made.groups for key in group.held}
         assert len(made.cache) == len(device.pages) == made.cache.unused + len(held)
         assert len(set(lanes.values())) == len(lanes)
@@ -218,14 +221,15 @@ def test_what_was_used_least_recently_goes_first() -> None:
 
 
 def test_a_cached_page_gives_way_to_who_needs_it() -> None:
-    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(PAGES, PAGE_SIZE))
-    made.add(request(0, tokens=9, pages=10))
+    made = Scheduler(SIZES, 14, CHUNK, PrefixCache(14, PAGE_SIZE), ALONE)
+    made.add(request(0, tokens=9, pages=14))
     made.schedule()
     made.schedule()
     made.withdraw("0")
     assert len(made.cache) == made.cache.unused == 3
-    made.add(dataclasses.replace(request(1, tokens=8, pages=20), token_ids=[1] * 6 + [2] * 2))
-    schedule = made.schedule()
-    assert (ids(schedule.joining), made.groups[0].cached) == (["1"], 6)
-    assert len(schedule.evicted) == 1  # two it uses, 18 more it may need
+    made.add(dataclasses.replace(request(1, tokens=8, pages=14), token_ids=[1] * 6 + [2] * 2))
+    schedules = [made.schedule() for _ in range(32)]
+    assert (ids(schedules[0].joining), made.groups[0].cached) == (["1"], 6)
+    # Two of the three it uses; the last goes when it may have 14 pages, at its cap of 40 tokens.
+    assert [len(schedule.evicted) for schedule in schedules] == [0] * 31 + [1]
     assert (made.cache.queries, made.cache.hits) == (17, 6)
