@@ -162,10 +162,7 @@ class Engine:
         """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
         sizes = self._scheduler.sizes
         for size in tqdm(sizes, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True):
-            self.runner.compile(size, self.runner.program)
-            for other in sizes:
-                self.runner.compile(size, self.runner.program, other)
-            self._scheduler.ready.add(size)
+            self._compile(size, self.runner.program)
 
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
@@ -201,8 +198,7 @@ class Engine:
             self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
-        moves = schedule.sources is not None and max(schedule.sources) >= 0
-        self._compile(schedule.size, program, runner.size if moves else 0)
+        self._compile(schedule.size, program)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -239,10 +235,13 @@ class Engine:
             program = dataclasses.replace(program, truncates=True)
         return program
 
-    def _compile(self, size: int, program: Any, old_size: int) -> None:
-        """What is missing, at no cost to the times of those that run."""
+    def _compile(self, size: int, program: Any) -> None:
+        """What is missing, at no cost to the times of those that run.
+
+        Sizes that are ready have all moves between them, so none of these waits for a compilation.
+        """
         began = time.perf_counter()
-        self.runner.compile(size, program, old_size)
+        self.runner.compile(size, program, self._scheduler.ready | ({self.runner.size} - {0}))
         for running in (*self._running.values(), *self._preempted.values()):
             running.times.began += time.perf_counter() - began
         self._scheduler.ready.add(size)

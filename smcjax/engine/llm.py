@@ -52,6 +52,8 @@ class LLM:
         admission: "worst_case" admits a request when the pages are free that it needs if all its particles diverge
             right after the prompt; "optimistic" by what requests have been using of late, and when pages run out
             the youngest request gives its own up and begins again. Tokens are the same either way.
+        compile_at_start: whether to compile the programs of all batch sizes now, with a progress bar, or each when it
+            is first needed; None: now on a GPU, when needed on a CPU.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
 
@@ -76,6 +78,7 @@ class LLM:
         gpu_memory_utilization: float = 0.85,
         enable_prefix_caching: bool = True,
         admission: str = "worst_case",
+        compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
@@ -99,6 +102,8 @@ class LLM:
             raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
         if admission not in ("worst_case", "optimistic"):
             raise ValueError(f"admission must be 'worst_case' or 'optimistic', got {admission!r}.")
+        if not isinstance(compile_at_start, bool | None):
+            raise ValueError(f"compile_at_start must be True, False or None, got {compile_at_start!r}.")
         if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not _is_share(gpu_memory_utilization):
@@ -139,6 +144,8 @@ class LLM:
             optimistic=admission == "optimistic",
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
+        if jax.default_backend() != "cpu" if compile_at_start is None else compile_at_start:
+            self.warm_up()
 
     def _decoder(self) -> tuple[ModuleType, Any, Any]:
         """The module that decodes, its static program, its parameters."""

@@ -14,7 +14,7 @@ token is chosen. The state of a batch of `size` lanes is donated to every progra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -165,13 +165,15 @@ class Runner:
 
     # Compiling.
 
-    def compile(self, size: int, program: Any, old_size: int = 0) -> None:
-        """Compiles what is missing for batches of this size, and for moving to it from one of `old_size`."""
+    def compile(self, size: int, program: Any, others: Iterable[int] = ()) -> None:
+        """Compiles what is missing for batches of this size, and for moves between it and the `others`."""
         if (program, size, "step") not in self.programs:
             what = f"for {size} request{'s' if size > 1 else ''} at a time"
             self.programs.compile(what, self.jobs(size, program))
-        if old_size not in (0, size) and ((old_size, size), "move") not in self.programs:
-            self.programs.compile(f"to go from {old_size} to {size} requests", self._moving(old_size, size))
+        moves = [move for other in others if other != size for move in ((other, size), (size, other))]
+        missing = [move for move in moves if (move, "move") not in self.programs]
+        jobs = {key: job for move in missing for key, job in self._moving(*move).items()}
+        self.programs.compile(f"to go to {size} requests and back", jobs)
 
     def _abstract_state(self, size: int) -> Any:
         create = self.decoder.Memory.create
