@@ -95,13 +95,21 @@ class Info:
 
 
 def begin(
-    program: Program, memory: Memory, prompts: Int[Array, "G L"], requests: Requests, present: Bool[Array, " G"]
+    program: Program,
+    memory: Memory,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    present: Bool[Array, " G"],
+    prefix: Int[Array, "G M"] | None = None,
 ) -> State:
-    """Rows and pages for the prompts, no KV yet. Groups not `present` only fill up the batch and never run."""
+    """Rows and pages for the prompts, no KV yet but in the pages of `prefix` (`smcjax.decoding.prefill.admit`).
+
+    Groups not `present` only fill up the batch and never run.
+    """
     groups = prompts.shape[0]
     sequences = Sequences.create(groups, max_tokens=program.max_tokens, max_pages=program.max_pages)
     prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size)
+    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
     return State(
         requests=requests,
         sequences=sequences,
@@ -119,8 +127,12 @@ def prefill(
     start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None = None,
 ) -> tuple[State, Float[Array, "G E"]]:
-    """Writes the KV of one chunk of the prompts; returns the hidden state at each prompt's end."""
+    """Writes the KV of one chunk of the prompts; returns the hidden state at each prompt's end.
+
+    The first `cached` tokens of each prompt have theirs already (None: 0).
+    """
     cache, last_hidden = prefill_chunk(
         program.target,
         params,
@@ -130,6 +142,7 @@ def prefill(
         chunk,
         last_hidden,
         program.implementation,
+        cached,
     )
     return dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache)), last_hidden
 

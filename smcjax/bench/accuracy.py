@@ -24,6 +24,8 @@ class Evaluation:
     seconds: float  # wall time, compilation excluded
     generated_tokens: int
     cycles: int
+    steps: int  # of the engine: cycles of all requests that run, together
+    preemptions: int
 
     @property
     def accuracy(self) -> float:
@@ -42,6 +44,8 @@ class Evaluation:
             "tokens_per_cycle": self.generated_tokens / max(self.cycles, 1),
             "generated_tokens": self.generated_tokens,
             "cycles": self.cycles,
+            "steps": self.steps,
+            "preemptions": self.preemptions,
             "errors": sum(output.error is not None for output in self.outputs),
             "seconds": self.seconds,
         }
@@ -52,15 +56,18 @@ def evaluate(
 ) -> Evaluation:
     """Asks `llm` every problem once. Each has a seed of its own, so results do not depend on the batching."""
     each = [dataclasses.replace(params, seed=(seed * 1_000_003 + index) & MAX_SEED) for index in range(len(problems))]
-    compiling, began = llm.metrics()["compile_seconds"], time.perf_counter()
+    before, began = llm.metrics(), time.perf_counter()
     outputs = llm.generate([prompt(problem) for problem in problems], each, use_tqdm=use_tqdm)
-    seconds = time.perf_counter() - began - (llm.metrics()["compile_seconds"] - compiling)
+    seconds, after = time.perf_counter() - began, llm.metrics()
+    spent = {name: after[name] - before[name] for name in ("compile_seconds", "steps", "preemptions")}
     return Evaluation(
         correct=[
             is_correct(problem, output.outputs[0].text) for problem, output in zip(problems, outputs, strict=True)
         ],
         outputs=outputs,
-        seconds=seconds,
+        seconds=seconds - spent["compile_seconds"],
         generated_tokens=sum(output.metrics.generated_tokens for output in outputs),
         cycles=sum(output.metrics.cycles for output in outputs),
+        steps=int(spent["steps"]),
+        preemptions=int(spent["preemptions"]),
     )

@@ -9,6 +9,7 @@ enqueues, reads results and follows every request; once as *bare* cycles, enqueu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -50,15 +51,16 @@ def measure(
     """
     engine = build_engine(models, load)
     results = []
+    seeds = itertools.count(load.seed)  # other prompts each time: they would be in the prefix cache
     for count in requests:
         many = dataclasses.replace(load, num_prompts=count)
-        _start(engine, models, many)  # the first run of all programs
+        _start(engine, models, many, next(seeds))  # the first run of all programs
         _bare(engine, WARMUP)
         _end(engine)
-        prefill = _start(engine, models, many)
+        prefill = _start(engine, models, many, next(seeds))
         bare = _bare(engine, cycles)
         _end(engine)
-        _start(engine, models, many)
+        _start(engine, models, many, next(seeds))
         through, host = _through(engine, cycles)
         _end(engine)
         advance = 1 if load.decoding is None else load.decoding.tokens_per_cycle
@@ -79,10 +81,10 @@ def measure(
     return results
 
 
-def _start(engine: Engine, models: Models, load: Load) -> float:
+def _start(engine: Engine, models: Models, load: Load, seed: int) -> float:
     """Admits the load's requests and runs until all have had WARMUP cycles; seconds until the last first token."""
     began = time.perf_counter()
-    for _, request in make_requests(models, load):
+    for _, request in make_requests(models, dataclasses.replace(load, seed=seed)):
         engine.add_request(request)
     while not engine.all_started:
         engine.step()

@@ -74,7 +74,8 @@ def make_engine(models: Models, load: Load) -> Engine:
     """`build_engine`, its programs compiled and run."""
     engine = build_engine(models, load)
     engine.warm_up(use_tqdm=True)
-    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf)
+    # Other prompts than those that are measured: their KV would be in the prefix cache.
+    short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf, seed=load.seed + 1)
     serve(engine, make_requests(models, short))  # the first runs of a program are slower
     return engine
 

@@ -38,6 +38,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, metavar="T", help="prompt and generated tokens at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=int, default=16, metavar="B", help="tokens in a KV page (16)")
+    group.add_argument("--num-pages", type=int, metavar="P", help="KV pages (default: what memory allows)")
+    group.add_argument("--admission", default="worst_case", help="worst_case (default) or optimistic")
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
@@ -117,5 +119,7 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "draft_quantization": args.draft_quantization,
         "max_model_len": args.max_model_len,
         "page_size": args.page_size,
+        "num_pages": args.num_pages,
+        "admission": args.admission,
         "implementation": args.implementation,
     }

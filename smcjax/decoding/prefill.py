@@ -2,7 +2,8 @@
 
 The prompt's pages are allocated once per group and named by all its rows (fan-out is integers), and its KV is
 written once, through the first row of each group, in chunks of a fixed length so that no prompt length compiles
-anything new.
+anything new. Where the first pages of a prompt hold its KV already (`smcjax.engine.prefix_cache`), its rows name them,
+and nothing is written there.
 """
 
 from __future__ import annotations
@@ -12,27 +13,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.decoding.sequences import Sequences
-from smcjax.kv import KVCache, PagePool, allocate, rebind
+from smcjax.kv import TRASH, KVCache, PagePool, allocate, rebind
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
 
 
 def admit(
-    pool: PagePool, prompts: Int[Array, "G L"], prompt_length: Int[Array, " G"], sequences: Sequences, page_size: int
+    pool: PagePool,
+    prompts: Int[Array, "G L"],
+    prompt_length: Int[Array, " G"],
+    sequences: Sequences,
+    page_size: int,
+    prefix: Int[Array, "G M"] | None = None,
 ) -> tuple[PagePool, Sequences]:
     """Puts each group's prompt into its rows and gives it pages, shared by all rows of the group.
 
     `sequences` are empty rows (R = G·N) without pages. L ≤ T_max; columns beyond `prompt_length` are ignored.
+    `prefix` names pages in use that hold the KV of each prompt's beginning, `TRASH` behind it; None: there are none.
     """
     groups = prompt_length.shape[0]
     rows, table_width = sequences.block_table.shape
     fan_out = rows // groups
 
     first_token = jnp.arange(table_width) * page_size
-    pool, leaders = allocate(pool, first_token < prompt_length[:, None])
-    table = jnp.repeat(leaders, fan_out, axis=0)
-    pool = rebind(pool, sequences.block_table.at[::fan_out].set(leaders), table)
+    if prefix is None:
+        prefix = jnp.full((groups, table_width), TRASH, jnp.int32)
+    pool, fresh = allocate(pool, (first_token < prompt_length[:, None]) & (prefix == TRASH))
+    table = jnp.repeat(jnp.where(prefix == TRASH, fresh, prefix), fan_out, axis=0)
+    pool = rebind(pool, sequences.block_table.at[::fan_out].set(fresh), table)
 
     tokens = sequences.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, fan_out, axis=0))
     return pool, Sequences(
@@ -53,17 +62,20 @@ def prefill_chunk(
     chunk: int,
     last_hidden: Float[Array, "G E"],
     implementation: str = "auto",
+    cached: Int[Array, " G"] | None = None,
 ) -> tuple[KVCache, Float[Array, "G E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
 
-    `start` is one for all groups or one each; a group whose prompt ends before it writes nothing.
+    `start` is one for all groups or one each; a group whose prompt ends before it writes nothing. The KV of each
+    group's first `cached` positions (None: 0) is there already and is not written again.
 
     Returns the cache and `last_hidden` with the rows whose last prompt token lies in this chunk filled in.
     """
     positions = jnp.broadcast_to(start[..., None] + jnp.arange(chunk), (leaders.length.shape[0], chunk))
     in_prompt = positions < leaders.length[:, None]
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
-    pages = leaders.write_pages(positions, in_prompt, cache.page_size)
+    new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
+    pages = leaders.write_pages(positions, new, cache.page_size)
     hidden, cache = paged_hidden_states(
         config, params, cache, tokens, positions, leaders.block_table, pages, implementation=implementation
     )

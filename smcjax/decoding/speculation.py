@@ -1,5 +1,6 @@
 """What decoders with a draft have in common: room for a block, K drafts a row, and the target's scores of them.
 
+    prefill    a chunk of the prompts in both models
     reserve    pages of their own for the positions that live rows are about to write
     propose    K tokens a row from the draft model
     score      all of them in one target forward
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.next_token import Drawn, Law, Steps, law_logits, next_token, plan, prepare
+from smcjax.decoding.prefill import prefill_chunk
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
@@ -132,6 +134,35 @@ def require_one_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
             f"target and draft must have one vocabulary, got {target.vocab_size} and "
             f"{draft.vocab_size} ids; trim the padded one with smcjax.model.trim_vocabulary."
         )
+
+
+def prefill_pair(
+    program: PairProgram,
+    params: PairParams,
+    memory: Memory,
+    leaders: Sequences,
+    start_at: Int[Array, ""] | Int[Array, " G"],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None,
+) -> tuple[Memory, Float[Array, "G E"]]:
+    """`prefill_chunk` in both models; the hidden states are the target's."""
+    target, last_hidden = prefill_chunk(
+        program.target,
+        params.target,
+        memory.target,
+        leaders,
+        start_at,
+        chunk,
+        last_hidden,
+        program.implementation,
+        cached,
+    )
+    unused = jnp.zeros((last_hidden.shape[0], program.draft.hidden_size), params.draft.embed.dtype)
+    draft, _ = prefill_chunk(
+        program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation, cached
+    )
+    return dataclasses.replace(memory, target=target, draft=draft), last_hidden
 
 
 @jax.named_scope("reserve")

@@ -21,9 +21,11 @@ from tqdm import tqdm
 from smcjax.autoregressive import Autoregressive
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.page_budget import Footprint, Mark
+from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request, make_batch
-from smcjax.engine.results import Times, assemble, never_ran
-from smcjax.engine.runner import Runner
+from smcjax.engine.results import Times, aborted_in_the_queue, assemble
+from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.streaming import CertainText
 from smcjax.rejection import Rejection
@@ -38,6 +40,7 @@ class _Running:
     group: Group
     certain: CertainText | None  # of requests that stream
     times: Times
+    preemptions: int = 0
     aborted: bool = False
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
 
@@ -50,6 +53,7 @@ class _Reported:
     kind: str  # "first", "cycle", "population"
     value: Any
     groups: list[tuple[int, _Running]]
+    free: tuple[Mark, Any] | None  # the number of free pages after it
 
 
 class Engine:
@@ -60,6 +64,8 @@ class Engine:
         max_num_seqs: requests that run at once, at most.
         decoding: the decoder's configuration.
         tokenizer: for text; None where the model has none.
+        prefix_caching: whether full pages of prompts stay for later requests that begin alike.
+        optimistic: the rule of admission (`smcjax.engine.scheduler`).
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
     """
@@ -71,20 +77,34 @@ class Engine:
         max_num_seqs: int,
         decoding: SMC | Rejection | Autoregressive,
         tokenizer: Tokenizer | None,
-        overlap: bool | None,
+        prefix_caching: bool = True,
+        optimistic: bool = False,
+        overlap: bool | None = None,
     ) -> None:
         self.runner = runner
         self._decoding, self._tokenizer = decoding, tokenizer
-        self._scheduler = Scheduler(buckets(max_num_seqs), runner.num_pages - 1, runner.chunk)
+        page_size = runner.program.page_size
+        rows, width = 1, 1
+        if not isinstance(decoding, Autoregressive):
+            rows, width = decoding.speculation.rows, decoding.tokens_per_cycle
+        self._scheduler = Scheduler(
+            buckets(max_num_seqs),
+            runner.num_pages - 1,
+            runner.chunk,
+            PrefixCache(runner.cache_slots if prefix_caching else 0, page_size),
+            Footprint(rows, page_size, width, ragged=isinstance(decoding, Rejection)),
+            optimistic=optimistic,
+        )
         self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
         self._arrivals: dict[str, float] = {}  # of those that wait
         self._running: dict[str, _Running] = {}
+        self._preempted: dict[str, _Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.seconds_waited = 0.0  # for results that the device had not finished
-        self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0}
+        self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0, "preemptions": 0}
 
     @property
     def busy(self) -> bool:
@@ -115,8 +135,8 @@ class Engine:
         """
         withdrawn = self._scheduler.withdraw(request_id)
         if isinstance(withdrawn, Request):
-            del self._arrivals[request_id]
-            self._outputs.append(never_ran(withdrawn))
+            self._arrivals.pop(request_id, None)
+            self._outputs.append(self._ended_in_the_queue(withdrawn))
         elif withdrawn is not None:
             running = self._running[request_id]
             running.aborted = True
@@ -134,12 +154,20 @@ class Engine:
         self._streams.pop(request_id, None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts of requests and of what they did, and the state of the KV pages."""
+        """Counts of requests and of what they did, and the state of the KV pages.
+
+        Pages that only the prefix cache keeps are free ones too; its queries and hits are in tokens of prompts.
+        """
+        cache = self._scheduler.cache
         return {
             "kv_pages_total": self.runner.num_pages - 1,
             "kv_pages_free": self.runner.free_pages(),
+            "kv_pages_cached": len(cache),
+            "prefix_cache_queries": cache.queries,
+            "prefix_cache_hits": cache.hits,
             "num_running": len(self._scheduler.groups),
             "num_waiting": len(self._scheduler.waiting),
+            "steps": self._round,
             "compilations": len(self.runner.programs),
             "compile_seconds": self.runner.programs.seconds,
             **self.totals,
@@ -149,10 +177,7 @@ class Engine:
         """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
         sizes = self._scheduler.sizes
         for size in tqdm(sizes, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True):
-            self.runner.compile(size, self.runner.program)
-            for other in sizes:
-                self.runner.compile(size, self.runner.program, other)
-            self._scheduler.ready.add(size)
+            self._compile(size, self.runner.program)
 
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
@@ -170,6 +195,7 @@ class Engine:
         self._scheduler.clear()
         self._arrivals.clear()
         self._running.clear()
+        self._preempted.clear()
         self._streams.clear()
         self._reported.clear()
         self._outputs.clear()
@@ -179,28 +205,43 @@ class Engine:
 
     def _enqueue(self, schedule: Schedule) -> None:
         runner, program = self.runner, self._program()
+        for group in schedule.preempted:
+            running = self._running.pop(group.request.request_id)
+            self._preempted[group.request.request_id] = running
+            running.preemptions += 1
+            self.totals["preemptions"] += 1
+            self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
-        moves = schedule.sources is not None and max(schedule.sources) >= 0
-        self._compile(schedule.size, program, runner.size if moves else 0)
+        self._compile(schedule.size, program)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
+        if schedule.evicted:
+            runner.evict(schedule.evicted)
         if schedule.joining:
             requests = {group.lane: group.request for group in schedule.joining}
             geometry = {"max_model_len": program.max_model_len, "vocab_size": program.target.vocab_size}
-            runner.join(make_batch(requests, schedule.size, **geometry))
+            cached = {group.lane: group.slots for group in schedule.joining}
+            runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
-                name = group.request.request_id
-                certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
-                times = Times(self._arrivals.pop(name), began=time.perf_counter())
-                self._running[name] = _Running(group, certain, times)
+                self._running[group.request.request_id] = self._admitted(group)
         if schedule.prefill:
-            groups, starts = zip(*schedule.prefill, strict=True)
-            first = runner.prefill(program, [group.lane for group in groups], starts)
-            self._report("first", first, {i: group for i, group in enumerate(groups) if group.started})
+            stored: dict[int, list[tuple[int, int]]] = {group.lane: [] for group, _ in schedule.prefill}
+            for group, page, slot in schedule.stored:
+                stored[group.lane].append((page, slot))
+            chunks = [Chunk(group.lane, at, group.cached, stored[group.lane]) for group, at in schedule.prefill]
+            first = runner.prefill(program, chunks)
+            self._report("first", (first, None), {i: g for i, (g, _) in enumerate(schedule.prefill) if g.started})
         if schedule.cycle:
-            info = runner.step(program)
-            self._report("cycle", info, {group.lane: group for group in self._scheduler.groups if group.started})
+            self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
+
+    def _admitted(self, group: Group) -> _Running:
+        """What to keep of a group that joins. One that was preempted begins again; its reader and clock go on."""
+        name = group.request.request_id
+        if name in self._preempted:
+            return dataclasses.replace(self._preempted.pop(name), group=group, infos=[])
+        certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
+        return _Running(group, certain, Times(self._arrivals.pop(name), began=time.perf_counter()))
 
     def _program(self) -> Any:
         """The decoder's program for what runs now."""
@@ -209,27 +250,32 @@ class Engine:
             program = dataclasses.replace(program, truncates=True)
         return program
 
-    def _compile(self, size: int, program: Any, old_size: int) -> None:
-        """What is missing, at no cost to the times of those that run."""
+    def _compile(self, size: int, program: Any) -> None:
+        """What is missing, at no cost to the times of those that run.
+
+        Sizes that are ready have all moves between them, so none of these waits for a compilation.
+        """
         began = time.perf_counter()
-        self.runner.compile(size, program, old_size)
-        for running in self._running.values():
+        self.runner.compile(size, program, self._scheduler.ready | ({self.runner.size} - {0}))
+        for running in (*self._running.values(), *self._preempted.values()):
             running.times.began += time.perf_counter() - began
         self._scheduler.ready.add(size)
 
-    def _report(self, kind: str, value: Any, groups: dict[int, Group]) -> None:
-        if not groups:
+    def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
+        """Sends for a program's results, and for the number of free pages where it says that."""
+        value, free = results
+        if not groups and free is None:
             return
-        for leaf in jax.tree.leaves(value):
+        for leaf in jax.tree.leaves((value, free) if groups else free):
             leaf.copy_to_host_async()
         whose = [(index, self._running[group.request.request_id]) for index, group in groups.items()]
-        self._reported.append(_Reported(self._round, kind, value, whose))
+        marked = None if free is None else (self._scheduler.mark(), free)
+        self._reported.append(_Reported(self._round, kind, value, whose, marked))
 
     def _leave(self, running: _Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
         running.times.ended = time.perf_counter()
-        population = self.runner.leave(running.group.lane)
-        self._report("population", population, {0: running.group})
+        self._report("population", self.runner.leave(running.group.lane), {0: running.group})
         del self._running[running.group.request.request_id]
 
     # Collect.
@@ -242,7 +288,10 @@ class Engine:
         while self._reported and self._reported[0].round <= last:
             reported = self._reported.popleft()
             began = time.perf_counter()
-            value = jax.device_get(reported.value)
+            if reported.free is not None:
+                mark, free = reported.free
+                self._scheduler.free.report(mark, int(free))
+            value = jax.device_get(reported.value) if reported.groups else None
             self.seconds_waited += time.perf_counter() - began
             for index, running in reported.groups:
                 if reported.kind == "population":
@@ -259,7 +308,7 @@ class Engine:
             return
         if kind == "cycle":
             running.infos.append(value)
-        else:
+        elif not running.times.first_seen:
             running.times.first_seen = time.perf_counter()
         if running.certain is not None:
             self._stream(running.certain, running.group.request, kind, value)
@@ -285,12 +334,33 @@ class Engine:
     def _output(self, running: _Running, population: Any) -> RequestOutput:
         request = running.group.request
         output = assemble(
-            request, population, running.infos, running.times, self._decoding, self._tokenizer, aborted=running.aborted
+            request,
+            population,
+            running.infos,
+            running.times,
+            self._decoding,
+            self._tokenizer,
+            num_cached_tokens=running.group.cached,
+            preemptions=running.preemptions,
+            aborted=running.aborted,
         )
         if running.certain is not None:
             answer = output.outputs[0]
+            if running.aborted and len(answer.token_ids) < len(running.certain.token_ids):  # it had begun again
+                text, token_ids = running.certain.text, running.certain.token_ids
+                answer = dataclasses.replace(answer, text=text, token_ids=token_ids, logprobs=None)
+                output = dataclasses.replace(output, outputs=[answer])
             self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
         return output
+
+    def _ended_in_the_queue(self, request: Request) -> RequestOutput:
+        """The output of a request that was aborted while it waited, for the first time or since it was preempted."""
+        running = self._preempted.pop(request.request_id, None)
+        if running is None:
+            return aborted_in_the_queue(request)
+        running.times.ended = time.perf_counter()
+        text, token_ids = ("", []) if running.certain is None else (running.certain.text, running.certain.token_ids)
+        return aborted_in_the_queue(request, running.times, text, token_ids, running.preemptions)
 
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
         """The last chunk, if anybody reads."""

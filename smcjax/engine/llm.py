@@ -49,6 +49,13 @@ class LLM:
         implementation: "auto" uses the GPU kernels where they apply, "xla" never.
         num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
+        enable_prefix_caching: whether the KV of prompts' full pages stays, while memory allows, for later requests
+            whose prompts begin alike. Tokens are the same either way.
+        admission: "worst_case" admits a request when the pages are free that it needs if all its particles diverge
+            right after the prompt; "optimistic" by what requests have been using of late, and when pages run out
+            the youngest request gives its own up and begins again. Tokens are the same either way.
+        compile_at_start: whether to compile the programs of all batch sizes now, with a progress bar, or each when it
+            is first needed; None: now on a GPU, when needed on a CPU.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
 
@@ -71,6 +78,9 @@ class LLM:
         implementation: str = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
+        enable_prefix_caching: bool = True,
+        admission: str = "worst_case",
+        compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
@@ -90,6 +100,12 @@ class LLM:
             _check_range("max_model_len", max_model_len, 2, 1 << 20)
         if num_pages is not None:
             _check_range("num_pages", num_pages, 2, 1 << 30)
+        if not isinstance(enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
+        if admission not in ("worst_case", "optimistic"):
+            raise ValueError(f"admission must be 'worst_case' or 'optimistic', got {admission!r}.")
+        if not isinstance(compile_at_start, bool | None):
+            raise ValueError(f"compile_at_start must be True, False or None, got {compile_at_start!r}.")
         if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not _is_share(gpu_memory_utilization):
@@ -123,9 +139,16 @@ class LLM:
         self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
         runner = Runner(decoder, program, params, self.num_pages, Programs())
         self._engine: Engine | None = Engine(
-            runner, max_num_seqs=max_num_seqs, decoding=self.decoding, tokenizer=self.tokenizer, overlap=None
+            runner,
+            max_num_seqs=max_num_seqs,
+            decoding=self.decoding,
+            tokenizer=self.tokenizer,
+            prefix_caching=enable_prefix_caching,
+            optimistic=admission == "optimistic",
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
+        if jax.default_backend() != "cpu" if compile_at_start is None else compile_at_start:
+            self.warm_up()
 
     def _decoder(self) -> tuple[ModuleType, Any, Any]:
         """The module that decodes, its static program, its parameters."""

@@ -59,10 +59,12 @@ class RequestMetrics:
     resamples: int
     generated_tokens: int  # of the answer
     drafted: int  # tokens proposed by the draft, all particles
-    seconds: float  # from its admission to its end, compilation excluded
+    seconds: float  # from its first admission to its end, compilation excluded
     mean_ess: float | None = None  # over cycles; None without a population
-    queue_seconds: float = 0.0  # from its arrival to its admission
-    first_token_seconds: float = 0.0  # from its admission until the host saw its first tokens; 0: never
+    queue_seconds: float = 0.0  # from its arrival to its first admission
+    first_token_seconds: float = 0.0  # from its first admission until the host saw its first tokens; 0: never
+    num_cached_tokens: int = 0  # of the prompt, their KV taken from the prefix cache when it was last admitted
+    preemptions: int = 0  # how often it gave its pages up and began again; the counts above are those of the last run
     accepted: int | None = None  # of the drafted tokens of accepted candidates, by the target; None: nothing rejects
     accepted_at: tuple[int, ...] | None = None  # [K] cycles in which the draft at each position was accepted
 

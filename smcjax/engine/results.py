@@ -23,7 +23,7 @@ class Times:
     """When things happened to a request, by the host's clock; 0: not yet."""
 
     arrived: float
-    began: float  # admitted; later by what was compiled while it ran
+    began: float  # first admitted; later by what was compiled since then
     first_seen: float = 0.0  # its first tokens
     ended: float = 0.0
 
@@ -36,6 +36,8 @@ def assemble(
     decoding: SMC | Rejection | Autoregressive,
     tokenizer: Tokenizer | None,
     *,
+    num_cached_tokens: int,
+    preemptions: int,
     aborted: bool = False,
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle."""
@@ -85,6 +87,8 @@ def assemble(
             mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
             queue_seconds=times.began - times.arrived,
             first_token_seconds=max(times.first_seen - times.began, 0.0),
+            num_cached_tokens=num_cached_tokens,
+            preemptions=preemptions,
             **_acceptance(decoding, infos),
         ),
         smc=weighted,
@@ -107,15 +111,32 @@ def _acceptance(decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any]
     }
 
 
-def never_ran(request: Request) -> RequestOutput:
-    """The output of a request that was aborted while it waited."""
+def aborted_in_the_queue(
+    request: Request,
+    times: Times | None = None,
+    text: str = "",
+    token_ids: Sequence[int] = (),
+    preemptions: int = 0,
+) -> RequestOutput:
+    """The output of a request that was aborted while it waited.
+
+    One that had been preempted has `times`, and its reader may have got some of the answer.
+    """
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.token_ids,
-        outputs=[CompletionOutput(0, "", [], "abort")],
+        outputs=[CompletionOutput(0, text, list(token_ids), "abort")],
         finished=True,
-        metrics=RequestMetrics(cycles=0, resamples=0, generated_tokens=0, drafted=0, seconds=0.0),
+        metrics=RequestMetrics(
+            cycles=0,
+            resamples=0,
+            generated_tokens=len(token_ids),
+            drafted=0,
+            seconds=0.0 if times is None else times.ended - times.began,
+            queue_seconds=0.0 if times is None else times.began - times.arrived,
+            preemptions=preemptions,
+        ),
     )
 
 

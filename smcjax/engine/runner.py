@@ -3,8 +3,9 @@
 The decoders share one shape (`begin`, `prefill`, `start`, `step`, `conclude`), so this file knows nothing of how a
 token is chosen. The state of a batch of `size` lanes is donated to every program and taken from its result:
 
-    join      requests into free lanes: rows, pages, no KV yet
-    prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens
+    evict     the pages that some cache slots keep
+    join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
+    prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens; full pages are cached
     step      one cycle of all groups that have started
     leave     one lane's population, its pages given back
     move      the groups into a batch of another size (`smcjax.engine.lanes`): integers only
@@ -13,9 +14,9 @@ token is chosen. The state of a batch of `size` lanes is donated to every progra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, abstract, delete, step_options
+from smcjax.kv import TRASH, drop, keep
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 
@@ -37,6 +39,15 @@ class First:
 
     tokens: Int[Array, "P N"]  # the first token of each row
     done: Bool[Array, " P"]  # ended by it
+
+
+class Chunk(NamedTuple):
+    """A piece of the prompt in one lane."""
+
+    lane: int
+    start_at: int
+    cached: int  # tokens of the prompt whose KV is there
+    stored: Sequence[tuple[int, int]]  # full pages, by their number in the prompt, and the cache slots to put them in
 
 
 class Runner:
@@ -53,9 +64,18 @@ class Runner:
         # KV and pages while there is no batch, the batch's state otherwise. Both None after a failure.
         self._memory: Any = self._create_memory()
         self.state: Any = None
+        self.cached: Any = self._no_cache()  # [S] the pages that cache slots keep
 
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
+
+    @property
+    def cache_slots(self) -> int:
+        """S: as many as there are pages."""
+        return self.num_pages - 1
+
+    def _no_cache(self) -> jax.Array:
+        return jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
 
     @property
     def memory(self) -> Any:
@@ -63,18 +83,22 @@ class Runner:
         return self._memory if self.state is None else self.state.memory
 
     def free_pages(self) -> int:
-        """Pages that nobody holds. Waits for the device."""
-        return self.num_pages - 1 if self.memory is None else int(self.memory.pool.num_free)
+        """Pages that no group names; what only the cache keeps is among them. Waits for the device."""
+        if self.memory is None:
+            return self.num_pages - 1
+        cached, counts = np.asarray(self.cached), np.asarray(self.memory.pool.refcount)
+        return int(self.memory.pool.num_free) + int(np.sum((cached != TRASH) & (counts[cached] == 1)))
 
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
         memory, self._memory, self.state, self.size = self.memory, None, None, 0
-        delete(memory)
+        delete((memory, self.cached))
+        self.cached = self._no_cache()
 
     def close(self) -> None:
         """Deletes weights and KV from the device, whoever else still refers to them."""
         self.discard()
-        delete(self.params)
+        delete((self.params, self.cached))
 
     # Enqueueing.
 
@@ -91,39 +115,65 @@ class Runner:
             self.state = self.programs[(self.size, size), "move"](groups, memory, lanes)
         self.size = size
 
-    def join(self, batch: Batch) -> None:
-        """Puts the batch's present groups into their lanes, which must be free. They do not run yet."""
-        self.state = self.programs[self.size, "join"](self.state, dataclasses.asdict(batch))
+    def evict(self, slots: Sequence[int]) -> None:
+        """Empties cache slots. Pages that no group names are free from now on."""
+        marked = np.zeros(self.cache_slots, bool)
+        marked[list(slots)] = True
+        memory = self.state.memory
+        pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, marked)
+        self.state = dataclasses.replace(self.state, memory=dataclasses.replace(memory, pool=pool))
 
-    def prefill(self, program: Any, lanes: Sequence[int], start_at: Sequence[int]) -> First:
-        """The next chunk of the prompts in these lanes, from their `start_at` on; starts those whose prompt ends."""
-        count = 1 if len(lanes) == 1 else self.size
-        chosen = np.full(count, self.size, np.int32)
-        at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
-        chosen[: len(lanes)], at[: len(lanes)] = lanes, start_at
+    def join(self, batch: Batch, cached: Mapping[int, Sequence[int]]) -> None:
+        """Puts the batch's present groups into their lanes, which must be free. They do not run yet.
+
+        `cached` says which cache slots keep the first pages of their prompts, by lane.
+        """
+        slots = np.full((self.size, self.program.max_pages), self.cache_slots, np.int32)
+        for lane, some in cached.items():
+            slots[lane, : len(some)] = some
+        self.state = self.programs[self.size, "join"](self.state, self.cached, dataclasses.asdict(batch), slots)
+
+    def prefill(self, program: Any, chunks: Sequence[Chunk]) -> First:
+        """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`."""
+        count = 1 if len(chunks) == 1 else self.size
+        lanes = np.full(count, self.size, np.int32)
+        start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
+        cached = np.zeros(count, np.int32)
+        slots = np.full((count, self._pages_a_chunk), self.cache_slots, np.int32)
+        for i, chunk in enumerate(chunks):
+            lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
+            for page, slot in chunk.stored:
+                slots[i, page - chunk.start_at // program.page_size] = slot
         call = self.programs[program, self.size, count, "prefill"]
-        self.state, first = call(self.params, self.state, chosen, at)
+        (self.state, self.cached), first = call(self.params, self.state, self.cached, lanes, start_at, cached, slots)
         return first
 
-    def step(self, program: Any) -> Any:
-        """One cycle; returns the decoder's Info."""
-        self.state, info = self.programs[program, self.size, "step"](self.params, self.state)
-        return info
+    @property
+    def _pages_a_chunk(self) -> int:
+        """That one chunk touches and fills, at most."""
+        return self.chunk // self.program.page_size + 1
 
-    def leave(self, lane: int) -> Population:
-        """The population of a lane, one group, which is free from now on."""
-        population, self.state = self.programs[self.size, "leave"](self.state, np.int32(lane))
-        return population
+    def step(self, program: Any) -> tuple[Any, jax.Array]:
+        """One cycle; returns the decoder's Info, and how many pages are free after it."""
+        self.state, info, free = self.programs[program, self.size, "step"](self.params, self.state)
+        return info, free
+
+    def leave(self, lane: int) -> tuple[Population, jax.Array]:
+        """The population of a lane, one group, which is free from now on, and how many pages are then."""
+        population, self.state, free = self.programs[self.size, "leave"](self.state, np.int32(lane))
+        return population, free
 
     # Compiling.
 
-    def compile(self, size: int, program: Any, old_size: int = 0) -> None:
-        """Compiles what is missing for batches of this size, and for moving to it from one of `old_size`."""
+    def compile(self, size: int, program: Any, others: Iterable[int] = ()) -> None:
+        """Compiles what is missing for batches of this size, and for moves between it and the `others`."""
         if (program, size, "step") not in self.programs:
             what = f"for {size} request{'s' if size > 1 else ''} at a time"
             self.programs.compile(what, self.jobs(size, program))
-        if old_size not in (0, size) and ((old_size, size), "move") not in self.programs:
-            self.programs.compile(f"to go from {old_size} to {size} requests", self._moving(old_size, size))
+        moves = [move for other in others if other != size for move in ((other, size), (size, other))]
+        missing = [move for move in moves if (move, "move") not in self.programs]
+        jobs = {key: job for move in missing for key, job in self._moving(*move).items()}
+        self.programs.compile(f"to go to {size} requests and back", jobs)
 
     def _abstract_state(self, size: int) -> Any:
         create = self.decoder.Memory.create
@@ -134,24 +184,29 @@ class Runner:
         """The programs of this batch size, to be compiled, by the keys they are called by."""
         memory, state = self._abstract_state(size)
         params, lane = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
+        cached, marked = (jax.ShapeDtypeStruct((self.cache_slots,), dtype) for dtype in (jnp.int32, jnp.bool_))
+        slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
         vocab_size = program.target.vocab_size
         arrays = abstract(
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
         )
 
         def step(params: Any, state: Any) -> Any:
-            return self.decoder.step(program, params, state)
+            state, info = self.decoder.step(program, params, state)
+            return state, info, state.memory.pool.num_free
 
         jobs: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
-            (size, "join"): Job(self._join, (0,), (state, arrays)),
+            ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
+            (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
             (program, size, "step"): Job(step, (1,), (params, state), step_options(program, params, state)),
         }
         for count in {1, size}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
-            job = Job(self._prefill(program), (1,), (params, state, lanes, lanes))
-            jobs[program, size, count, "prefill"] = job
+            stored = jax.ShapeDtypeStruct((count, self._pages_a_chunk), jnp.int32)
+            arguments = (params, state, cached, lanes, lanes, lanes, stored)
+            jobs[program, size, count, "prefill"] = Job(self._prefill(program), (1, 2), arguments)
         return jobs
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
@@ -173,9 +228,11 @@ class Runner:
         nobody = jnp.zeros(size, bool)
         return self.decoder.begin(self.program, memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
-    def _join(self, state: Any, arrays: dict[str, jax.Array]) -> Any:
+    def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], slots: jax.Array) -> Any:
         present = arrays["present"]
-        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests_of(arrays), present)
+        prefix = cached.at[slots].get(mode="fill", fill_value=TRASH)
+        requests = requests_of(arrays)
+        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests, present, prefix)
         size = present.shape[0]
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
@@ -183,24 +240,42 @@ class Runner:
     def _prefill(self, program: Any) -> Callable[..., tuple[Any, First]]:
         decoder, chunk = self.decoder, self.chunk
 
-        def prefill(params: Any, state: Any, lanes: jax.Array, start_at: jax.Array) -> tuple[Any, First]:
+        def prefill(
+            params: Any,
+            state: Any,
+            cache: jax.Array,
+            lanes: jax.Array,
+            start_at: jax.Array,
+            cached: jax.Array,
+            slots: jax.Array,
+        ) -> tuple[Any, First]:
             groups = take(state, lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
-            groups, hidden = decoder.prefill(program, params, groups, start_at, chunk, hidden)
+            groups, hidden = decoder.prefill(program, params, groups, start_at, chunk, hidden, cached)
+            groups, cache = self._store(groups, cache, start_at, slots)
             prompt_length = groups.requests.prompt_length
             ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
             groups = decoder.start(program, params, dataclasses.replace(groups, running=ends), hidden)
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
-            return put(state, lanes, groups), First(tokens=first, done=ends & ~groups.running)
+            return (put(state, lanes, groups), cache), First(tokens=first, done=ends & ~groups.running)
 
         return prefill
 
-    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any]:
+    def _store(self, groups: Any, cached: jax.Array, start_at: jax.Array, slots: jax.Array) -> tuple[Any, jax.Array]:
+        """Puts pages of P groups' prompts, from the one of position `start_at` on, into cache slots [P, pages]."""
+        each = groups.sequences.block_table.shape[0] // slots.shape[0]
+        table, first = groups.sequences.block_table[::each], start_at // self.program.page_size
+        numbers = jnp.minimum(first[:, None] + jnp.arange(slots.shape[1]), table.shape[1] - 1)
+        pages = jnp.take_along_axis(table, numbers, axis=1)
+        pool, cached = keep(groups.memory.pool, cached, slots.reshape(-1), pages.reshape(-1))
+        return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
+
+    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
         lanes = lane[None]
         population, memory = self.decoder.conclude(self.program, take(state, lanes))
-        return population, put(state, lanes, self._empty(memory, 1))
+        return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

@@ -1,15 +1,30 @@
 """Which requests run where: admission by memory, lanes, chunks of prompts. Plain Python; the device is not known here.
 
-A group is admitted when a lane and its worst-case pages are free, in the order of arrival: who does not fit waits, and
-whoever comes later waits behind. It keeps its lane until it ends, unless the batch changes its size.
+Requests are admitted in the order of arrival: who does not fit waits, and whoever comes later waits behind. A group
+keeps its lane until it ends, unless the batch changes its size. There are two rules of admission:
+
+    worst case    a lane is free, and so are the pages for the case that all rows diverge right after the prompt
+    optimistic    … or pages for the share of that which groups have been using of late
+
+A cycle is scheduled only where the pages suffice that it can take at most (`smcjax.engine.page_budget`), so no
+allocation ever fails. By the first rule they always do. By the second, when they do not, all reports are read, so that
+the number of free pages is known and not only bounded; when it is still too small, the youngest group is *preempted*:
+it leaves, waits as the first in the queue, and starts again. Nobody is admitted optimistically again before a group has
+ended. The oldest group is never preempted, and alone it always fits, so every request ends.
+
+Full pages of its prompt that are cached it names instead of making them; those that it makes are cached as soon as the
+chunk that fills them is enqueued. A cached page takes one page of memory, whoever uses it. One that nobody uses gives
+way to a request that needs it, so the cache makes nobody wait.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from smcjax.engine.page_budget import Footprint, FreePages, Mark
+from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
 
 
@@ -20,11 +35,21 @@ class Group:
     request: Request
     lane: int
     prefilled: int = 0  # prompt tokens whose prefill has been scheduled
+    keys: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt's full pages
+    held: list[bytes] = dataclasses.field(default_factory=list)  # those of them that are cached and name its pages
+    slots: list[int] = dataclasses.field(default_factory=list)  # where the pages are that were cached when it joined
+    cached: int = 0  # prompt tokens in them
+    cycles: int = 0  # that have been scheduled for it
 
     @property
     def started(self) -> bool:
         """Whether its prompt's prefill has all been scheduled: it takes part in cycles."""
         return self.prefilled >= len(self.request.token_ids)
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that it may need beside the cached ones."""
+        return self.request.worst_case_pages - len(self.held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,26 +57,52 @@ class Schedule:
     """What to enqueue, in this order."""
 
     size: int  # lanes of the batch
-    sources: list[int] | None  # of each lane, the lane that its group had before, −1 for none; None: nothing moves
-    joining: list[Group]
-    prefill: list[tuple[Group, int]]  # and where its next chunk begins
-    cycle: bool  # whether a group is there that a cycle advances
+    preempted: list[Group] = dataclasses.field(default_factory=list)  # who leaves; then nothing else is enqueued
+    sources: list[int] | None = None  # of each lane, the lane its group had before, −1 for none; None: nothing moves
+    evicted: list[int] = dataclasses.field(default_factory=list)  # cache slots to be emptied
+    joining: list[Group] = dataclasses.field(default_factory=list)
+    prefill: list[tuple[Group, int]] = dataclasses.field(default_factory=list)  # and where its next chunk begins
+    # Pages that these chunks fill, by their number in the prompt, and the cache slots that are to keep them.
+    stored: list[tuple[Group, int, int]] = dataclasses.field(default_factory=list)
+    cycle: bool = False  # whether a group is there that a cycle advances
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to enqueue."""
+        """Whether nothing will report later than what has been enqueued so far: time to read it all."""
         return not self.prefill and not self.cycle
 
 
 class Scheduler:
-    """Queue and lanes. `sizes` are those of batches, ascending; `pages` may be held at once; `chunk` prompt tokens."""
+    """Queue and lanes.
 
-    def __init__(self, sizes: list[int], pages: int, chunk: int) -> None:
+    Args:
+        sizes: lanes of batches, ascending.
+        pages: that may be held at once.
+        chunk: prompt tokens of a group that are prefilled between two cycles.
+        cache: of prompts, with a slot for each of the pages, or none.
+        footprint: what groups take of the pages.
+        optimistic: the rule of admission.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        pages: int,
+        chunk: int,
+        cache: PrefixCache,
+        footprint: Footprint,
+        *,
+        optimistic: bool = False,
+    ) -> None:
         self.waiting: deque[Request] = deque()
         self.groups: list[Group] = []  # in order of admission
         self.ready: set[int] = set()  # sizes that programs exist for
         self.sizes, self._pages, self._chunk = sizes, pages, chunk
+        self.cache, self.free = cache, FreePages(pages)
+        self._footprint, self._optimistic = footprint, optimistic
+        self._wary = False  # since a group was preempted none has ended
         self._size = 0
+        self._next: tuple[Request, list[bytes]] | None = None  # who is to be admitted next, and the keys of its pages
 
     def __bool__(self) -> bool:
         """Whether anything waits or runs."""
@@ -70,6 +121,8 @@ class Scheduler:
         for group in self.groups:
             if group.request.request_id == request_id:
                 self.groups.remove(group)
+                self.cache.release(group.held)
+                self._wary = False
                 return group
         return None
 
@@ -77,31 +130,117 @@ class Scheduler:
         """Forgets everything, lanes included."""
         self.waiting.clear()
         self.groups.clear()
+        self.cache.clear()
+        self.free.clear()
+        self._wary = False
         self._size = 0
 
     def schedule(self) -> Schedule:
         """The next enqueueing. What it says to prefill counts as prefilled from now on."""
-        joining = list(self._admit())
+        if self._spare(self.groups) + self.cache.unused < 0:
+            return Schedule(self._size, preempted=[] if self.free.unread else [self._preempt()])
+        joining, evicted = self._admit()
         size, sources = self._resize(len(self.groups) + len(joining))
         free = iter(sorted(set(range(size)) - {group.lane for group in self.groups}))
         for group in joining:
             group.lane = next(free)
         self.groups += joining
 
-        prefill = []
+        prefill: list[tuple[Group, int]] = []
+        stored: list[tuple[Group, int, int]] = []
         for group in self.groups:
             if not group.started:
                 prefill.append((group, group.prefilled))
                 group.prefilled += self._chunk
-        return Schedule(size, sources, joining, prefill, cycle=any(group.started for group in self.groups))
+                stored += self._store(group)
+        cycle = [group for group in self.groups if group.started]
+        self.free.take(sum(self._need(group) for group in cycle))
+        for group in cycle:
+            group.cycles += 1
+        return Schedule(size, [], sources, evicted, joining, prefill, stored, bool(cycle))
 
-    def _admit(self) -> Iterator[Group]:
-        lanes = self.sizes[-1] - len(self.groups)
-        pages = self._pages - sum(group.request.worst_case_pages for group in self.groups)
-        while self.waiting and lanes and self.waiting[0].worst_case_pages <= pages:
-            request = self.waiting.popleft()
-            lanes, pages = lanes - 1, pages - request.worst_case_pages
-            yield Group(request, lane=-1)
+    def mark(self) -> Mark:
+        """For the report of a program that is enqueued now: `free.report`."""
+        used = len(self.cache) - self.cache.unused
+        return self.free.mark(used + sum(group.own_pages for group in self.groups), self.cache.unused)
+
+    def _need(self, group: Group) -> int:
+        """Pages that the next cycle takes for it at most."""
+        return self._footprint.need(len(group.request.token_ids), group.request.limit, group.cycles)
+
+    def _ceiling(self, group: Group, cycles: int) -> int:
+        """Pages that it names at most after so many cycles, beside the cached ones."""
+        ceiling = self._footprint.ceiling(len(group.request.token_ids), group.request.limit, cycles)
+        return min(ceiling, group.request.worst_case_pages) - len(group.held)
+
+    def _spare(self, groups: Iterable[Group]) -> int:
+        """Pages that are left at least when these groups, and nobody else, have been through the next cycle.
+
+        Those that only the cache keeps are not among them. Groups that are not in their lanes yet count with all that
+        they take until then.
+        """
+        groups = list(groups)
+        joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)
+        by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
+        by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
+        return max(by_report, by_ceiling)
+
+    def _admit(self) -> tuple[list[Group], list[int]]:
+        """Groups of those that come next and fit, without lanes yet, and the cache slots that make room for all."""
+        joining: list[Group] = []
+        while self.waiting and len(self.groups) + len(joining) < self.sizes[-1]:
+            group = self._looked_up(self.waiting[0])
+            if not self._fits([*self.groups, *joining, group]):
+                self.cache.release(group.held)
+                break
+            self.waiting.popleft()
+            joining.append(group)
+            self.cache.queries += len(group.request.token_ids)
+            self.cache.hits += group.cached
+        evicted = self.cache.evict(max(0, -self._spare([*self.groups, *joining])))
+        self.free.take(sum(self._ceiling(group, 0) for group in joining) - len(evicted))
+        return joining, evicted
+
+    def _fits(self, groups: Sequence[Group]) -> bool:
+        """Whether these groups may run together, the cache given up but for what they use of it."""
+        worst, pages = sum(group.own_pages for group in groups), self._pages - len(self.cache) + self.cache.unused
+        if worst <= pages:
+            return True
+        if not self._optimistic or self._wary:
+            return False
+        return self.free.share * worst <= pages and self._spare(groups) + self.cache.unused >= 0
+
+    def _preempt(self) -> Group:
+        """Takes the youngest group out of its lane and puts its request back, to be the next."""
+        group = self.groups.pop()
+        self.cache.release(group.held)
+        self.waiting.appendleft(group.request)
+        self._wary = True
+        return group
+
+    def _looked_up(self, request: Request) -> Group:
+        """The request as a group that holds what is cached of its prompt.
+
+        Its prefill begins where a chunk does that an uncached prompt has too, so each token is computed in the same
+        place of the same program and comes out the same to the last bit. The last token is computed in any case: what
+        follows it is drawn from its logits.
+        """
+        if self._next is None or self._next[0] is not request:
+            self._next = (request, self.cache.keys(request.token_ids))
+        keys = self._next[1]
+        held = self.cache.match(keys[: (len(request.token_ids) - 1) // self.cache.page_size])
+        cached = len(held) * self.cache.page_size
+        prefilled = cached // self._chunk * self._chunk
+        return Group(request, -1, prefilled, keys, held, self.cache.hold(held), cached)
+
+    def _store(self, group: Group) -> Iterator[tuple[Group, int, int]]:
+        """Caches the full pages that are complete by what has been scheduled of the group's prefill."""
+        full = min(group.prefilled // self.cache.page_size, len(group.keys))
+        for page in range(max(group.prefilled - self._chunk, group.cached) // self.cache.page_size, full):
+            slot = self.cache.insert(group.keys[page])
+            if slot is not None:
+                group.held.append(group.keys[page])
+                yield group, page, slot
 
     def _resize(self, count: int) -> tuple[int, list[int] | None]:
         """The size for `count` groups. Where it changes, those that have lanes move to the first ones.

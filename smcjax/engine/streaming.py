@@ -2,6 +2,11 @@
 
 A row can answer, or be an ancestor of one that does, as long as its weight is above 0. So the tokens at which all
 such rows begin alike, taken after resampling, are final whichever row is selected (ALGORITHM.md, "What must hold", 8).
+
+What a cycle costs is bounded by what it brings, however long the answer is:
+
+    rows     a tree of their tokens, in which equal beginnings are one path; what is certain leaves it at the root
+    text     decoded from the last clean end of a character on, not from the beginning
 """
 
 from __future__ import annotations
@@ -15,6 +20,60 @@ from smcjax.engine.results import first_stop
 from smcjax.tokenizer import Tokenizer
 
 UNDECODED = "\ufffd"  # what a decoder puts where bytes of a character are missing yet
+OPEN = 8  # tokens that an unfinished character may take before decoding it is tried ever more rarely
+
+
+class _Node:
+    """The beginning of some rows, as a token behind its parent's."""
+
+    __slots__ = ("children", "ends", "parent", "token")
+
+    def __init__(self, token: int, parent: _Node | None) -> None:
+        self.token, self.parent = token, parent
+        self.children: dict[int, _Node] = {}
+        self.ends = 0  # rows that end here
+
+
+class _Rows:
+    """N rows of tokens behind what all of them begin with."""
+
+    def __init__(self, count: int) -> None:
+        self._root = _Node(-1, None)
+        self._root.ends = count
+        self._at: list[_Node | None] = [self._root] * count  # where each row ends; None: it has no say
+        self._lengths = [0] * count
+
+    def advance(self, blocks: list[list[int]], lengths: list[int], ancestors: list[int], alive: list[bool]) -> None:
+        """Row i becomes its ancestor's, with as much of the ancestor's block as makes it `lengths[i]` long."""
+        before, old = self._at, self._lengths
+        self._at = []
+        for row, length, living in zip(ancestors, lengths, alive, strict=True):
+            node = before[row] if living else None
+            if node is not None:
+                for token in blocks[row][: length - old[row]]:
+                    node = node.children.setdefault(token, _Node(token, node))
+                node.ends += 1
+            self._at.append(node)
+        self._lengths = lengths
+        for node in before:
+            if node is not None:
+                node.ends -= 1
+                self._prune(node)
+
+    def _prune(self, node: _Node) -> None:
+        """Removes what is a beginning of no row any more."""
+        while not node.ends and not node.children and node.parent is not None:
+            del node.parent.children[node.token]
+            node = node.parent
+
+    def agreed(self) -> list[int]:
+        """The tokens that all rows go on alike with. They are part of what all begin with from now on."""
+        tokens = []
+        while not self._root.ends and len(self._root.children) == 1:
+            (self._root,) = self._root.children.values()
+            self._root.parent = None
+            tokens.append(self._root.token)
+        return tokens
 
 
 class CertainText:
@@ -22,15 +81,31 @@ class CertainText:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request, self._tokenizer = request, tokenizer
-        self._rows: list[list[int]] = []
-        self._alive: list[bool] = []
-        self.tokens = 0  # of the answer, handed out so far
-        self.text = ""  # the same as text
+        self.token_ids: list[int] = []  # of the answer, handed out so far
+        self._said: list[str] = []  # the same as text, in pieces
+        self._rows = _Rows(0)
+        self._agreed = 0  # tokens, by the rows as they are now
+        self._followed = 0  # tokens that have been decoded
+        self._window: list[int] = []  # the last of them: from a clean end of a character on
+        self._clean = 0  # how many of these there were at the last clean end
+        self._known = ""  # the window's text as far as it has been taken
+        self._tried = 0  # length of the window when it last ended in the middle of a character
+        self._open = ""  # text that may yet be the beginning of a stop string
+        self._stopped = False  # a stop string is there: the end says where it is cut
+
+    @property
+    def text(self) -> str:
+        """Handed out so far."""
+        return "".join(self._said)
 
     def begin(self, first: np.ndarray) -> tuple[str, list[int]]:
-        """The rows' first tokens, [N]; `advance`'s result."""
-        self._rows = [[int(token)] for token in first]
-        self._alive = [True] * len(self._rows)
+        """The rows' first tokens, [N]; `advance`'s result.
+
+        A group that begins again goes through the same tokens as before; what has been said of them is not said again.
+        """
+        count = len(first)
+        self._rows, self._agreed = _Rows(count), 0
+        self._rows.advance([[int(token)] for token in first], [1] * count, list(range(count)), [True] * count)
         return self._news()
 
     def advance(
@@ -40,51 +115,61 @@ class CertainText:
 
         Returns the text and the tokens that have become certain by it.
         """
-        rows = []
-        for row, length in zip(ancestors.tolist(), lengths.tolist(), strict=True):
-            old = self._rows[row]
-            rows.append(old + [int(token) for token in tokens[row, : length - len(old)]])
-        self._rows, self._alive = rows, alive.tolist()
+        self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist())
         return self._news()
 
     def _news(self) -> tuple[str, list[int]]:
-        rows = [row for row, alive in zip(self._rows, self._alive, strict=True) if alive]
-        certain = _common_prefix(rows) if rows else []
-        fresh = certain[self.tokens :]
-        stops = self._request.params.stop_strings
+        agreed = self._rows.agreed()
+        fresh = agreed[max(0, self._followed - self._agreed) :]
+        self._agreed += len(agreed)
+        self._followed = max(self._followed, self._agreed)
+        if not fresh or self._stopped:
+            return "", []
+        text = self._closed(self._decoded(fresh))
+        if self._stopped:
+            return "", []
+        self._said.append(text)
+        self.token_ids += fresh
+        return text, fresh
+
+    def _decoded(self, fresh: list[int]) -> str:
+        """What these tokens add to the text, up to its last whole character."""
         if self._tokenizer is None:
-            self.tokens = len(certain)
-            return "", fresh
-        shown = certain[:-1] if certain and certain[-1] in self._request.stop_ids else certain
-        text = self._tokenizer.decode(shown)
-        if first_stop(text, stops) is not None:  # the end says where it is cut
-            return "", []
-        text = text[: len(text) - _open_end(text, stops)]
-        if not text.startswith(self.text):  # a decoder that changes what it said; the end says it all
-            return "", []
-        news, self.text = text[len(self.text) :], text
-        self.tokens = len(certain)
-        return news, fresh
+            return ""
+        self._window += fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
+        if OPEN < len(self._window) < 2 * self._tried:  # bytes that make no text: no use to look at them every time
+            return ""
+        text = self._tokenizer.decode(self._window)
+        whole = text.rstrip(UNDECODED)
+        if not whole.startswith(self._known):  # a decoder that changes what it said; the end says it all
+            self._stopped = True
+            return ""
+        added = whole[len(self._known) :]
+        self._known, self._tried = whole, len(self._window)
+        if whole == text:
+            # The window goes on with its last part, without whose text a decoder may not know that it is in the middle.
+            last = self._window[self._clean :]
+            known = self._tokenizer.decode(last)
+            if known:
+                self._window, self._known = last, known
+            self._clean, self._tried = len(self._window), 0
+        return added
+
+    def _closed(self, added: str) -> str:
+        """Of the text that is not said yet, what is neither a stop string nor perhaps the beginning of one."""
+        stops = self._request.params.stop_strings
+        text = self._open + added
+        self._stopped = self._stopped or first_stop(text, stops) is not None
+        closed = len(text) - _open_end(text, stops)
+        self._open = text[closed:]
+        return text[:closed]
 
     def rest(self, text: str, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """What is left of the whole answer."""
-        return text[len(self.text) :], list(token_ids[self.tokens :])
-
-
-def _common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
-    shortest = min(rows, key=len)
-    for at, token in enumerate(shortest):
-        if any(row[at] != token for row in rows):
-            return list(shortest[:at])
-    return list(shortest)
+        return text[sum(map(len, self._said)) :], list(token_ids[len(self.token_ids) :])
 
 
 def _open_end(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end may still change: an unfinished one, or the beginning of a stop string."""
-    held = len(text) - len(text.rstrip(UNDECODED))
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:size]):
-                held = max(held, size)
-                break
-    return held
+    """How many characters at the end may be the beginning of a stop string."""
+    sizes = (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size]))
+    return max(sizes, default=0)

@@ -1,7 +1,20 @@
 """The paged, reference-counted KV cache: ownership (`pages`) and storage (`cache`)."""
 
 from smcjax.kv.cache import KVCache
-from smcjax.kv.pages import TRASH, PagePool, Room, allocate, fan_out, make_room, page_of, pages_for, rebind, release
+from smcjax.kv.pages import (
+    TRASH,
+    PagePool,
+    Room,
+    allocate,
+    drop,
+    fan_out,
+    keep,
+    make_room,
+    page_of,
+    pages_for,
+    rebind,
+    release,
+)
 from smcjax.pallas import Copies
 
 __all__ = [
@@ -11,7 +24,9 @@ __all__ = [
     "PagePool",
     "Room",
     "allocate",
+    "drop",
     "fan_out",
+    "keep",
     "make_room",
     "page_of",
     "pages_for",

@@ -4,8 +4,10 @@ A *page* is a physical block of B token slots, the same page number naming the s
 model. A *block table* row lists the pages of one sequence in order. Sharing a prefix means naming the same pages;
 forking and resampling rewrite tables and counts and never touch keys or values.
 
-    refcount[p] = number of block-table entries that name p          (the invariant; the trash page excepted)
-    free pages  = pages with refcount 0                              (kept as a stack: free[:num_free])
+    refcount[p] = number of block-table entries and cache slots that name p   (the invariant; the trash page excepted)
+    free pages  = pages with refcount 0                                       (kept as a stack: free[:num_free])
+
+A *cache slot* names one page that outlives the sequences it was made for. What the page holds, the host knows.
 
 Everything is functional, has static shapes and runs inside jit. Page 0 is the *trash page*: it stands for "no page"
 in tables, takes the writes of rows that must write nowhere, is never counted and never allocated.
@@ -99,6 +101,23 @@ def rebind(pool: PagePool, old: Int[Array, "R M"], new: Int[Array, "R M"]) -> Pa
 def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array, " R"]) -> PagePool:
     """The pool after row r of the table has become `offspring[r]` rows: 0 where nobody descends from it."""
     return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
+
+
+def keep(
+    pool: PagePool, cached: Int[Array, " S"], slots: Int[Array, " n"], pages: Int[Array, " n"]
+) -> tuple[PagePool, Int[Array, " S"]]:
+    """Puts `pages` into cache slots, each a reference. Entries whose slot is S or beyond are left out.
+
+    The slots must be empty, the pages in use.
+    """
+    kept = jnp.where(slots < cached.shape[0], pages, TRASH)
+    pool = PagePool(_counted(pool.refcount, kept, 1), pool.free, pool.num_free)
+    return pool, cached.at[slots].set(kept, mode="drop")
+
+
+def drop(pool: PagePool, cached: Int[Array, " S"], slots: Bool[Array, " S"]) -> tuple[PagePool, Int[Array, " S"]]:
+    """Empties the marked cache slots; pages that nothing else names become free."""
+    return release(pool, jnp.where(slots, cached, TRASH)), jnp.where(slots, TRASH, cached)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

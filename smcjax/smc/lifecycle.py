@@ -13,10 +13,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.prefill import admit, leaders_of, prefill_chunk
+from smcjax.decoding.prefill import admit, leaders_of
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, population
-from smcjax.decoding.speculation import Memory, PairParams
+from smcjax.decoding.speculation import Memory, PairParams, prefill_pair
 from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
@@ -25,13 +25,21 @@ from smcjax.smc.weights import bonus_increment, log_mean_weight
 
 
 def begin(
-    program: Program, memory: Memory, prompts: Int[Array, "G L"], requests: Requests, present: Bool[Array, " G"]
+    program: Program,
+    memory: Memory,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    present: Bool[Array, " G"],
+    prefix: Int[Array, "G M"] | None = None,
 ) -> State:
-    """Rows and pages for the prompts, no KV yet. Groups not `present` only fill up the batch and never run."""
+    """Rows and pages for the prompts, no KV yet but in the pages of `prefix` (`smcjax.decoding.prefill.admit`).
+
+    Groups not `present` only fill up the batch and never run.
+    """
     groups, n = prompts.shape[0], program.smc.n_particles
     sequences = Sequences.create(groups * n, max_tokens=program.max_tokens, max_pages=program.max_pages)
     prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size)
+    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
     return State(
         requests=requests,
         sequences=sequences,
@@ -51,17 +59,15 @@ def prefill(
     start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None = None,
 ) -> tuple[State, Float[Array, "G E"]]:
-    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end."""
-    leaders, memory = leaders_of(state.sequences, state.running.shape[0]), state.memory
-    target, last_hidden = prefill_chunk(
-        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, program.implementation
-    )
-    unused = jnp.zeros((last_hidden.shape[0], program.draft.hidden_size), params.draft.embed.dtype)
-    draft, _ = prefill_chunk(
-        program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation
-    )
-    return dataclasses.replace(state, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden
+    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end.
+
+    The first `cached` tokens of each prompt have theirs already (None: 0).
+    """
+    leaders = leaders_of(state.sequences, state.running.shape[0])
+    memory, last_hidden = prefill_pair(program, params, state.memory, leaders, start_at, chunk, last_hidden, cached)
+    return dataclasses.replace(state, memory=memory), last_hidden
 
 
 def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:

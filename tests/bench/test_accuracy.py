@@ -22,7 +22,8 @@ class Oracle:
         self.compiled = 0.0
 
     def metrics(self) -> dict[str, float]:
-        return {"compile_seconds": self.compiled}
+        answered = -self.compiled  # 0 or 100
+        return {"compile_seconds": self.compiled, "steps": 5 + answered, "preemptions": 2 + answered / 50}
 
     def generate(self, prompts: list[str], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
         assert prompts == [prompt(problem) for problem in self.problems]
@@ -51,5 +52,6 @@ def test_the_report() -> None:
     assert report["seconds"] == pytest.approx(100, abs=1)
     assert report["tokens_per_second"] == pytest.approx(2.0, rel=0.02)
     assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, 80, 1)
+    assert (report["steps"], report["preemptions"]) == (100, 2)
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}

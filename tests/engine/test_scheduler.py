@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -10,11 +11,14 @@ import pytest
 from hypothesis import given
 
 import smcjax
+from smcjax.engine.page_budget import Footprint
+from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.engine.scheduler import Group, Scheduler
+from smcjax.engine.scheduler import Group, Schedule, Scheduler
 
-CHUNK, PAGES = 8, 20
+CHUNK, PAGES, PAGE_SIZE = 8, 20, 3
+ALONE = Footprint(rows=1, page_size=PAGE_SIZE, width=1)
 SIZES = [1, 2, 4]
 
 
@@ -27,7 +31,7 @@ def ids(groups: list[Group]) -> list[str]:
 
 
 def scheduler(*requests: Request) -> Scheduler:
-    made = Scheduler(SIZES, PAGES, CHUNK)
+    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(0, PAGE_SIZE), ALONE)
     for one in requests:
         made.add(one)
     return made
@@ -107,6 +111,31 @@ def test_withdrawing() -> None:
     assert made.schedule().idle
 
 
+class Slots:
+    """What a device would keep in its cache slots: each page as all tokens up to its end."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+
+    def follow(self, schedule: Schedule) -> None:
+        for slot in schedule.evicted:
+            del self.pages[slot]
+        for group in schedule.joining:
+            token_ids = group.request.token_ids
+            assert group.cached == len(group.slots) * PAGE_SIZE < len(token_ids)
+            assert [self.pages[slot] for slot in group.slots] == [
+                token_ids[:end] for end in range(PAGE_SIZE, group.cached + 1, PAGE_SIZE)
+            ]
+        ends = {group: at + CHUNK for group, at in schedule.prefill}
+        for group, page, slot in schedule.stored:
+            end = (page + 1) * PAGE_SIZE
+            assert group.cached < end <= min(ends[group], len(group.request.token_ids))
+            assert slot not in self.pages
+            self.pages[slot] = group.request.token_ids[:end]
+        assert len({tuple(page) for page in self.pages.values()}) == len(self.pages)  # nothing twice
+
+
+@pytest.mark.parametrize("slots", [0, PAGES])
 @pytest.mark.parametrize("ready", [True, False])
 @given(
     events=st.lists(
@@ -118,17 +147,18 @@ def test_withdrawing() -> None:
         max_size=80,
     )
 )
-def test_any_history_is_sound(ready: bool, events: list[tuple[str, int, int]]) -> None:
-    made = Scheduler(SIZES, PAGES, CHUNK)
+def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, int, int]]) -> None:
+    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(slots, PAGE_SIZE), ALONE)
     if ready:
         made.ready |= set(SIZES)
-    size, count = 0, 0
+    size, count, device = 0, 0, Slots()
     lanes: dict[str, int] = {}
     admitted: list[int] = []
     progress: dict[str, int] = {}
-    for event, a, b in [*events, *[("schedule", 0, 0)] * 4]:
+    for event, a, b in [*events, *[("schedule", 0, 0)] * 8]:
         if event == "add":
-            made.add(request(count, tokens=a, pages=b))
+            token_ids = ([0] * 7 + [a % 3] * 30)[:a]
+            made.add(dataclasses.replace(request(count, pages=max(b, 1 + a // PAGE_SIZE)), token_ids=token_ids))
             count += 1
         elif event == "end" and made.groups:
             gone = made.groups[a % len(made.groups)].request.request_id
@@ -136,6 +166,7 @@ def test_any_history_is_sound(ready: bool, events: list[tuple[str, int, int]]) -
             del lanes[gone]
         elif event == "schedule":
             schedule = made.schedule()
+            device.follow(schedule)
             if schedule.sources is not None:
                 assert schedule.size in SIZES
                 assert len(schedule.sources) == schedule.size
@@ -147,15 +178,58 @@ def test_any_history_is_sound(ready: bool, events: list[tuple[str, int, int]]) -
             assert schedule.size == size
             admitted += [int(group.request.request_id) for group in schedule.joining]
             if made.waiting:
+                # Without a cache it would not fit either.
                 free = PAGES - sum(group.request.worst_case_pages for group in made.groups)
                 assert len(made.groups) == SIZES[-1] or made.waiting[0].worst_case_pages > free
             for group, at in schedule.prefill:
                 name = group.request.request_id
-                assert at == progress.get(name, 0) < len(group.request.token_ids)
+                assert at == progress.get(name, group.cached // CHUNK * CHUNK) < len(group.request.token_ids)
                 progress[name] = at + CHUNK
             lanes = {group.request.request_id: group.lane for group in made.groups}
-        assert sum(group.request.worst_case_pages for group in made.groups) <= PAGES
+        used = len(made.cache) - made.cache.unused
+        assert used + sum(group.own_pages for group in made.groups) <= PAGES
+        held = {key for group in made.groups for key in group.held}
+        assert len(made.cache) == len(device.pages) == made.cache.unused + len(held)
         assert len(set(lanes.values())) == len(lanes)
         assert all(0 <= lane < size for lane in lanes.values())
     assert admitted == list(range(len(admitted)))  # first come, first served
     assert all(group.started for group in made.groups)
+
+
+def test_what_was_used_least_recently_goes_first() -> None:
+    cache = PrefixCache(8, 2)
+    first, second = cache.keys([1, 1, 2, 2, 3, 3]), cache.keys([1, 1, 9, 9, 3, 3, 4])
+    assert first[0] == second[0]
+    assert len({*first, *second}) == 5  # the same page behind another beginning is another one
+    slots = {key: cache.insert(key) for key in [*first, second[1]]}
+    assert cache.insert(first[1]) is None
+    cache.hold(second[:1])
+    cache.release(second[1:2])
+    cache.release(first)
+    assert cache.unused == 3  # the other is held
+    assert cache.match(first) == first
+    assert cache.match(second) == second[:2]
+    assert cache.evict(1) == [slots[second[1]]]
+    cache.hold(first[:2])
+    assert cache.evict(9) == [slots[first[2]]]
+    assert cache.match(first) == first[:2]
+    cache.release(first[:2])
+    assert cache.evict(1) == [slots[first[1]]]
+    cache.release(second[:1])
+    assert cache.evict(9) == [slots[first[0]]]
+    assert (len(cache), cache.unused, cache.match(first)) == (0, 0, [])
+
+
+def test_a_cached_page_gives_way_to_who_needs_it() -> None:
+    made = Scheduler(SIZES, 14, CHUNK, PrefixCache(14, PAGE_SIZE), ALONE)
+    made.add(request(0, tokens=9, pages=14))
+    made.schedule()
+    made.schedule()
+    made.withdraw("0")
+    assert len(made.cache) == made.cache.unused == 3
+    made.add(dataclasses.replace(request(1, tokens=8, pages=14), token_ids=[1] * 6 + [2] * 2))
+    schedules = [made.schedule() for _ in range(32)]
+    assert (ids(schedules[0].joining), made.groups[0].cached) == (["1"], 6)
+    # Two of the three it uses; the last goes when it may have 14 pages, at its cap of 40 tokens.
+    assert [len(schedule.evicted) for schedule in schedules] == [0] * 31 + [1]
+    assert (made.cache.queries, made.cache.hits) == (17, 6)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from smcjax import LLM, SamplingParams, StreamChunk
+from smcjax.engine import streaming
 from smcjax.engine.requests import Request
 from smcjax.engine.results import first_stop
 from smcjax.engine.streaming import CertainText
@@ -132,3 +133,39 @@ def test_bad_streams_are_refused_at_once(llm: LLM) -> None:
         llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prompt is empty"):
         llm.generate_stream("")
+
+
+@pytest.mark.parametrize("kind", ["alike", "apart", "letters", "junk"])
+def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens decoded and places made in the tree of rows: a few for each new token, of short answers and long ones."""
+    work = {"decoded": 0, "places": 0}
+    rng = np.random.default_rng(0)
+
+    class Counting(Bytes):
+        def decode(self, token_ids: list[int]) -> str:
+            work["decoded"] += len(token_ids)
+            return super().decode(token_ids)
+
+    class Node(streaming._Node):
+        def __init__(self, token: int, parent: streaming._Node | None) -> None:
+            work["places"] += 1
+            super().__init__(token, parent)
+
+    monkeypatch.setattr(streaming, "_Node", Node)
+    certain = CertainText(request("stop", "zzzz"), Counting())  # type: ignore[arg-type]
+    certain.begin(np.array([97, 97, 97]))
+    said, cycles = [1], 3000
+    for cycle in range(cycles):
+        block = {
+            "alike": np.full((3, 2), 97 + cycle % 7),
+            "apart": np.array([[97, 97], [98, 98], [99, 99]]),
+            "letters": rng.integers(97, 122, (3, 2)),
+            "junk": np.full((3, 2), 0xBF),
+        }[kind]
+        together = kind == "letters" and cycle % 5 == 4
+        ancestors = np.zeros(3, int) if together else np.arange(3)
+        lengths = np.full(3, 1 + 2 * (cycle + 1))
+        said.append(len(certain.advance(block, lengths, ancestors, np.ones(3, bool))[1]))
+    assert (sum(said) > 5990) is (kind != "apart")
+    assert work["places"] < 3 * (2 * 3 * cycles)
+    assert work["decoded"] < 8 * 2 * cycles

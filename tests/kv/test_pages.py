@@ -19,7 +19,9 @@ from smcjax.kv import (
     KVCache,
     PagePool,
     allocate,
+    drop,
     fan_out,
+    keep,
     make_room,
     page_of,
     pages_for,
@@ -274,3 +276,23 @@ def test_allocation_is_in_order_however_many_ask(size: int) -> None:
     assert pages[needed].tolist() == list(range(1, 1 + needed.sum()))
     assert (np.asarray(pages)[~needed] == TRASH).all()
     assert int(pool.num_free) == size - needed.sum()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=4, unique=True)), max_size=8))
+def test_cache_slots_hold_references_of_their_own(history: list[tuple[bool, list[int]]]) -> None:
+    pool, pages = allocate(PagePool.create(8), jnp.ones(6, bool))
+    cached, kept = jnp.zeros(6, jnp.int32), set()
+    for adds, slots in history:
+        if adds:
+            fresh = [slot for slot in slots if slot not in kept]
+            padded = jnp.asarray([*fresh, *[6] * (4 - len(fresh))])  # 6: no slot
+            pool, cached = keep(pool, cached, padded, pages[padded % 6])
+            kept |= set(fresh)
+        else:
+            pool, cached = drop(pool, cached, jnp.isin(jnp.arange(6), jnp.asarray(slots, jnp.int32)))
+            kept -= set(slots)
+        assert_pages_sound(jnp.concatenate([pages, cached]), pool)
+        assert [slot for slot in range(6) if cached[slot] == pages[slot]] == sorted(kept)
+    pool = release(pool, pages)  # what nobody names but the slots stays
+    assert_pages_sound(cached, pool)
+    assert int(pool.num_free) == 7 - len(kept)

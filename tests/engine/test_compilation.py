@@ -1,0 +1,69 @@
+"""When programs are compiled: at the start, or when a batch size is first needed, and never again."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from smcjax import LLM, SamplingParams
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.engine.test_engine import add, drain
+
+SIZES = 3  # 1, 2, 4
+
+
+def coming_and_going(llm: LLM) -> None:
+    """Batches that grow and shrink while requests run."""
+    for numbers in ([10], [10, 3], [10, 3, 6, 11], [11, 10]):
+        for number in numbers:
+            add(llm, number)
+            llm.engine.step()
+    drain(llm.engine)
+    for count in (4, 1, 2, 3):
+        llm.generate(["ab"] * count, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_at_the_start_and_never_again(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    with smc_llm(pair, compile_at_start=True) as llm:
+        assert f"{SIZES}/{SIZES}" in capfd.readouterr().err
+        programs = llm.metrics()["compilations"]
+        sizes = set()
+        resize = llm.engine.runner.resize
+        llm.engine.runner.resize = lambda size, sources: (sizes.add(size), resize(size, sources))[1]  # type: ignore[method-assign]
+        coming_and_going(llm)
+        assert sizes == {1, 2, 4}
+        assert llm.metrics()["compilations"] == programs
+
+
+@pytest.mark.slow
+def test_when_needed_and_never_for_a_smaller_batch(pair: Pair) -> None:
+    """Shrinking waits for no compilation, in whatever order the sizes came."""
+    with smc_llm(pair, compile_at_start=False) as llm:
+        assert llm.metrics()["compilations"] == 0
+        llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)
+        one = llm.metrics()["compilations"]
+        llm.generate(["ab"] * 4, SamplingParams(max_tokens=2), use_tqdm=False)
+        both = llm.metrics()["compilations"]
+        assert 0 < one < both
+        four = [SamplingParams(seed=i, max_tokens=1 + 9 * i, ignore_eos=True) for i in range(4)]
+        llm.generate(["ab"] * 4, four, use_tqdm=False)
+        llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.metrics()["compilations"] == both
+
+
+@pytest.mark.parametrize(("backend", "at_start"), [("cpu", False), ("gpu", True)])
+def test_by_default_at_the_start_on_a_gpu(
+    pair: Pair, backend: str, at_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(LLM, "warm_up", lambda self: called.append(True))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with smc_llm(pair):
+        assert bool(called) is at_start
+
+
+def test_what_is_neither_is_refused(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"^compile_at_start must be True, False or None, got 'yes'\.$"):
+        smc_llm(pair, compile_at_start="yes")

@@ -1,0 +1,125 @@
+"""`Rejection` through `LLM`: greedy runs, any company, few pages, streams, and its own counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax import LLM, Rejection, SamplingParams
+from smcjax.engine.memory import worst_case_pages
+from tests.checkpoints import Pair
+from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.test_engine import drain, prompt, sound
+
+GAMMA, PAGE_SIZE = 3, 4
+COUNT = 8
+
+
+def rejecting(pair: Pair, **changes: Any) -> LLM:
+    decoding = Rejection(gamma=GAMMA, n_candidates=changes.pop("n_candidates", 1))
+    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": PAGE_SIZE, **changes}
+    return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **fields)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one candidate", "two candidates"])
+def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Memory for about two of the largest requests, taken by whoever comes."""
+    pages = 1 + 2 * worst_case_pages(1, MAX_MODEL_LEN, request.param, PAGE_SIZE)
+    with rejecting(pair, n_candidates=request.param, num_pages=pages, admission="optimistic") as llm:
+        yield llm
+
+
+def params(number: int) -> SamplingParams:
+    return SamplingParams(
+        seed=number,
+        max_tokens=6 + number * 5 % 17,
+        temperature=(0.0, 0.7, 1.3)[number % 3],
+        ignore_eos=number % 2 == 0,
+    )
+
+
+@pytest.mark.slow
+def test_the_same_tokens_in_any_company(llm: LLM) -> None:
+    """Alone, together, arriving one by one, read late, streamed, with few pages: pages sound after every step."""
+    alone = [llm.generate(prompt(i), params(i), use_tqdm=False)[0].outputs[0] for i in range(COUNT)]
+    assert len({tuple(one.token_ids) for one in alone}) > 1
+    order = [3, 0, 7, 5, 1, 2, 6, 4]
+    together = llm.generate([prompt(i) for i in order], [params(i) for i in order], use_tqdm=False)
+    assert [output.outputs[0] for output in together] == [alone[i] for i in order]
+    engine, lag = llm.engine, llm.engine._lag
+    try:
+        for engine._lag in (0, 1):
+            asked, outputs = {}, {}
+            todo = list(order)
+            while todo or engine.busy:
+                if todo:
+                    number = todo.pop()
+                    request = llm.request(prompt(number), params(number))
+                    engine.add_request(request, stream=True)
+                    asked[request.request_id] = number
+                outputs |= {output.request_id: output for output in engine.step()}
+                sound(engine)
+            for name, number in asked.items():
+                assert outputs[name].outputs[0] == alone[number]
+                chunks = engine.chunks(name)
+                assert [token for chunk in chunks for token in chunk.token_ids] == alone[number].token_ids
+                assert len(chunks) > 2, "what is accepted is certain at once"
+    finally:
+        engine._lag = lag
+    assert llm.metrics()["kv_pages_free"] + llm.metrics()["kv_pages_cached"] >= llm.metrics()["kv_pages_total"]
+
+
+@pytest.mark.slow
+def test_greedy_runs_are_the_targets_own(llm: LLM, plain: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    prompts = [prompt(i) for i in range(6)]
+    mine, theirs = (one.generate(prompts, greedy, use_tqdm=False) for one in (llm, plain))
+    assert [output.outputs[0].token_ids for output in mine] == [output.outputs[0].token_ids for output in theirs]
+
+
+@pytest.mark.slow
+def test_metrics(llm: LLM) -> None:
+    outputs = llm.generate([prompt(i) for i in range(4)], SamplingParams(seed=1, max_tokens=20, ignore_eos=True))
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.drafted == metrics.cycles * GAMMA * llm.engine.runner.program.decoding.n_candidates
+        assert metrics.accepted is not None
+        assert metrics.accepted_at is not None
+        assert len(metrics.accepted_at) == GAMMA
+        assert sum(metrics.accepted_at) == metrics.accepted
+        assert list(metrics.accepted_at) == sorted(metrics.accepted_at, reverse=True)
+        # x₀ and a token behind every run; the last run may reach beyond the cap.
+        assert 20 <= 1 + metrics.cycles + metrics.accepted <= 20 + GAMMA
+        assert metrics.mean_accepted_length == pytest.approx(metrics.accepted / metrics.cycles)
+        assert output.smc is None
+
+
+@pytest.mark.slow
+def test_truncation_is_honoured(llm: LLM) -> None:
+    """top_k = 1 is greedy, whatever the temperature; a neighbour that truncates changes nothing."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    top = SamplingParams(temperature=1.3, top_k=1, seed=3, max_tokens=12, ignore_eos=True)
+    mine = llm.generate([prompt(1), prompt(2)], [top, params(2)], use_tqdm=False)
+    assert mine[0].outputs[0].token_ids == llm.generate(prompt(1), greedy, use_tqdm=False)[0].outputs[0].token_ids
+    assert mine[1].outputs[0] == llm.generate(prompt(2), params(2), use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.slow
+def test_an_abort_frees_everything(llm: LLM) -> None:
+    engine = llm.engine
+    names = []
+    for number in range(5):
+        request = llm.request(prompt(number), SamplingParams(seed=number, max_tokens=20, ignore_eos=True))
+        engine.add_request(request)
+        names.append(request.request_id)
+    for _ in range(3):
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    outputs = drain(engine)
+    sound(engine)
+    assert {output.outputs[0].finish_reason for output in outputs.values()} <= {"abort", "length"}
+    assert np.asarray(engine.runner.state.sequences.block_table).sum() == 0
