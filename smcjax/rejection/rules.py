@@ -3,8 +3,8 @@
     token    accept draft j iff u_j·q_j(x_j) < p_j(x_j); at the first rejection the next token is drawn from
              norm(max(p_j − q_j, 0)), after the last acceptance from p_K
              (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)
-    tree     the same with N independent candidates a position: each that is rejected takes its q out of what is left of
-             p, and the candidates that agree with the accepted token go on
+    tree     the same with N independent candidates a position: each that is rejected takes q out of what is left of p,
+             and the candidates that agree with the accepted token go on
              (recursive rejection: Miao et al. 2023, arXiv 2305.09781)
     block    accepts the longest run whose joint residual allows it, never fewer tokens in the mean
              (Sun et al. 2024, arXiv 2403.10444, algorithm 2)
@@ -15,7 +15,7 @@ dtype that they are given. u = 0 never accepts what the target cannot say: compa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,26 @@ class Verdict(NamedTuple):
     law: Float[Array, " V"]  # of the token behind them, summing to 1
 
 
-def residual(p: Float[Array, " V"], q: Float[Array, " V"]) -> Float[Array, " V"]:
-    """norm(max(p − q, 0)); p itself where nothing is left, which only rounding can bring about."""
-    left = jnp.maximum(p - q, 0)
-    total = jnp.sum(left)
-    return jnp.where(total > 0, left / jnp.where(total > 0, total, 1), p)
+def residuals(
+    p: Float[Array, "*rows V"], q: Float[Array, "*rows V"], count: int
+) -> tuple[Float[Array, count * rows], Float[Array, count * rows]]:
+    """What is left of p after 0 … count − 1 candidates drawn from q were rejected: c and D of max(p − c·q, 0)/D.
+
+    With r_0 = p, rejecting one more leaves r_{m+1} = norm(max(r_m − q, 0)), and by induction
+
+        r_m = max(p − c_m·q, 0)/D_m,   c_0 = 0,  D_0 = 1,  c_{m+1} = c_m + D_m,  D_m = Σ max(p − c_m·q, 0),
+
+    so the chain needs sums only, and none of the drafts. Where nothing is left, which only rounding can bring about,
+    r_m stays as it was.
+    """
+    c, total = jnp.zeros_like(p[..., 0]), jnp.ones_like(p[..., 0])
+    chain = [(c, total)]
+    for _ in range(count - 1):
+        more = c + total
+        left = jnp.sum(jnp.maximum(p - more[..., None] * q, 0), axis=-1)
+        c, total = jnp.where(left > 0, more, c), jnp.where(left > 0, left, total)
+        chain.append((c, total))
+    return jnp.stack([c for c, _ in chain]), jnp.stack([total for _, total in chain])
 
 
 def tree(
@@ -45,29 +60,26 @@ def tree(
     p[i, j] is the target's law behind candidate i's first j drafts, q[i, j] the law that drafts[i, j] was drawn from.
     """
     rows, columns = drafts.shape
-
-    def level(carry: Any, j: jax.Array) -> tuple[Any, None]:
-        alive, stopped, accepted, law = carry  # alive: agree with all that has been accepted
-        row = jnp.argmax(alive)
-        here = jnp.where(stopped, law, p[row, j])
-
-        def candidate(carry: Any, i: jax.Array) -> tuple[Any, None]:
-            left, token = carry  # token: the accepted one, −1 as long as there is none
-            draft = drafts[i, j]
-            asked = alive[i] & (token < 0) & ~stopped
-            accept = uniforms[j, i] * q[row, j, draft] < left[draft]
-            left = jnp.where(asked & ~accept, residual(left, q[row, j]), left)
-            return (left, jnp.where(asked & accept, draft, token)), None
-
-        (left, token), _ = jax.lax.scan(candidate, (here, jnp.int32(-1)), jnp.arange(rows))
-        on = token >= 0
+    c, total = residuals(p[:, :columns], q, rows + 1)  # [N + 1, N, K]
+    p_draft, q_draft = (jnp.take_along_axis(x[:, :columns], drafts[..., None], axis=-1)[..., 0] for x in (p, q))
+    row = jnp.arange(rows)
+    alive = jnp.ones(rows, bool)  # agree with all that has been accepted
+    on, accepted, rejected = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
+    for j in range(columns):
+        # A candidate is asked when those before it were rejected; candidates that are alive have the same laws.
+        before = jnp.sum(alive & (row < row[:, None]), axis=1)
+        left = jnp.maximum(p_draft[:, j] - c[before, row, j] * q_draft[:, j], 0) / total[before, row, j]
+        accept = alive & (uniforms[j] * q_draft[:, j] < left)
+        rejected = jnp.where(on, jnp.sum(alive, dtype=jnp.int32), rejected)
+        on &= accept.any()
+        token = drafts[jnp.argmax(accept), j]
         alive = jnp.where(on, alive & (drafts[:, j] == token), alive)
-        return (alive, stopped | ~on, accepted + on, left), None
-
-    carry = (jnp.ones(rows, bool), jnp.bool_(False), jnp.int32(0), p[0, 0])
-    (alive, stopped, accepted, law), _ = jax.lax.scan(level, carry, jnp.arange(columns))
-    row = jnp.argmax(alive).astype(jnp.int32)
-    return Verdict(row, accepted, jnp.where(stopped, law, p[row, columns]))
+        accepted += on
+    candidate = jnp.argmax(alive).astype(jnp.int32)
+    at = jnp.minimum(accepted, columns - 1)
+    left = jnp.maximum(p[candidate, at] - c[rejected, candidate, at] * q[candidate, at], 0)
+    law = jnp.where(on, p[candidate, columns], left / total[rejected, candidate, at])
+    return Verdict(candidate, accepted, law)
 
 
 def block(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.pallas.paged_attention import on_hopper
 
@@ -47,6 +48,7 @@ def answers(pair: tuple[str, str], implementation: str, max_num_seqs: int) -> li
         max_model_len=256,
         max_num_seqs=max_num_seqs,
         implementation=implementation,
+        compile_at_start=False,
     ) as llm:
         params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(512)]
         return llm.generate(PROMPTS * 64, params, use_tqdm=False)
@@ -65,9 +67,39 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str], max_
     assert np.mean([o.metrics.resamples > 0 for o in first]) > 0.5
 
 
+@pytest.mark.parametrize("n_candidates", [1, 8])
+def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[str, str], n_candidates: int) -> None:
+    """Drafted by the persistent step, whose laws are made again from what it leaves: accepted and judged alike."""
+    decoding = Rejection(gamma=4, n_candidates=n_candidates)
+    params = [SamplingParams(max_tokens=24, seed=seed, logprobs=1) for seed in range(256)]
+    runs = []
+    for implementation, max_num_seqs in (("auto", 2), ("auto", 2), ("xla", 32)):
+        with LLM(
+            pair[0],
+            draft_model=pair[1],
+            decoding=decoding,
+            max_model_len=256,
+            max_num_seqs=max_num_seqs,
+            implementation=implementation,
+            compile_at_start=False,
+        ) as llm:
+            runs.append(llm.generate(PROMPTS * 32, params, use_tqdm=False))
+    first, second, plain = runs
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
+    figures: list[Callable[[RequestOutput], float]] = [
+        lambda o: sum(o.outputs[0].logprobs or []),
+        lambda o: o.metrics.mean_accepted_length or 0.0,
+    ]
+    for figure in figures:
+        mine, other = (np.array([figure(o) for o in run]) for run in (first, plain))
+        z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
+        assert abs(z) < 4
+        assert mine.std() > 0
+
+
 def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> None:
     """Token by token through pages and kernels, against the dense forward in float32: bf16 rounding apart, equal."""
-    with LLM(pair[0], decoding=Autoregressive(), max_model_len=256) as llm:
+    with LLM(pair[0], decoding=Autoregressive(), max_model_len=256, compile_at_start=False) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=60, seed=5, logprobs=1), use_tqdm=False)
     config, params = load_checkpoint(pair[0], "float32")
     dense = jax.jit(lambda ids: jax.nn.log_softmax(logits(config, params, ids)))
@@ -92,7 +124,12 @@ def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> N
     seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
     for implementation, max_model_len in (("auto", 256), ("auto", 2048), ("xla", 2048)):
         with LLM(
-            target, draft_model=pair[1], decoding=SMC(8, 4), max_model_len=max_model_len, implementation=implementation
+            target,
+            draft_model=pair[1],
+            decoding=SMC(8, 4),
+            max_model_len=max_model_len,
+            implementation=implementation,
+            compile_at_start=False,
         ) as llm:
             llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
             directory = tmp_path / f"{implementation}-{max_model_len}"

@@ -165,7 +165,7 @@ def off(toy: Toy, name: str, **changes: Any) -> float:
 
 
 @pytest.mark.parametrize("name", ["token", "two candidates", "block"])
-def test_controls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls(name: str) -> None:
     """What must not be the target's law."""
     verify, toy = RULES[name][2], Toy(0)
 
@@ -186,7 +186,11 @@ def test_controls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_candidates_taken_out_the_law_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second candidate judged by p instead of by what the first left of it."""
-    monkeypatch.setattr(rules, "residual", lambda p, q: p)
+
+    def nothing_taken_out(p: Any, q: Any, count: int) -> Any:
+        return jnp.zeros((count, *p.shape[:-1])), jnp.ones((count, *p.shape[:-1]))
+
+    monkeypatch.setattr(rules, "residuals", nothing_taken_out)
     assert off(Toy(0), "two candidates") > 1e-3
 
 
