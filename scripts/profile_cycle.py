@@ -4,8 +4,8 @@
     python scripts/profile_cycle.py --requests 32 --context 1024 --max-model-len 1280
     python scripts/profile_cycle.py --implementation xla
 
-Phases are the parts of `smcjax.smc.cycle.step`; a kernel counts for the phase that XLA names for it. Graphs are off
-while profiling, so the sum is a little more than the cycle that `bench cycle` measures. KV is synthetic.
+Phases are the parts of `smcjax.smc.cycle.step`; a kernel counts for the phase that XLA names for it. That it does for
+kernels that are launched one by one, so there are no graphs here. KV is synthetic.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import collections
 import gzip
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=30, help="rows to print")
     args = parser.parse_args()
 
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     enable_compilation_cache()
     models = Models(args.target_shape, args.draft_shape)
     case = Case(

@@ -293,17 +293,22 @@ def propose(
     head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
     first, cache = forward(state.memory.draft, tokens, head, 0, copies)
 
+    def whole(drawn: Drawn, first_column: int) -> Drawn:
+        """Drawn by column [C, R, …], with logits where only hidden states are there: one product for all."""
+        if drawn.hidden is None:
+            return drawn
+        number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
+        logits = jax.vmap(functools.partial(law_logits, law))(number, unembed(params, drawn.hidden))
+        return drawn._replace(logits=logits, hidden=None)
+
     def joined(others: Drawn | None) -> Drafts:
         """By row, the first column before the others, which come by column."""
-        drawn = jax.tree.map(lambda leaf: leaf[:, None], first)
+        drawn = jax.tree.map(lambda leaf: leaf[None], first)
         if others is not None:
-            drawn = jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.moveaxis(b, 0, 1)], axis=1), drawn, others)
-        logits = drawn.logits
-        if drawn.hidden is not None:  # one product for all columns
-            number = generated + 1 + jnp.arange(gamma)[:, None]
-            columns = unembed(params, drawn.hidden.swapaxes(0, 1))
-            logits = jax.vmap(functools.partial(law_logits, law))(number, columns).swapaxes(0, 1)
-        return Drafts(drawn.token, drawn.logprob, logits)
+            if (drawn.hidden is None) != (others.hidden is None):  # the two come by different ways
+                drawn, others = whole(drawn, 0), whole(others, 1)
+            drawn = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, others)
+        return Drafts(*jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), whole(drawn, 0)[:3]))
 
     # The others, and last the forward of the last draft where its KV is wanted now; what would follow it is not.
     after = speculation.bonus and not speculation.defers
