@@ -56,3 +56,9 @@ def floor_bytes(rows: int, gamma: int, dim: int, accepted: int, *, itemsize: int
     """Bytes that verify-and-pack must move: ids, accepted KV in, packed KV out (all of it with the zeroed `tail`)."""
     ids = 4 * rows * (2 * gamma + 1) + rows * (4 + 1 + 4 + 4)
     return ids + itemsize * dim * (accepted + (rows * gamma if tail else accepted))
+
+
+def rotations(rows: int, gamma: int, dim: int) -> int:
+    """How many sets of buffers a benchmark rotates over, inputs and results together more than 200 MB, at most 64."""
+    each = 4 * rows * (2 * gamma + 1) + 4 * rows * gamma * dim
+    return min(64, 1 + 200_000_000 // each)

@@ -130,6 +130,24 @@ def store(buffer: Ref, at: jax.Array, target: Ref, row: jax.Array, rows: jax.Arr
     go(buffer, at, target, row, rows)
 
 
+def prefetch(source: Ref, row: jax.Array, rows: jax.Array, *, interpret: bool) -> None:
+    """Brings source[row : row + rows] into the L2; `rows` may be 0."""
+    if interpret:
+        return
+    row_bytes = _row_bytes(source)
+
+    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+    def go(_: Any, source: ir.Value, row: Any, rows: Any) -> None:
+        _issue(
+            "cp.async.bulk.prefetch.L2.global [$1], $2;",
+            _starts(rows),
+            _address(source, scalar(row), row_bytes),
+            arith.muli(scalar(rows), mu.c(row_bytes, i32())),
+        )
+
+    go(source, row, rows)
+
+
 def fill_with_zeros(buffer: Ref, *, interpret: bool) -> None:
     """buffer[...] = 0 by one warpgroup. What copies it has to come behind `plgpu.commit_smem`."""
     if interpret:

@@ -69,6 +69,11 @@ def scalar(x: Any) -> ir.Value:
     return x.registers.flat[0]
 
 
+def word(value: ir.Value) -> Word:
+    """A value as programs compute with it."""
+    return _Word(value)
+
+
 def thread() -> ir.Value:
     """This thread's number in its warpgroup."""
     return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32()), mu.c(WARPGROUP, i32()))

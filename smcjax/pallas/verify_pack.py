@@ -222,6 +222,7 @@ class Tuning:
     warpgroups: int
     tile: int  # packed rows
     slots: int  # tiles of a warpgroup that are under way
+    ahead: int = 0  # positions of every row that the fused kernel brings into the L2 while it scans
 
 
 def plan(
@@ -269,6 +270,17 @@ class _Packing:
         def _zero() -> None:
             bulk.fill_with_zeros(self.nothing, interpret=self.interpret)
             plgpu.commit_smem()
+
+    def look_ahead(self) -> None:
+        """Asks for the first positions of all rows, which are likely to be accepted."""
+        positions = self.tuning.ahead
+        each = pl.cdiv(self.rows * positions, self.tuning.blocks * self.tuning.warpgroups)
+        for i in range(each):
+            index = self.number * each + i
+            row, position = index // max(positions, 1), index % max(positions, 1)
+            is_one = (row < self.rows).astype(jnp.int32)
+            source = row * (self.kv.shape[0] // self.rows) + position
+            bulk.prefetch(self.kv, source, is_one, interpret=self.interpret)
 
     def sum_lengths(self) -> None:
         """After this warpgroup's part of `lengths` is written."""
@@ -372,6 +384,7 @@ def _fused_kernel(
     write_offsets = functools.partial(_write_offsets, rows=rows, warpgroups=warpgroups)
 
     work.prepare()
+    work.look_ahead()
     simt.run(scan, draft, target, work.lengths, 0, work.warpgroup, interpret=interpret)
     work.sum_lengths()
     work.begin()
