@@ -21,374 +21,56 @@ oracle first. Calls rotate over buffers, inputs and results, of more than 200 MB
 from __future__ import annotations
 
 import argparse
-import bisect
-import collections
 import concurrent.futures
-import dataclasses
 import functools
-import gzip
-import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch runs beside
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
+from verify_cases import (
+    METHODS,
+    NO_JIT,
+    STRESS,
+    Batches,
+    Call,
+    Case,
+    grid,
+    kind,
+    make_pool,
+    shapes_of,
+    tunings,
+)
+from verify_timing import (
+    CALLS,
+    SETS_IN_PROGRAM,
+    Flush,
+    check,
+    device_times,
+    host_time,
+    in_program,
+    looped,
+    rounds,
+    trace_options,
+)
 
 from smcjax.bench.roofline import BANDWIDTH
-from smcjax.bench.verification import floor_bytes, rotations, synthetic
+from smcjax.bench.verification import floor_bytes, rotations
 from smcjax.pallas import verify_pack as vp
 from smcjax.pallas.paged_attention import on_hopper
 
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
-
-WARMUP = 20
-CALLS = 64  # timed, at least
-IN_PROGRAM = 96
-SETS_IN_PROGRAM = 8
-SLACK = 250  # µs by which the clocks of host and device may differ in a trace; windows are a millisecond apart
 CASES_A_TRACE = 20  # a trace file holds a million events
-MOST_ONE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
-STRESS = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
 FLUSH_BYTES = 256 << 20
 NOISE = 0.03
-Call = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One point of the grid and what is measured there; `dim` 0 has ids only."""
-
-    rows: int
-    gamma: int
-    alpha: float
-    dim: int = 0
-    methods: tuple[str, ...] = ()
-    in_program: bool = False
-
-    @property
-    def point(self) -> dict[str, Any]:
-        return {"rows": self.rows, "gamma": self.gamma, "alpha": self.alpha, "dim": self.dim}
-
-
-# ------------------------------------------------------------------------------------------------------------- methods
-
-SCANS = ("scan: op by op", "scan: xla", "scan: a thread a row", "scan: ours")
-PACKS = ("pack: xla", "pack: ours")
-VERIFIES = ("verify: xla", "verify: two launches", "verify: one launch", "verify: one block")
-ON_CPU = ("scan: op by op", "scan: xla", "pack: xla", "verify: xla")
-NO_JIT = ("scan: op by op",)
-
-
-def one_block(draft: jax.Array, target: jax.Array, kv: jax.Array) -> Any:
-    """The study's structure: a single block scans, sums and copies."""
-    rows, gamma, dim = kv.shape
-    return vp.verify_and_pack_mosaic(draft, target, kv, tuning=vp.plan(rows, gamma, 2 * dim, blocks=1))
-
-
-def naive(draft: jax.Array, target: jax.Array) -> Any:
-    from naive_scan import naive_scan
-
-    return naive_scan(draft, target)
-
-
-METHODS: dict[str, Call] = {
-    "scan: op by op": vp.op_by_op,
-    "scan: xla": jax.jit(vp.acceptance_scan_reference),
-    "scan: a thread a row": jax.jit(naive),
-    "scan: ours": jax.jit(vp.acceptance_scan_mosaic),
-    "pack: xla": jax.jit(vp.pack_reference),
-    "pack: ours": jax.jit(lambda kv, lengths: vp.pack_mosaic(kv, lengths)[0]),
-    "verify: xla": jax.jit(vp.verify_and_pack_reference),
-    "verify: two launches": jax.jit(vp.scan_then_pack_mosaic),
-    "verify: one launch": jax.jit(vp.verify_and_pack_mosaic),
-    "verify: one block": jax.jit(one_block),
-}
-
-
-def grid(quick: bool) -> list[Case]:
-    """The study's grid, its sweep of γ, widths of KV, and batches beyond; first what the goals are stated for."""
-    alphas = (0.9,) if quick else (0.3, 0.6, 0.9)
-    steps = ("verify: two launches", "verify: one launch")
-    cases = [Case(**STRESS, methods=PACKS + VERIFIES, in_program=True)]
-    for dim, gamma, alpha in itertools.product((128, 512, 1024, 2048), (8, 128), alphas):
-        cases.append(Case(32, gamma, alpha, dim, PACKS + VERIFIES, in_program=alpha == 0.9 and dim in (128, 2048)))
-    for gamma, alpha in itertools.product((8, 64, 128), alphas):
-        cases.append(Case(32, gamma, alpha, methods=SCANS, in_program=True))
-    beyond = (64, 257, 1024)
-    for rows, gamma, dim, alpha in itertools.product(beyond, (8, 128), (128, 2048), (0.3, 0.9)):
-        if not (quick and rows > 64):
-            cases.append(Case(rows, gamma, alpha, dim, (*steps, "verify: xla")))
-    for rows, gamma, alpha in itertools.product((1, 4, 16), (8, 64, 128), alphas):
-        cases.append(Case(rows, gamma, alpha, methods=SCANS))
-    for gamma, alpha in itertools.product((4, 16, 32), (0.3, 0.9)):
-        cases.append(Case(32, gamma, alpha, methods=SCANS))
-    for rows, gamma, dim, alpha in itertools.product((1, 4, 16, 32), (8, 64, 128), (128, 2048), alphas):
-        one = ("verify: one block",) if (rows, gamma) == (4, 8) else ()
-        cases.append(Case(rows, gamma, alpha, dim, steps + one))
-    merged: dict[tuple[Any, ...], Case] = {}
-    for case in cases:
-        at = tuple(case.point.values())
-        old = merged.get(at)
-        merged[at] = (
-            case
-            if old is None
-            else dataclasses.replace(
-                old,
-                methods=tuple(dict.fromkeys(old.methods + case.methods)),
-                in_program=old.in_program or case.in_program,
-            )
-        )
-    return [fitted(case) for case in merged.values()]
-
-
-def fitted(case: Case) -> Case:
-    """Without methods that do not run here or are not worth compiling."""
-    too_many = case.rows * case.gamma > MOST_ONE_LAUNCH
-    keep = [m for m in case.methods if not (too_many and m == "verify: one launch")]
-    if not on_hopper():
-        keep = [m for m in keep if m in ON_CPU]
-    return dataclasses.replace(case, methods=tuple(keep))
-
-
-def tunings() -> dict[str, vp.Tuning]:
-    """Other ways to divide the stress point, for whoever sets the constants."""
-    rows, gamma, row_bytes = STRESS["rows"], STRESS["gamma"], 2 * STRESS["dim"]
-    base = vp.plan(rows, gamma, row_bytes)
-    change = functools.partial(dataclasses.replace, base)
-    return {
-        "as planned": base,
-        "looks ahead, γ/8": change(ahead=gamma // 8),
-        "looks ahead, γ/4": change(ahead=gamma // 4),
-        "tiles of 1 row": change(tile=1, slots=8),
-        "tiles of 4 rows": change(tile=4, slots=3),
-        "2 slots": change(slots=2),
-        "2 warpgroups": change(warpgroups=2, slots=8),
-        "8 warpgroups": change(warpgroups=8, slots=2),
-        "264 blocks of 2 warpgroups": change(blocks=264, warpgroups=2, slots=5),
-    }
-
-
-# -------------------------------------------------------------------------------------------------------------- inputs
-
-
-class Batches:
-    """Inputs of one case, several sets, kept for the next phase."""
-
-    def __init__(self, pool: jax.Array, case: Case) -> None:
-        count = rotations(case.rows, case.gamma, case.dim)
-        ids = _ids(case.rows, case.gamma, case.alpha, count)
-        self.lengths = [lengths for _, _, lengths, _ in ids]
-        self.accepted = statistics.fmean(int(lengths.sum()) for lengths in self.lengths)
-        scan = [(draft, target) for draft, target, _, _ in ids]
-        self.inputs: dict[str, list[tuple[jax.Array, ...]]] = {"scan": scan}
-        if case.dim:
-            kv = _kv(pool, (case.rows, case.gamma, case.dim), count)
-            self.inputs["pack"] = [(one, lengths) for one, (_, _, _, lengths) in zip(kv, ids, strict=True)]
-            self.inputs["verify"] = [(*two, one) for two, one in zip(scan, kv, strict=True)]
-        self.small = count == 64
-
-    def of(self, method: str) -> list[tuple[jax.Array, ...]]:
-        return self.inputs[kind(method)]
-
-
-@functools.cache
-def _ids(rows: int, gamma: int, alpha: float, count: int) -> list[tuple[Any, ...]]:
-    """Draft and target on the device; lengths on the host and on the device."""
-    made = [synthetic(rows, gamma, alpha, seed=7 + i) for i in range(count)]
-    return [(*jax.device_put((one.draft, one.target)), one.lengths, jax.device_put(one.lengths)) for one in made]
-
-
-_pieces: dict[tuple[int, ...], list[jax.Array]] = {}
-
-
-def _kv(pool: jax.Array, shape: tuple[int, ...], count: int) -> list[jax.Array]:
-    """Pieces of the pool, which is of random numbers between −1 and 1."""
-    size = math.prod(shape)
-    if shape not in _pieces:
-        starts = [i * size % max(1, pool.size - size) for i in range(count)]
-        _pieces[shape] = [_piece(pool, start, shape) for start in starts]
-    return _pieces[shape]
-
-
-def kind(method: str) -> str:
-    return method.partition(":")[0]
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _piece(pool: jax.Array, start: int, shape: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(pool, (start,), (math.prod(shape),)).reshape(shape)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def make_pool(size: int) -> jax.Array:
-    i = lax.iota(jnp.uint32, size) * jnp.uint32(2654435761)
-    i = (i ^ (i >> 15)) * jnp.uint32(2246822519)
-    i = (i ^ (i >> 13)) * jnp.uint32(3266489917)
-    return ((i ^ (i >> 16)).astype(jnp.float32) * 2.0**-31 - 1).astype(jnp.bfloat16)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _pass_over(x: jax.Array) -> jax.Array:
-    return x + 1
-
-
-class Flush:
-    """Empties the L2 of everything else."""
-
-    def __init__(self, size: int) -> None:
-        self.array = jnp.zeros(size, jnp.float32)
-
-    def __call__(self) -> None:
-        self.array = jax.block_until_ready(_pass_over(self.array))
-
-
-# ----------------------------------------------------------------------------------------------------------- measuring
-
-
-def check(method: str, call: Call, batches: Batches) -> None:
-    """Raises unless lengths are the oracle's and everything else is the reference's, bit for bit."""
-    (*arguments,) = batches.of(method)[0]
-    got = jax.tree.leaves(call(*arguments))
-    if kind(method) == "pack":
-        want = [_reference("pack", *arguments)]
-    else:
-        want = jax.tree.leaves(_reference(kind(method), *arguments))
-        if not np.array_equal(np.asarray(got[0]), batches.lengths[0]):
-            raise AssertionError(f"{method}: lengths are not the oracle's")
-    for number, (a, b) in enumerate(zip(got, want, strict=False)):
-        if not bool(_same(a, b)):
-            raise AssertionError(f"{method}: result {number} differs from the reference")
-
-
-def _reference(what: str, *arguments: jax.Array) -> Any:
-    return METHODS[f"{what}: xla"](*arguments)
-
-
-@jax.jit
-def _same(a: jax.Array, b: jax.Array) -> jax.Array:
-    if a.dtype == jnp.bfloat16:
-        a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (a, b))
-    return (a == b).all()
-
-
-def rounds(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int) -> Iterator[Callable[[], list[Any]]]:
-    """Functions that call once on every set and return the results, `calls` in all at least, after warming up."""
-    kept = [call(*arguments) for arguments, _ in zip(itertools.cycle(inputs), range(WARMUP), strict=False)]
-    jax.block_until_ready(kept)
-    for _ in range(-(-calls // len(inputs))):
-        if flush is not None:
-            flush()
-        yield lambda: [call(*arguments) for arguments in inputs]
-
-
-def host_time(call: Call, inputs: Sequence[Any], flush: Flush | None, calls: int) -> float:
-    """µs from a call until its result is there."""
-    times: list[float] = []
-
-    def one(*arguments: Any) -> Any:
-        began = time.perf_counter()
-        out = jax.block_until_ready(call(*arguments))
-        times.append(time.perf_counter() - began)
-        return out
-
-    for run in rounds(one, inputs, flush, calls):
-        run()
-    return statistics.median(times[WARMUP:]) * 1e6
-
-
-@functools.cache
-def looped(method: str, sets: int, empty: bool) -> Call:
-    """A program that calls about IN_PROGRAM times; if `empty`, only what makes calls depend on each other."""
-
-    @jax.jit
-    def program(inputs: Sequence[Any]) -> jax.Array:
-        def body(_: Any, carry: jax.Array) -> jax.Array:
-            for arguments in inputs:
-                changed = list(arguments)
-                which = 1 if kind(method) == "pack" else 0
-                changed[which] = changed[which] + jnp.minimum(carry, 0)  # 0, which the compiler does not know
-                out = changed[which : which + 1] if empty else jax.tree.leaves(METHODS[method](*changed))
-                last = lax.optimization_barrier(out)[-1].reshape(-1)[0]  # of the whole result, because of the barrier
-                bits = lax.bitcast_convert_type(last, jnp.uint16) if last.dtype == jnp.bfloat16 else last
-                carry = jnp.abs(bits.astype(jnp.int32))
-            return carry
-
-        return lax.fori_loop(0, -(-IN_PROGRAM // sets), body, jnp.int32(0))
-
-    return program
-
-
-def in_program(method: str, inputs: Sequence[Any], *, empty: bool) -> float:
-    """µs a call inside a compiled loop."""
-    inputs = inputs[:SETS_IN_PROGRAM]
-    program = looped(method, len(inputs), empty)
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        jax.block_until_ready(program(inputs))
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[3:]) / (-(-IN_PROGRAM // len(inputs)) * len(inputs)) * 1e6
-
-
-def trace_options() -> Any:
-    """Kernels and the script's own annotations: files stay small."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
-    options.enable_hlo_proto = False
-    return options
-
-
-def device_times(directory: Path) -> dict[str, dict[str, float]]:
-    """µs and launches a call by window's name, from a trace in which windows are annotations named `window …|calls`."""
-    trace = json.loads(gzip.decompress(next(directory.rglob("*.trace.json.gz")).read_bytes()))["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in trace if e.get("name") == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
-    windows, kernels = [], []
-    for e in trace:
-        if e.get("ph") != "X":
-            continue
-        if e["name"].startswith("window "):
-            windows.append((e["ts"], e["ts"] + e["dur"], e["name"]))
-        elif "GPU" in processes.get(e["pid"], "") and "Stream" in threads.get((e["pid"], e["tid"]), ""):
-            kernels.append((e["ts"], e["dur"]))
-    kernels.sort()
-    found: dict[str, list[float]] = collections.defaultdict(list)
-    starts = [ts for ts, _ in kernels]
-    for begin, end, name in sorted(windows):
-        inside = kernels[bisect.bisect_left(starts, begin - SLACK) : bisect.bisect_right(starts, end + SLACK)]
-        calls = int(name.rpartition("|")[2])
-        durations = [duration for _, duration in inside]
-        each, rest = divmod(len(durations), calls)
-        if rest or not each:  # not the same kernels in every call: a mean
-            found[name] += [sum(durations) / calls] if durations else []
-        else:
-            found[name] += [sum(durations[i * each : (i + 1) * each]) for i in range(calls)]
-        found[f"launches {name}"].append(len(durations) / calls)
-    out: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    for name, values in found.items():
-        if not values:
-            continue
-        launches = name.startswith("launches ")
-        key = name.removeprefix("launches ").removeprefix("window ").rpartition("|")[0]
-        out[key]["launches" if launches else "device"] = statistics.median(values)
-    return dict(out)
-
-
-# ----------------------------------------------------------------------------------------------------------------- run
 
 
 class Run:
@@ -466,7 +148,7 @@ class Run:
             for method in case.methods:
                 if method in NO_JIT:
                     continue
-                shapes = _shapes(case, method)
+                shapes = shapes_of(case, method)
                 jobs.setdefault((method, str(shapes)), (case, method, METHODS[method], shapes))
                 if case.in_program:
                     sets = min(SETS_IN_PROGRAM, rotations(case.rows, case.gamma, case.dim))
@@ -514,7 +196,7 @@ class Run:
             for method in case.methods:
                 self.guarded("checking", case, method, lambda m=method: check(m, METHODS[m], batches))
 
-        self.each("results", 0.45 * self.args.budget, checked)
+        self.each("results", self.args.budget - 40, checked)
         if not on_hopper():
             return
 
@@ -546,7 +228,7 @@ class Run:
             with tempfile.TemporaryDirectory() as directory:
                 with jax.profiler.trace(directory, profiler_options=trace_options()):
                     some = self.cases[start : start + CASES_A_TRACE]
-                    self.each(f"profile from case {start}", 0.75 * self.args.budget, profiled, some)
+                    self.each(f"profile from case {start}", self.args.budget - 22, profiled, some)
                 found |= device_times(Path(directory))
         self.say(f"{len(found)} windows read from the trace")
         for case in self.cases:
@@ -586,7 +268,7 @@ class Run:
                 self.guarded("program", case, method, one)
             self.records[case]["nothing"] = nothing
 
-        self.each("host-visible", 0.9 * self.args.budget, host)
+        self.each("host-visible", self.args.budget - 10, host)
         self.each("program", self.args.budget, program)
 
     def results(self) -> dict[str, Any]:
@@ -607,15 +289,6 @@ class Run:
         results["dispatcher"] = dispatchers(results["cases"])
         if self.args.output:
             self.args.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-
-
-def _shapes(case: Case, method: str) -> list[jax.ShapeDtypeStruct]:
-    draft, target, lengths = (
-        jax.ShapeDtypeStruct(shape, jnp.int32)
-        for shape in ((case.rows, case.gamma), (case.rows, case.gamma + 1), (case.rows,))
-    )
-    kv = jax.ShapeDtypeStruct((case.rows, case.gamma, case.dim), jnp.bfloat16)
-    return {"scan": [draft, target], "pack": [kv, lengths], "verify": [draft, target, kv]}[kind(method)]
 
 
 def _window(case: Case, method: str) -> str:
@@ -724,7 +397,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=150, help="seconds; what does not fit is left out")
     parser.add_argument("--threads", type=int, default=8, help="that compile")
     parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--torch-timeout", type=float, default=60)
+    parser.add_argument("--torch-timeout", type=float, default=45)
     args = parser.parse_args()
 
     run = Run(args)

@@ -16,18 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_verify as bench  # noqa: E402
+import verify_cases as cases  # noqa: E402
+import verify_timing as timing  # noqa: E402
 
 SMALL = [
-    bench.Case(3, 4, 0.5, 8, (*bench.PACKS, *bench.VERIFIES), in_program=True),
-    bench.Case(3, 4, 0.5, methods=bench.SCANS, in_program=True),
-    bench.Case(2, 5, 0.9, 8, ("verify: two launches", "verify: xla")),
+    cases.Case(3, 4, 0.5, 8, (*cases.PACKS, *cases.VERIFIES), in_program=True),
+    cases.Case(3, 4, 0.5, methods=cases.SCANS, in_program=True),
+    cases.Case(2, 5, 0.9, 8, ("verify: two launches", "verify: xla")),
 ]
 
 
 def test_a_run_writes_host_visible_and_in_program_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "grid", lambda quick: [bench.fitted(case) for case in SMALL])
+    monkeypatch.setattr(bench, "grid", lambda quick: [cases.fitted(case) for case in SMALL])
     output = tmp_path / "verify.json"
     monkeypatch.setattr(sys, "argv", ["bench_verify", "--output", str(output), "--no-torch", "--threads", "2"])
     bench.main()
@@ -52,9 +54,9 @@ def test_a_method_that_fails_costs_itself_only(tmp_path: Path, monkeypatch: pyte
         acceptance, packed = bench.vp.verify_and_pack_reference(draft, target, kv)
         return acceptance, packed.at[0, 0].add(1)
 
-    monkeypatch.setitem(bench.METHODS, "verify: wrong", bench.jax.jit(wrong))
-    cases = [bench.Case(2, 5, 0.9, 8, ("verify: wrong", "verify: xla"))]
-    monkeypatch.setattr(bench, "grid", lambda quick: cases)
+    monkeypatch.setitem(cases.METHODS, "verify: wrong", bench.jax.jit(wrong))
+    only = [cases.Case(2, 5, 0.9, 8, ("verify: wrong", "verify: xla"))]
+    monkeypatch.setattr(bench, "grid", lambda quick: only)
     output = tmp_path / "verify.json"
     monkeypatch.setattr(sys, "argv", ["bench_verify", "--output", str(output), "--no-torch"])
     bench.main()
@@ -66,7 +68,7 @@ def test_a_method_that_fails_costs_itself_only(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_torch_the_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "grid", lambda quick: [bench.fitted(SMALL[1])])
+    monkeypatch.setattr(bench, "grid", lambda quick: [cases.fitted(SMALL[1])])
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
     args = bench.argparse.Namespace(quick=True, cases=None, no_torch=False, torch_timeout=5, output=None)
     run = bench.Run(args)
@@ -76,8 +78,8 @@ def test_without_torch_the_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_grid_is_that_of_the_issue() -> None:
-    points = {tuple(case.point.values()) for case in bench.grid(quick=False)}
-    assert len(points) == len(bench.grid(quick=False))
+    points = {tuple(case.point.values()) for case in cases.grid(quick=False)}
+    assert len(points) == len(cases.grid(quick=False))
     for rows in (1, 4, 16, 32):
         for gamma in (8, 64, 128):
             for alpha in (0.3, 0.6, 0.9):
@@ -113,7 +115,7 @@ def test_device_times_are_read_by_window(tmp_path: Path) -> None:
     ]
     with gzip.open(tmp_path / "a.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
-    assert bench.device_times(tmp_path) == {
+    assert timing.device_times(tmp_path) == {
         "two launches 1 2": {"device": 5.0, "launches": 2.0},
         "one 1 2": {"device": 7.0, "launches": 1.0},
     }
@@ -144,12 +146,12 @@ def test_goals_and_regret() -> None:
 
 def test_a_trace_on_this_machine_has_the_windows(tmp_path: Path) -> None:
     """Annotations reach the trace with the options that the script sets."""
-    options = bench.trace_options()
+    options = timing.trace_options()
     with (
         bench.jax.profiler.trace(tmp_path, profiler_options=options),
         bench.jax.profiler.TraceAnnotation("window here|3"),
     ):
-        bench.jax.block_until_ready(bench.jnp.ones(3) + 1)
+        bench.jax.block_until_ready(bench.jax.numpy.ones(3) + 1)
     trace = json.loads(gzip.decompress(next(tmp_path.rglob("*.trace.json.gz")).read_bytes()))["traceEvents"]
     found = [event for event in trace if event.get("name") == "window here|3"]
     assert len(found) == 1

@@ -19,6 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.verification import floor_bytes, synthetic, with_lengths
 from smcjax.pallas import verify_pack as vp
+from smcjax.pallas.acceptance import (
+    Acceptance,
+    acceptance_scan,
+    acceptance_scan_mosaic,
+    op_by_op,
+    scan_rows_mosaic,
+)
 from smcjax.pallas.paged_attention import on_hopper
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -68,7 +75,7 @@ ROWS = [1, 31, 32, 33, 257]
 
 
 class Wanted(NamedTuple):
-    acceptance: vp.Acceptance
+    acceptance: Acceptance
     packed: np.ndarray
 
 
@@ -87,7 +94,7 @@ def oracle(given: Case) -> Wanted:
     out = np.zeros((rows * gamma, given.kv.shape[2]), given.kv.dtype)
     out[: len(packed)] = np.reshape(packed, (len(packed), -1)) if packed else 0
     missed = [k < gamma for k in lengths]
-    return Wanted(vp.Acceptance(*map(np.asarray, (lengths, missed, following, offsets))), out)
+    return Wanted(Acceptance(*map(np.asarray, (lengths, missed, following, offsets))), out)
 
 
 def bits(x: Any) -> np.ndarray:
@@ -98,7 +105,7 @@ def check_acceptance(got: Any, given: Case) -> None:
     """As many of the results as there are."""
     want = oracle(given).acceptance
     np.testing.assert_array_equal(want.lengths, given.lengths)  # what the generator promised
-    for name, ours, theirs in zip(vp.Acceptance._fields, got, want, strict=False):
+    for name, ours, theirs in zip(Acceptance._fields, got, want, strict=False):
         assert ours.dtype == (jnp.bool_ if name == "has_mismatch" else jnp.int32)
         np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
 
@@ -124,14 +131,14 @@ def check(verify_and_pack: Callable[..., Any], given: Case) -> None:
 def test_corners(name: str) -> None:
     given = special(name)
     check(vp.verify_and_pack_reference, given)
-    check_acceptance(vp.op_by_op(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
+    check_acceptance(op_by_op(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
 
 
 @pytest.mark.parametrize(("rows", "gamma"), [*((5, gamma) for gamma in GAMMAS), *((rows, 9) for rows in ROWS)], ids=str)
 def test_shapes(rows: int, gamma: int) -> None:
     given = case(rows, gamma, dim=3)
     check(vp.verify_and_pack_reference, given)
-    check_acceptance(vp.op_by_op(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
+    check_acceptance(op_by_op(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
 
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 129])
@@ -143,9 +150,9 @@ def test_odd_widths_go_through_the_dispatcher(dim: int, dtype: Any) -> None:
 REFERENCE = jax.jit(vp.verify_and_pack_reference)
 
 
-def reference(given: Case) -> tuple[vp.Acceptance, np.ndarray]:
+def reference(given: Case) -> tuple[Acceptance, np.ndarray]:
     acceptance, packed = REFERENCE(given.draft, given.target, given.kv)
-    return vp.Acceptance(*map(np.asarray, acceptance)), np.asarray(packed)
+    return Acceptance(*map(np.asarray, acceptance)), np.asarray(packed)
 
 
 some_lengths = st.lists(st.integers(0, 6), min_size=5, max_size=5)
@@ -188,7 +195,7 @@ def test_bad_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="bonus position"):
         vp.verify_and_pack(ids, ids, kv)
     with pytest.raises(ValueError, match="bonus position"):
-        vp.acceptance_scan(ids, ids)
+        acceptance_scan(ids, ids)
     with pytest.raises(ValueError, match="must agree"):
         vp.verify_and_pack(ids, jnp.zeros((2, 4), jnp.int32), kv[:, :2])
 
@@ -233,14 +240,14 @@ def test_pack_kernel() -> None:
 @pytest.mark.parametrize(("rows", "gamma"), [(9, 33), (5, 3)])
 def test_scan_kernel_of_one_block(rows: int, gamma: int) -> None:
     given = case(rows, gamma)
-    got = vp.acceptance_scan_mosaic(given.draft, given.target, warpgroups=2, interpret=INTERPRET)
+    got = acceptance_scan_mosaic(given.draft, given.target, warpgroups=2, interpret=INTERPRET)
     check_acceptance(got, given)
 
 
 def test_scan_kernel_of_many_blocks() -> None:
     given = case(11, 33)  # four rows a block, the last block one too few
-    check_acceptance(vp.scan_rows_mosaic(given.draft, given.target, blocks=3, warpgroups=1, interpret=INTERPRET), given)
-    got = vp.acceptance_scan_mosaic(given.draft, given.target, warpgroups=1, most_recomputed=10, interpret=INTERPRET)
+    check_acceptance(scan_rows_mosaic(given.draft, given.target, blocks=3, warpgroups=1, interpret=INTERPRET), given)
+    got = acceptance_scan_mosaic(given.draft, given.target, warpgroups=1, most_recomputed=10, interpret=INTERPRET)
     check_acceptance(got, given)
 
 
@@ -277,7 +284,7 @@ def launches(program: str) -> int:
 def test_lowers_for_cuda(rows: int, gamma: int, dim: int) -> None:
     assert launches(text(vp.verify_and_pack_mosaic, rows, gamma, dim)) == 1
     assert launches(text(vp.scan_then_pack_mosaic, rows, gamma, dim)) == 2
-    assert launches(text(lambda d, t, _: vp.acceptance_scan_mosaic(d, t), rows, gamma, dim)) == 1
+    assert launches(text(lambda d, t, _: acceptance_scan_mosaic(d, t), rows, gamma, dim)) == 1
 
 
 def test_the_dispatcher_goes_by_the_number_of_ids_and_by_alignment() -> None:
@@ -331,8 +338,8 @@ def every_variant(given: Case) -> None:
     """As callers reach them."""
     assert on_hopper()
     draft, target, kv = map(jnp.asarray, given[:3])
-    check_acceptance(vp.op_by_op(draft, target), given)
-    check_acceptance(vp.acceptance_scan(draft, target, implementation="mosaic"), given)
+    check_acceptance(op_by_op(draft, target), given)
+    check_acceptance(acceptance_scan(draft, target, implementation="mosaic"), given)
     check_packed(vp.pack(kv, jnp.asarray(given.lengths), implementation="mosaic"), given)
     check(REFERENCE, given)
     check(vp.verify_and_pack, given)
