@@ -131,8 +131,8 @@ def tunings() -> dict[str, vp.Tuning]:
     change = functools.partial(dataclasses.replace, base)
     return {
         "as planned": base,
-        "looks ahead, γ/8": change(ahead=gamma // 8),
-        "looks ahead, γ/4": change(ahead=gamma // 4),
+        "looks ahead by gamma / 8": change(ahead=gamma // 8),
+        "looks ahead by gamma / 4": change(ahead=gamma // 4),
         "tiles of 1 row": change(tile=1, slots=8),
         "tiles of 4 rows": change(tile=4, slots=3),
         "2 slots": change(slots=2),

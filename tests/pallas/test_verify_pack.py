@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -218,7 +219,7 @@ def test_fused_kernel_at_corners(name: str) -> None:
     [
         (1, 1, vp.Tuning(1, 1, 1, 2)),
         (5, 33, vp.Tuning(2, 2, 11, 2)),
-        (2, 129, vp.Tuning(2, 1, 9, 4)),
+        (2, 129, vp.Tuning(2, 1, 9, 4, ahead=3)),
         (33, 2, vp.Tuning(1, 1, 4, 2)),  # the ring of two goes round eight times
     ],
     ids=str,
@@ -296,6 +297,11 @@ def test_the_dispatcher_goes_by_the_number_of_ids_and_by_alignment() -> None:
     assert launches(text(mosaic, 32, 128, 12)) == 0
     assert launches(text(mosaic, 1025, 8, 128)) == 0
     assert launches(text(functools.partial(vp.verify_and_pack, implementation="xla"), 32, 128, 128)) == 0
+
+
+def test_looking_ahead_lowers_for_cuda() -> None:
+    tuning = dataclasses.replace(vp.plan(32, 128, 4096), ahead=32)
+    assert launches(text(functools.partial(vp.verify_and_pack_mosaic, tuning=tuning), 32, 128, 2048)) == 1
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
