@@ -3,8 +3,8 @@
     echo '[{"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}]' | PYTHONPATH=. python scripts/peers/torch_verify.py
 
 Scan: an operation after the other, about seven launches. Pack: `kv[mask]`, which waits for the number of rows on the
-host. Two times a call: host-visible (call and wait) and on the device (the profiler's sum over kernels). The last line
-is JSON, a list of `{"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as in the script.
+host. Two times a call: host-visible (call and wait) and on the device (the profiler's sum over kernels). A line a case:
+`RESULT {"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as in the script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> None:
     """Times the cases that come on stdin."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(torch.__version__, device, flush=True)
-    print(json.dumps([measured(case, device) for case in json.load(sys.stdin)]))
+    for case in json.load(sys.stdin):
+        print("RESULT " + json.dumps(measured(case, device)), flush=True)
 
 
 def measured(case: dict[str, Any], device: torch.device) -> dict[str, Any]:

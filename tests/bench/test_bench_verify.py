@@ -67,14 +67,34 @@ def test_a_method_that_fails_costs_itself_only(tmp_path: Path, monkeypatch: pyte
     assert results["cases"][0]["times"]["verify: xla"]["host"] > 0
 
 
-def test_without_torch_the_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "grid", lambda quick: [cases.fitted(SMALL[1])])
-    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    args = bench.argparse.Namespace(quick=True, cases=None, no_torch=False, torch_timeout=5, output=None)
-    run = bench.Run(args)
+FAKE_TORCH = """
+import json, sys, time
+cases = json.load(sys.stdin)
+print("2.11 cuda", flush=True)
+print('RESULT {"scan": {"host": 50.0, "device": null}}', flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "notes"),
+    [
+        ("sys.exit('no GPU left')", ["torch 2.11 cuda", "torch has 1 of 2 cases: no GPU left"]),
+        ("time.sleep(60)", ["torch 2.11 cuda", "torch has 1 of 2 cases: stopped after 2 s"]),
+        ("print('RESULT {}')", ["torch 2.11 cuda"]),
+    ],
+)
+def test_what_the_peer_managed_is_kept(
+    end: str, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "torch_verify.py").write_text(FAKE_TORCH.replace("END", end))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench_verify.py"))
+    monkeypatch.setattr(bench, "grid", lambda quick: [cases.Case(32, 8, 0.9), cases.Case(32, 8, 0.6)])
+    run = bench.Run(bench.argparse.Namespace(quick=True, cases=None, no_torch=False, torch_timeout=2))
     run.torch()
-    assert len(run.notes) == 1
-    assert run.notes[0].startswith("no torch")
+    assert run.notes == notes
+    assert run.records[run.cases[0]]["times"] == {"scan: torch": {"host": 50.0}}
 
 
 def test_the_grid_is_that_of_the_issue() -> None:
