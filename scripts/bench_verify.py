@@ -231,8 +231,15 @@ class Run:
                 with jax.profiler.trace(directory, profiler_options=trace_options()):
                     some = self.cases[start : start + CASES_A_TRACE]
                     self.each(f"profile from case {start}", self.args.budget - 22, profiled, some)
-                found |= device_times(Path(directory))
-        self.say(f"{len(found)} windows read from the trace")
+                try:
+                    found |= device_times(Path(directory))
+                except Exception as problem:
+                    self.failures.append(f"trace from case {start}: {type(problem).__name__}: {str(problem)[:300]}")
+        wanted = [_window(case, method) for case in self.cases for method in case.methods]
+        missing = [name for name in wanted if "device" not in found.get(name, {})]
+        if missing:
+            self.notes.append(f"no device time for {len(missing)} of {len(wanted)} windows, such as {missing[:3]}")
+        self.say(f"{len(found)} windows read from the traces")
         for case in self.cases:
             for method in case.methods:
                 self.records[case]["times"][method].update(found.get(_window(case, method), {}))
@@ -410,7 +417,11 @@ def main() -> None:
 
     run = Run(args)
     for phase in (run.torch, run.compile, run.on_device, run.elsewhere):
-        phase()
+        try:
+            phase()
+        except Exception as problem:
+            run.failures.append(f"{phase.__name__}: {type(problem).__name__}: {str(problem)[:500]}")
+            print("FAILED", run.failures[-1], flush=True)
         run.write()
     results = run.results()
     report({**results, "goals": goals(results["cases"]), "dispatcher": dispatchers(results["cases"])})
