@@ -1,5 +1,6 @@
 """Hand-written GPU kernels (Pallas, Mosaic GPU, Hopper); each with a plain reference and behind a wrapper."""
 
+from smcjax.pallas.acceptance import Acceptance, acceptance_scan
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
 from smcjax.pallas.norm import add_rms_norm, rms_norm
@@ -14,12 +15,15 @@ from smcjax.pallas.paged_attention import (
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
+from smcjax.pallas.verify_pack import verify_and_pack
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Acceptance",
     "Copies",
     "HeadNorms",
     "Sharing",
+    "acceptance_scan",
     "add_rms_norm",
     "attention",
     "copy_all_pages",
@@ -34,4 +38,5 @@ __all__ = [
     "split_and_rotate",
     "supports",
     "uses_kernels",
+    "verify_and_pack",
 ]

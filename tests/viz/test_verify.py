@@ -1,0 +1,47 @@
+"""Pictures of a verification benchmark from results that look like one's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smcjax.viz.verify import draw_all, main
+
+PICTURES = ["over_gamma", "over_alpha", "over_width", "pack_over_width", "ratio", "crossover"]
+
+
+def made_up(*, device: bool) -> dict[str, Any]:
+    cases = []
+    methods = {"scan": ("xla", "ours"), "pack": ("xla", "ours"), "verify": ("two launches", "one launch", "one block")}
+    for rows, gamma, alpha, dim in itertools.product((1, 32), (8, 128), (0.3, 0.9), (0, 128, 2048)):
+        kinds = ("pack", "verify") if dim else ("scan",)
+        times = {
+            f"{kind}: {name}": {"host": 30.0 + number} | ({"device": 3.0 + number + dim / 500} if device else {})
+            for kind in kinds
+            for number, name in enumerate(methods[kind])
+        }
+        point = {"rows": rows, "gamma": gamma, "alpha": alpha, "dim": dim}
+        cases.append({**point, "accepted": rows * gamma * alpha, "floor": 0.1 + dim / 1000, "times": times})
+    return {"device": "a GPU", "cases": cases}
+
+
+def test_draws_everything_that_was_measured(tmp_path: Path) -> None:
+    paths = draw_all(made_up(device=True), tmp_path / "new")
+    assert [path.name for path in paths] == [f"verify_{name}.svg" for name in PICTURES]
+    for path in paths:
+        assert path.read_text().lstrip().startswith("<?xml")
+        assert path.stat().st_size > 5000
+
+
+def test_without_device_times_only_host_visible_lines(tmp_path: Path) -> None:
+    assert [path.stem for path in draw_all(made_up(device=False), tmp_path)] == [f"verify_{n}" for n in PICTURES[:4]]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(made_up(device=True)))
+    main([str(tmp_path / "r.json"), "-o", str(tmp_path), "--format", "png"])
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / f"verify_{name}.png") for name in PICTURES]
