@@ -194,16 +194,16 @@ def measure_flop_rate(dtype: str) -> float:
     n = 8192 if jax.default_backend() == "gpu" else 1024
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
     multiply = jax.jit(lambda x: x @ x)
-    return 2 * n**3 / _median_seconds(lambda: multiply(x))
+    return 2 * n**3 / _median_seconds(lambda: multiply(x), repeats=40)
 
 
 def _median_seconds(call: Any, repeats: int = 7) -> float:
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(2 * repeats):  # the first half brings the clocks up
         began = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+    return statistics.median(times[repeats:])
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:
