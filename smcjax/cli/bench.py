@@ -1,7 +1,7 @@
 """`smcjax bench cycle|table`: the time of a decoding step against the memory roofline, on random weights.
 
 `smcjax bench throughput|latency`: the engine under a stream of requests, on random weights. `smcjax bench engine`: what
-it costs beside the cycles that it runs.
+it costs beside the cycles that it runs. `smcjax bench decoders`: accuracy and speed of exact decoders and SMC.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.options import DECODINGS, add_debug_option
 
@@ -34,13 +34,16 @@ LIMITS = {
     "input_len": 1 << 20,
     "output_len": 1 << 20,
     "max_num_seqs": 4096,
+    "num_problems": 1_000_000,
 }
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="cycle|table|throughput|latency|engine", required=True)
+    benchmarks = parser.add_subparsers(
+        dest="benchmark", metavar="cycle|table|throughput|latency|engine|decoders", required=True
+    )
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -86,6 +89,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     engine.add_argument("--json", action="store_true", help="one JSON line a row last")
     add_debug_option(engine)
     engine.set_defaults(run=run_engine)
+
+    decoders = benchmarks.add_parser(
+        "decoders", help="accuracy and speed of exact decoders and SMC, on the bundled pair", description=__doc__
+    )
+    decoders.add_argument("-n", "--num-problems", type=int, default=200, help="problems (200)")
+    decoders.add_argument("--seed", type=int, default=7, help="of the problems and of all randomness (7)")
+    decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
+    decoders.add_argument("--particles", type=int, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
+    decoders.add_argument("--candidates", type=int, nargs="*", default=[8], metavar="N", help="of rejection (8)")
+    decoders.add_argument("--gammas", type=int, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
+    decoders.add_argument("--max-num-seqs", type=int, default=16, help="requests at once (16)")
+    decoders.add_argument("--max-model-len", type=int, default=320, help="prompt and answer at most (320)")
+    decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
+    decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
+    add_debug_option(decoders)
+    decoders.set_defaults(run=run_decoders)
 
 
 def _add_serving_options(parser: argparse.ArgumentParser) -> None:
@@ -251,8 +270,7 @@ def run_serving(args: argparse.Namespace) -> int:
     for rate in args.rates:
         if not rate > 0:
             raise ValueError(f"--rates must be above 0, got {rate}.")
-    if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
-        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
+    _check_plot(args)
     decoding = _decoding(args)
     load = Load(
         decoding,
@@ -308,6 +326,43 @@ def run_engine(args: argparse.Namespace) -> int:
         for result in results:
             print(json.dumps(dataclasses.asdict(result)))
     return 0
+
+
+def run_decoders(args: argparse.Namespace) -> int:
+    """Answers the same problems with every decoder; a table, a plot and JSON lines on request."""
+    from pathlib import Path
+
+    from smcjax.bench.decoders import compare, contenders, markdown
+
+    _check(args)
+    _check_plot(args)
+
+    def heard(row: dict[str, Any]) -> None:
+        print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
+
+    rows = compare(
+        contenders(args.particles, args.gammas, args.candidates),
+        num_problems=args.num_problems,
+        seed=args.seed,
+        temperature=args.temperature,
+        on_result=heard,
+        max_num_seqs=min(args.max_num_seqs, args.num_problems),
+        max_model_len=args.max_model_len,
+    )
+    print(markdown(rows))
+    if args.plot is not None:
+        from smcjax.viz.decoders import draw_frontier
+
+        draw_frontier(rows, Path(args.plot))
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    return 0
+
+
+def _check_plot(args: argparse.Namespace) -> None:
+    if args.plot is not None and not args.plot.endswith((".svg", ".png", ".pdf")):
+        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
 
 
 def _models_named(result: CycleResult, draft: str, target: str) -> str:

@@ -1,0 +1,123 @@
+"""`smcjax bench decoders`: exact decoders and SMC beside each other, on the same problems with the same request seeds.
+
+Accuracy is of the bundled pair on freshly generated word problems; a cycle is one target forward, so tokens a cycle say
+what a decoder would gain where cycles cost the same, and tokens a second what it gains on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from smcjax.autoregressive import Autoregressive
+from smcjax.bench.accuracy import Evaluation, evaluate
+from smcjax.engine.llm import LLM
+from smcjax.engine.loading import bundled_model
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.rejection import Rejection
+from smcjax.smc import SMC
+from smcjax.tasks.intervals import paired_difference_interval
+from smcjax.tasks.word_problems import generate
+
+TARGET = "target alone"
+DRAFT = "draft alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One decoder. `model` None: the bundled pair."""
+
+    name: str
+    decoding: SMC | Rejection | Autoregressive
+    model: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether its answers have the target's own law."""
+        return self.model is None and not isinstance(self.decoding, SMC)
+
+
+def contenders(
+    particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int], *, with_draft: bool = True
+) -> list[Contender]:
+    """The target alone, first; the draft alone; and for each K rejection of all kinds and SMC of N particles."""
+    result = [Contender(TARGET, Autoregressive())]
+    if with_draft:
+        result.append(Contender(DRAFT, Autoregressive(), str(bundled_model("draft"))))
+    for gamma in gammas:
+        result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma)))
+        result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block")))
+        result += [
+            Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n)) for n in candidates
+        ]
+        result += [Contender(f"SMC, N={n}, K={gamma}", SMC(n_particles=n, gamma=gamma)) for n in particles]
+    return result
+
+
+def compare(
+    chosen: Sequence[Contender],
+    *,
+    num_problems: int,
+    seed: int,
+    temperature: float,
+    max_tokens: int = 160,
+    on_result: Callable[[dict[str, Any]], None] = lambda _: None,
+    **llm: Any,
+) -> list[dict[str, Any]]:
+    """A row for each, the first being what the others' accuracies are compared with, pairwise by problem.
+
+    `llm` are arguments of `LLM`. Intervals are at 95%: Wilson's of accuracies, Agresti and Min's of differences.
+    """
+    problems = generate(seed, num_problems, "eval")
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    rows: list[dict[str, Any]] = []
+    first: Evaluation | None = None
+    for contender in chosen:
+        with LLM(contender.model, decoding=contender.decoding, **llm) as engine:
+            evaluation = evaluate(engine, problems, params, seed=seed, use_tqdm=False)
+        first = first or evaluation
+        difference, low, high = paired_difference_interval(evaluation.correct, first.correct)
+        metrics = [output.metrics for output in evaluation.outputs]
+        accepted = [one.mean_accepted_length for one in metrics if one.mean_accepted_length is not None]
+        ess = [one.mean_ess for one in metrics if one.mean_ess is not None]
+        rows.append(
+            {
+                "decoder": contender.name,
+                "exact": contender.exact,
+                **evaluation.report(),
+                "difference": difference,
+                "difference_low": low,
+                "difference_high": high,
+                "mean_accepted_length": float(np.mean(accepted)) if accepted else None,
+                "mean_ess": float(np.mean(ess)) if ess else None,
+            }
+        )
+        on_result(rows[-1])
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    lines = [
+        "| decoder | accuracy, 95% interval | minus the first row (paired, points) | tokens a cycle | tokens/s here "
+        "| drafts accepted a cycle | mean ESS |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for number, row in enumerate(rows):
+        ends = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
+        difference = "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends) if number else "–"
+        accuracy = (100 * row[name] for name in ("accuracy", "ci_low", "ci_high"))
+        others = ("–" if row[name] is None else f"{row[name]:.2f}" for name in ("mean_accepted_length", "mean_ess"))
+        cells = (
+            row["decoder"] + (" (exact)" if row["exact"] else ""),
+            "{:.1f}% ({:.1f} to {:.1f})".format(*accuracy),
+            difference,
+            f"{row['tokens_per_cycle']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            *others,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

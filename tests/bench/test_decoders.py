@@ -1,0 +1,68 @@
+"""The comparison of decoders: all answer the same problems, exact ones are called so, the plot has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smcjax import SMC, Rejection
+from smcjax.bench.decoders import DRAFT, TARGET, contenders, markdown
+from smcjax.cli.main import main
+
+
+def test_contenders() -> None:
+    chosen = contenders([2, 8], [4], [3])
+    assert [one.name for one in chosen[:2]] == [TARGET, DRAFT]
+    assert [one.exact for one in chosen] == [True, False, True, True, True, False, False]
+    decodings = [one.decoding for one in chosen]
+    assert decodings[2:] == [
+        Rejection(4),
+        Rejection(4, verification="block"),
+        Rejection(4, n_candidates=3),
+        SMC(n_particles=2, gamma=4),
+        SMC(n_particles=8, gamma=4),
+    ]
+    assert len(contenders([1], [2, 4], [], with_draft=False)) == 1 + 2 * 3
+
+
+@pytest.mark.slow
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "frontier.svg"
+    small = ["-n", "6", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "6"]
+    assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [row["decoder"] for row in rows] == [
+        TARGET,
+        DRAFT,
+        "rejection by token, K=3",
+        "rejection by block, K=3",
+        "SMC, N=2, K=3",
+    ]
+    alone, _, token, block, smc = rows
+    assert alone["tokens_per_cycle"] == pytest.approx(1, abs=0.05)
+    for row in (token, block):
+        assert row["exact"]
+        # x₀ and a token behind every run; the last runs may reach beyond the end.
+        assert 1.2 < row["tokens_per_cycle"] <= row["mean_accepted_length"] + 1.2
+    assert smc["tokens_per_cycle"] == pytest.approx(4, rel=0.1)
+    assert smc["mean_ess"] is not None
+    assert all(0 <= row["ci_low"] <= row["accuracy"] <= row["ci_high"] <= 1 for row in rows)
+    assert markdown(rows) in out
+    drawn = plot.read_text()
+    assert "<svg" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0"], "--num-problems must be a whole number from 1"),
+        (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
+        (["--particles", "0"], "n_particles must be a whole number from 1 to 1024, got 0"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decoders", *arguments]) == 2
+    assert message in capsys.readouterr().err
