@@ -74,6 +74,8 @@ def summary(output: RequestOutput) -> str:
         f"{metrics.tokens_per_second:.1f} tokens/s",
         f"{metrics.cycles} cycles",
     ]
+    if metrics.mean_accepted_length is not None:
+        parts.append(f"{metrics.mean_accepted_length:.2f} drafts accepted a cycle")
     if output.smc is not None:
         mean_ess = "–" if metrics.mean_ess is None else f"{metrics.mean_ess:.2f}"
         parts += [

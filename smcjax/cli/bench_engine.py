@@ -1,0 +1,174 @@
+"""`smcjax bench throughput|latency`: the engine under a stream of requests, on random weights.
+
+`smcjax bench engine`: what it costs beside the cycles that it runs. `smcjax bench decoders`: accuracy and speed of
+exact decoders and SMC, on the bundled pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from smcjax.cli.bench_options import add_shape_options, check_numbers, check_plot, shape_decoding, shape_models
+from smcjax.cli.options import DECODINGS, add_debug_option
+
+if TYPE_CHECKING:
+    from smcjax.bench.engine import Overhead
+
+
+def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
+    """Declares these benchmarks."""
+    throughput = benchmarks.add_parser("throughput", help="requests that come all at once", description=__doc__)
+    _add_serving_options(throughput)
+    throughput.set_defaults(run=run_serving, rates=[math.inf], plot=None)
+    latency = benchmarks.add_parser("latency", help="requests that come at given rates", description=__doc__)
+    _add_serving_options(latency)
+    latency.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
+    latency.add_argument("--plot", metavar="FILE", help="latencies over load: .svg, .png or .pdf")
+    latency.set_defaults(run=run_serving)
+
+    engine = benchmarks.add_parser("engine", help="the engine's cycles against bare ones", description=__doc__)
+    add_shape_options(engine)
+    engine.add_argument("--decoding", choices=DECODINGS, default="smc")
+    engine.add_argument(
+        "--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="G", help="at once (1 2 4 8 16 32)"
+    )
+    engine.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
+    engine.add_argument("--cycles", type=int, default=32, help="timed cycles (32)")
+    engine.add_argument("--json", action="store_true", help="one JSON line a row last")
+    add_debug_option(engine)
+    engine.set_defaults(run=run_engine)
+
+    decoders = benchmarks.add_parser(
+        "decoders", help="accuracy and speed of exact decoders and SMC, on the bundled pair", description=__doc__
+    )
+    decoders.add_argument("-n", "--num-problems", type=int, default=200, help="problems (200)")
+    decoders.add_argument("--seed", type=int, default=7, help="of the problems and of all randomness (7)")
+    decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
+    decoders.add_argument("--particles", type=int, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
+    decoders.add_argument("--candidates", type=int, nargs="*", default=[8], metavar="N", help="of rejection (8)")
+    decoders.add_argument("--gammas", type=int, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
+    decoders.add_argument("--max-num-seqs", type=int, default=16, help="requests at once (16)")
+    decoders.add_argument("--max-model-len", type=int, default=320, help="prompt and answer at most (320)")
+    decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
+    decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
+    add_debug_option(decoders)
+    decoders.set_defaults(run=run_decoders)
+
+
+def _add_serving_options(parser: argparse.ArgumentParser) -> None:
+    add_shape_options(parser)
+    parser.add_argument("--decoding", choices=DECODINGS, default="smc")
+    parser.add_argument("--num-prompts", type=int, default=32, help="requests in all (32)")
+    parser.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--max-num-seqs", type=int, default=8, help="requests that run at once (8)")
+    parser.add_argument("--no-overlap", action="store_true", help="read every cycle before the next is enqueued")
+    parser.add_argument("--json", action="store_true", help="one JSON line a rate last")
+    add_debug_option(parser)
+
+
+def run_serving(args: argparse.Namespace) -> int:
+    """Plays requests against the engine, rate by rate; a table, a plot and JSON lines on request."""
+    from pathlib import Path
+
+    from tqdm import tqdm
+
+    from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
+
+    check_numbers(args)
+    for rate in args.rates:
+        if not rate > 0:
+            raise ValueError(f"--rates must be above 0, got {rate}.")
+    check_plot(args)
+    decoding = shape_decoding(args)
+    load = Load(
+        decoding,
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        max_num_seqs=args.max_num_seqs,
+        page_size=args.page_size,
+        implementation=args.implementation,
+        overlap=False if args.no_overlap else None,
+    )
+    models = shape_models(args)
+    engine = make_engine(models, load)
+    results = []
+    for rate in args.rates:
+        at_rate = dataclasses.replace(load, request_rate=rate)
+        with tqdm(total=load.num_prompts, desc=f"{rate:g} requests/s", dynamic_ncols=True) as bar:
+            results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
+    print(markdown(results))
+    if args.plot is not None:
+        from smcjax.viz.serving import draw_latency
+
+        draw_latency(results, Path(args.plot))
+    if args.json:
+        for result in results:
+            print(json.dumps(result))
+    return 0
+
+
+def run_engine(args: argparse.Namespace) -> int:
+    """Times cycles bare and through the engine; a table, and JSON lines on request."""
+    from smcjax.bench.engine import WARMUP, markdown, measure
+    from smcjax.bench.serving import Load
+
+    check_numbers(args)
+    decoding = shape_decoding(args)
+    advance = 1 if decoding is None else decoding.tokens_per_cycle
+    load = Load(
+        decoding,
+        input_len=args.input_len,
+        output_len=(2 * WARMUP + args.cycles + 2) * advance,
+        max_num_seqs=max(args.requests),
+        page_size=args.page_size,
+        implementation=args.implementation,
+    )
+
+    def heard(one: Overhead) -> None:
+        print(f"{one.requests} requests: {one.engine_ms:.2f} ms a cycle", file=sys.stderr, flush=True)
+
+    results = measure(shape_models(args), load, args.requests, cycles=args.cycles, on_result=heard)
+    print(markdown(results))
+    if args.json:
+        for result in results:
+            print(json.dumps(dataclasses.asdict(result)))
+    return 0
+
+
+def run_decoders(args: argparse.Namespace) -> int:
+    """Answers the same problems with every decoder; a table, a plot and JSON lines on request."""
+    from pathlib import Path
+
+    from smcjax.bench.decoders import compare, contenders, markdown
+
+    check_numbers(args)
+    check_plot(args)
+
+    def heard(row: dict[str, Any]) -> None:
+        print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
+
+    rows = compare(
+        contenders(args.particles, args.gammas, args.candidates),
+        num_problems=args.num_problems,
+        seed=args.seed,
+        temperature=args.temperature,
+        on_result=heard,
+        max_num_seqs=min(args.max_num_seqs, args.num_problems),
+        max_model_len=args.max_model_len,
+    )
+    print(markdown(rows))
+    if args.plot is not None:
+        from smcjax.viz.decoders import draw_frontier
+
+        draw_frontier(rows, Path(args.plot))
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    return 0

@@ -1,0 +1,82 @@
+"""Arguments that several benchmarks share, their limits, and what they build."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smcjax.bench.cycle import Models
+    from smcjax.rejection import Rejection
+    from smcjax.smc import SMC
+
+LIMITS = {
+    "requests": 4096,
+    "context": 1 << 20,
+    "contexts": 1 << 20,
+    "requests_context": 1 << 20,
+    "max_model_len": 1 << 20,
+    "page_size": 64,
+    "windows": 1000,
+    "cycles": 100_000,
+    "num_prompts": 1_000_000,
+    "input_len": 1 << 20,
+    "output_len": 1 << 20,
+    "max_num_seqs": 4096,
+    "num_problems": 1_000_000,
+}
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """Whose shapes, held how, and how many rows and drafts."""
+    parser.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
+    parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
+    parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
+    parser.add_argument("--draft-quantization", help="int8: the draft's weights (default: bfloat16)")
+    parser.add_argument("-N", "--n-particles", type=int, default=8, help="particles, or candidates of rejection (8)")
+    parser.add_argument("-K", "--gamma", type=int, default=8)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument(
+        "--implementation",
+        choices=("auto", "mosaic", "xla"),
+        default="auto",
+        help="xla: no GPU kernels; mosaic: kernels whatever the device (auto: on a Hopper GPU)",
+    )
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers out of range."""
+    for name, most in LIMITS.items():
+        given = getattr(args, name, None)
+        for value in given if isinstance(given, list) else [] if given is None else [given]:
+            if not 1 <= value <= most:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} must be a whole number from 1 to {most}, got {value}.")
+    if getattr(args, "bandwidth", None) is not None and not 0 < args.bandwidth <= 1e6:
+        raise ValueError(f"--bandwidth must be above 0 and at most 1000000 GB/s, got {args.bandwidth}.")
+
+
+def shape_decoding(args: argparse.Namespace) -> SMC | Rejection | None:
+    """What to time; None is the target alone."""
+    from smcjax.rejection import Rejection
+    from smcjax.smc import SMC
+
+    if args.decoding == "smc":
+        return SMC(n_particles=args.n_particles, gamma=args.gamma)
+    return Rejection(n_candidates=args.n_particles, gamma=args.gamma) if args.decoding == "rejection" else None
+
+
+def shape_models(args: argparse.Namespace) -> Models:
+    """The models that the options name."""
+    from smcjax.bench.cycle import Models
+
+    models = Models(args.target_shape, args.draft_shape, args.quantization, args.draft_quantization)
+    print(f"Making random weights: {args.target_shape}, {args.draft_shape} …", file=sys.stderr)
+    return models
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Raises ValueError for a picture of another kind than can be drawn."""
+    if args.plot is not None and not args.plot.endswith((".svg", ".png", ".pdf")):
+        raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
