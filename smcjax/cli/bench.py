@@ -156,7 +156,9 @@ def _implementation(result: CycleResult) -> str:
 def table(result: CycleResult, target: str, draft: str) -> str:
     """The result for people."""
     rejection = ", rejection" if result.decoding == "rejection" else ""
-    what = f"N={result.n_particles} K={result.gamma}{rejection}" if result.gamma else "target only"
+    what = f"N={result.n_particles} K={result.gamma}{rejection}"
+    if result.decoding == "autoregressive":
+        what = "target only"
     private = f" ({result.private} private)" if result.private else ""
     kv = ", synthetic KV" if result.synthetic_kv else ""
     rows = [

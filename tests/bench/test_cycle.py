@@ -59,7 +59,7 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     bench = Bench(quantised, case, quantised.target_params(), quantised.draft_params())
     bench.compile()
     bench.runner.take()
-    state = bench._started()
+    state = bench.started()
     table, length = np.asarray(state.sequences.block_table), np.asarray(state.sequences.length)
     assert (length == 11).all()
     # Page 0 of each group's ten tokens is shared; pages 1 and 2 are each row's own.
