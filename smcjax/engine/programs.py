@@ -24,6 +24,9 @@ logger = logging.getLogger("smcjax")
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
+CACHE_BYTES = 16 << 30  # of compiled programs on disk; beyond, the least recently used go
+
+
 class Job(NamedTuple):
     """A function to compile."""
 
@@ -41,6 +44,8 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(root / "smcjax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # Only with a limit does JAX lock the directory: without, a process may read what another is still writing.
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
 class Programs:
