@@ -16,6 +16,7 @@ import pytest
 import smcjax.model.paged
 from smcjax import smc
 from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
+from smcjax.decoding.speculation import reserve
 from smcjax.pallas import paged_attention_reference
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
@@ -219,10 +220,12 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
-    state, copies = cycle.reserve(program, smc.init(program, params, prompts, requests))
-    state, drafts, draft_logprobs = cycle.propose(program, params, state, copies)
-    state, proposal = cycle.verify(program, params, state, copies, drafts, draft_logprobs)
-    return state, drafts, proposal.increments
+    state = smc.init(program, params, prompts, requests)
+    sequences, pool, copies = reserve(program, state)
+    state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
+    state, drafts = cycle.draft(program, params, state, copies)
+    state, proposal = cycle.verify(program, params, state, copies, drafts)
+    return state, drafts.tokens, proposal.increments
 
 
 @pytest.mark.slow
