@@ -16,7 +16,7 @@ from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prep
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
-from smcjax.kv import TRASH, KVCache, PagePool, make_room, pages_for, rebind
+from smcjax.kv import KVCache, PagePool, make_room, pages_for, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache
@@ -260,6 +260,5 @@ def conclude(program: Program, state: State) -> tuple[Population, Memory]:
         selected=jnp.zeros(groups, jnp.int32),
         failed=state.failed,
     )
-    table = state.sequences.block_table
-    pool = rebind(state.memory.pool, table, jnp.full_like(table, TRASH))
+    pool = release(state.memory.pool, state.sequences.block_table)
     return ended, dataclasses.replace(state.memory, pool=pool)

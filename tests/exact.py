@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from tests.helpers import Ask
 
 Tokens = tuple[int, ...]
+
+
+def chi_square(seen: Mapping[Tokens, int], law: Mapping[Tokens, float]) -> tuple[float, int]:
+    """χ² of the counts against a law, over outcomes that are expected five times or more, and how many these are.
+
+    What the law forbids must not have been seen.
+    """
+    assert set(seen) <= set(law)
+    samples = sum(seen.values())
+    common = {x: mass * samples for x, mass in law.items() if mass * samples >= 5}
+    return sum((seen[x] - n) ** 2 / n for x, n in common.items()), len(common)
 
 
 def outcomes(

@@ -33,7 +33,7 @@ from smcjax.decoding.speculation import (
     reserve,
     score,
 )
-from smcjax.kv import TRASH, pages_for, rebind
+from smcjax.kv import TRASH, pages_for, rebind, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.rejection.config import Rejection
@@ -321,6 +321,5 @@ def conclude(program: Program, state: State) -> tuple[Population, Memory]:
         selected=jnp.zeros(groups, jnp.int32),
         failed=state.failed,
     )
-    table = state.sequences.block_table
-    pool = rebind(state.memory.pool, table, jnp.full_like(table, TRASH))
+    pool = release(state.memory.pool, state.sequences.block_table)
     return ended, dataclasses.replace(state.memory, pool=pool)

@@ -31,8 +31,8 @@ class Verdict(NamedTuple):
 
 
 def residuals(
-    p: Float[Array, "*rows V"], q: Float[Array, "*rows V"], count: int
-) -> tuple[Float[Array, count * rows], Float[Array, count * rows]]:
+    p: Float[Array, "N K V"], q: Float[Array, "N K V"], count: int
+) -> tuple[Float[Array, "count N K"], Float[Array, "count N K"]]:
     """What is left of p after 0 … count − 1 candidates drawn from q were rejected: c and D of max(p − c·q, 0)/D.
 
     With r_0 = p, rejecting one more leaves r_{m+1} = norm(max(r_m − q, 0)), and by induction

@@ -17,7 +17,7 @@ from smcjax.decoding.prefill import admit, leaders_of
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, population
 from smcjax.decoding.speculation import Memory, PairParams, prefill_pair
-from smcjax.kv import TRASH, rebind
+from smcjax.kv import release
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
 from smcjax.smc.state import Program, State
@@ -128,8 +128,7 @@ def select(program: Program, state: State) -> Int[Array, " G"]:
 
 def release_all(state: State) -> Memory:
     """The memory with every page of the batch given back."""
-    table = state.sequences.block_table
-    pool = rebind(state.memory.pool, table, jnp.full_like(table, TRASH))
+    pool = release(state.memory.pool, state.sequences.block_table)
     return dataclasses.replace(state.memory, pool=pool)
 
 
