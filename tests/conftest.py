@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 from jaxtyping import install_import_hook
 
@@ -30,6 +32,14 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("laws")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
