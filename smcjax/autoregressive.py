@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prepare, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
-from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
-from smcjax.kv import KVCache, PagePool, make_room, pages_for, release
+from smcjax.decoding.sequences import Bounded, Population, Requests, Sequences, append, cut_block, population
+from smcjax.kv import KVCache, PagePool, make_room, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache
@@ -29,7 +29,7 @@ class Autoregressive:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Bounded):
     """All that is static about a step. `truncates` is set where a request uses top_k or top_p: sorting a vocabulary
     at every step is not for those who do not ask."""
 
@@ -40,14 +40,9 @@ class Program:
     truncates: bool = False
 
     @property
-    def max_tokens(self) -> int:
-        """T_max of the token buffer: the longest sequence and one token beyond it."""
-        return self.max_model_len + 1
-
-    @property
-    def max_pages(self) -> int:
-        """M, pages of the longest sequence."""
-        return pages_for(self.max_model_len, self.page_size)
+    def block(self) -> int:
+        """One token a step."""
+        return 1
 
 
 @jax.tree_util.register_dataclass
@@ -107,9 +102,7 @@ def begin(
     Groups not `present` only fill up the batch and never run.
     """
     groups = prompts.shape[0]
-    sequences = Sequences.create(groups, max_tokens=program.max_tokens, max_pages=program.max_pages)
-    prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
+    pool, sequences = admit(program, memory.pool, prompts, requests, present, 1, prefix)
     return State(
         requests=requests,
         sequences=sequences,
@@ -165,6 +158,8 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         state.live,
         page_size=program.page_size,
         max_width=1,
+        group=1,
+        implementation=program.implementation,
     )
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     tokens = sequences.token_at(position)[:, None]

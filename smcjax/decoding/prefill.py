@@ -8,11 +8,13 @@ and nothing is written there.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.sequences import Sequences
+from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, KVCache, PagePool, allocate, rebind
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import paged_hidden_states
@@ -20,35 +22,34 @@ from smcjax.model.params import Params
 
 
 def admit(
+    program: Bounded,
     pool: PagePool,
     prompts: Int[Array, "G L"],
-    prompt_length: Int[Array, " G"],
-    sequences: Sequences,
-    page_size: int,
+    requests: Requests,
+    present: Bool[Array, " G"],
+    rows: int,
     prefix: Int[Array, "G M"] | None = None,
 ) -> tuple[PagePool, Sequences]:
-    """Puts each group's prompt into its rows and gives it pages, shared by all rows of the group.
+    """`rows` rows for each group, with its prompt and pages for it, which its rows share.
 
-    `sequences` are empty rows (R = G·N) without pages. L ≤ T_max; columns beyond `prompt_length` are ignored.
-    `prefix` names pages in use that hold the KV of each prompt's beginning, `TRASH` behind it; None: there are none.
+    Groups not `present` only fill up the batch: they have no prompt and no pages. L ≤ T_max; columns of `prompts`
+    beyond the prompt's length are ignored. `prefix` names pages in use that hold the KV of each prompt's beginning,
+    `TRASH` behind it; None: there are none.
     """
-    groups = prompt_length.shape[0]
-    rows, table_width = sequences.block_table.shape
-    fan_out = rows // groups
-
-    first_token = jnp.arange(table_width) * page_size
+    groups = present.shape[0]
+    empty = Sequences.create(groups * rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
+    length = jnp.where(present, requests.prompt_length, 0)
+    first_token = jnp.arange(program.max_pages) * program.page_size
     if prefix is None:
-        prefix = jnp.full((groups, table_width), TRASH, jnp.int32)
-    pool, fresh = allocate(pool, (first_token < prompt_length[:, None]) & (prefix == TRASH))
-    table = jnp.repeat(jnp.where(prefix == TRASH, fresh, prefix), fan_out, axis=0)
-    pool = rebind(pool, sequences.block_table.at[::fan_out].set(fresh), table)
-
-    tokens = sequences.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, fan_out, axis=0))
-    return pool, Sequences(
-        tokens=tokens,
-        length=jnp.maximum(jnp.repeat(prompt_length, fan_out), 1),  # every query must see a key, even of no prompt
-        finished=jnp.zeros(rows, bool),
-        logprobs=jnp.zeros_like(sequences.logprobs),
+        prefix = jnp.full((groups, program.max_pages), TRASH, jnp.int32)
+    pool, fresh = allocate(pool, (first_token < length[:, None]) & (prefix == TRASH))
+    table = jnp.repeat(jnp.where(prefix == TRASH, fresh, prefix), rows, axis=0)
+    pool = rebind(pool, empty.block_table.at[::rows].set(fresh), table)
+    return pool, dataclasses.replace(
+        empty,
+        tokens=empty.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, rows, axis=0)),
+        length=jnp.maximum(jnp.repeat(length, rows), 1),  # every query must see a key, even of no prompt
+        finished=jnp.zeros_like(empty.finished),
         block_table=table,
     )
 

@@ -11,6 +11,7 @@ the forwards like all others, write to the trash page, and change nothing.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import Protocol
@@ -22,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoding.next_token import Drawn, Law, Steps, law_logits, next_token, plan, prepare
 from smcjax.decoding.prefill import prefill_chunk
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
-from smcjax.decoding.sequences import Requests, Sequences
+from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
@@ -84,19 +85,25 @@ class Memory:
         )
 
 
-class PairProgram(Protocol):
-    """All that is static about a cycle of a pair."""
+class PairProgram(Bounded):
+    """What a decoder's program says of a pair. Raises ValueError for models of different vocabularies."""
+
+    target: ModelConfig
+    draft: ModelConfig
+    implementation: str
 
     @property
-    def speculation(self) -> Speculation: ...
+    @abc.abstractmethod
+    def speculation(self) -> Speculation:
+        """What the draft and the target's forward need to know."""
+
     @property
-    def target(self) -> ModelConfig: ...
-    @property
-    def draft(self) -> ModelConfig: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def implementation(self) -> str: ...
+    def block(self) -> int:
+        """C, tokens of a block."""
+        return self.speculation.width
+
+    def __post_init__(self) -> None:
+        require_one_vocabulary(self.target, self.draft)
 
 
 class PairState(Protocol):
@@ -183,6 +190,8 @@ def reserve(program: PairProgram, state: PairState) -> tuple[Sequences, PagePool
         state.live,
         page_size=program.page_size,
         max_width=width,
+        group=program.speculation.rows,
+        implementation=program.implementation,
     )
     # Pages of one token are never part-filled.
     copies = Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None

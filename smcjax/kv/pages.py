@@ -16,12 +16,16 @@ in tables, takes the writes of rows that must write nowhere, is never counted an
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Num
 
-TRASH = 0
+from smcjax.pallas.kv_write import TRASH
+from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
+
+Rows = tuple[Num[Array, "R _"], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +107,37 @@ def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array
     return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
 
 
+def fork(
+    pool: PagePool,
+    block_table: Int[Array, "R M"],
+    rows: Rows,
+    source: Int[Array, " R"],
+    offspring: Int[Array, " R"],
+    begin: Int[Array, " R"],
+    end: Int[Array, " R"],
+    *,
+    group: int,
+    implementation: str = "auto",
+) -> tuple[PagePool, Int[Array, "R M"], Rows]:
+    """Every row becomes a copy of row `source[r]` of its group: its block table and each array of `rows`.
+
+    `offspring[r]` is how many rows have r as their source; one that has any must be its own, so that it stays where it
+    is. `rows` are arrays [R, …] of 32-bit words; what lies before column `begin[r]` is the same in all rows of a group
+    of N = `group`, and from column `end[source[r]]` on anything may be left.
+    """
+    if page_table_kernels(implementation) and supports_page_tables(rows=source.shape[0], group=group):
+        counts, free, left, table, rows = fork_mosaic(
+            pool.refcount, pool.free, pool.num_free, block_table, rows, source, offspring, begin, end, group=group
+        )
+        return PagePool(counts, free, left), table, rows
+    return fan_out(pool, block_table, offspring), block_table[source], tuple(array[source] for array in rows)
+
+
+def page_table_kernels(implementation: str) -> bool:
+    """Whether to change tables and counts by kernels. "auto" leaves them to XLA until they have been timed on a GPU."""
+    return implementation == "mosaic"
+
+
 def keep(
     pool: PagePool, cached: Int[Array, " S"], slots: Int[Array, " n"], pages: Int[Array, " n"]
 ) -> tuple[PagePool, Int[Array, " S"]]:
@@ -131,8 +166,7 @@ def page_of(block_table: Int[Array, "R M"], positions: Int[Array, "R T"], page_s
     return jnp.take_along_axis(block_table, logical, axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """Where a block of new tokens goes: what `make_room` decided.
 
     Nobody writes a slot that is to be copied: a page to copy from is not handed out again, and the row that keeps it
@@ -154,8 +188,12 @@ def make_room(
     *,
     page_size: int,
     max_width: int,
+    group: int,
+    implementation: str = "auto",
 ) -> Room:
     """Gives every live row pages of its own for positions `first`…`last` (at most `max_width` of them).
+
+    Rows are in groups of N = `group`; only rows of one group share a part-filled page.
 
     Positions before `first` are already in pages. A page that `first` enters half-way and that others share is
     replaced by a copy (copy-on-write), except that the first of its sharers keeps it where all of them would leave: so
@@ -163,6 +201,20 @@ def make_room(
     """
     rows, table_width = block_table.shape
     touched = (max_width + page_size - 2) // page_size + 1
+    if page_table_kernels(implementation) and supports_page_tables(rows=rows, group=group):
+        counts, left, table, copy_from, copy_to = make_room_mosaic(
+            pool.refcount,
+            pool.free,
+            pool.num_free,
+            block_table,
+            first,
+            last,
+            live,
+            group=group,
+            page_size=page_size,
+            touched=touched,
+        )
+        return Room(PagePool(counts, pool.free, left), table, copy_from, copy_to)
     logical = first[:, None] // page_size + jnp.arange(touched)
     in_use = live[:, None] & (logical <= last[:, None] // page_size)
     row = jnp.arange(rows)[:, None]

@@ -27,7 +27,7 @@ from smcjax.pallas.paged_attention import uses_kernels
 
 THREADS = 128  # of a warpgroup
 MOST_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
-TRASH = 0  # `smcjax.kv.TRASH`, which imports from here
+TRASH = 0  # the page that stands for none (`smcjax.kv.pages`)
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
 

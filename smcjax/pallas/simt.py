@@ -108,8 +108,12 @@ class _Word:
     def __mod__(self, other: Any) -> _Word:
         return _Word(arith.remui(self.value, _value(other)))
 
+    def __and__(self, other: Any) -> _Word:
+        return _Word(arith.andi(self.value, other.value))
+
     __lt__ = _compare(arith.CmpIPredicate.slt)
     __ge__ = _compare(arith.CmpIPredicate.sge)
+    __eq__ = _compare(arith.CmpIPredicate.eq)
     __ne__ = _compare(arith.CmpIPredicate.ne)
     __hash__ = None  # type: ignore[assignment]
 
@@ -118,6 +122,9 @@ class _OnGPU:
     @property
     def index(self) -> Word:
         return _Word(thread())
+
+    def constant(self, x: int) -> Word:
+        return _Word(mu.c(x, i32()))
 
     def where(self, condition: Word, a: Any, b: Any) -> Word:
         return _Word(arith.select(condition.value, _value(a), _value(b)))
@@ -173,6 +180,9 @@ class _Interpreted:
     def index(self) -> Word:
         return jnp.arange(WARPGROUP, dtype=jnp.int32)
 
+    def constant(self, x: int) -> Word:
+        return jnp.full(WARPGROUP, x, jnp.int32)
+
     def where(self, condition: Word, a: Any, b: Any) -> Word:
         return jnp.where(condition, a, b)
 
@@ -199,7 +209,7 @@ class _Interpreted:
         def one(i: jax.Array, carry: None) -> None:
             @pl.when(only[i])
             def _store() -> None:
-                ref[index[i]] = x[i]
+                ref[jnp.unravel_index(index[i], ref.shape)] = x[i]
 
         lax.fori_loop(0, WARPGROUP, one, None)
 

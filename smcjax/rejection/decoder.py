@@ -26,14 +26,14 @@ from smcjax.decoding.sequences import Population, Requests, Sequences, append, c
 from smcjax.decoding.speculation import (
     Memory,
     PairParams,
+    PairProgram,
     Speculation,
     prefill_pair,
     propose,
-    require_one_vocabulary,
     reserve,
     score,
 )
-from smcjax.kv import TRASH, pages_for, rebind, release
+from smcjax.kv import TRASH, rebind, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.rejection.config import Rejection
@@ -41,7 +41,7 @@ from smcjax.rejection.rules import Verdict, block, tree
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(PairProgram):
     """All that is static about a step. `truncates` is set where a request uses top_k or top_p."""
 
     decoding: Rejection
@@ -52,23 +52,10 @@ class Program:
     implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
     truncates: bool = False
 
-    def __post_init__(self) -> None:
-        require_one_vocabulary(self.target, self.draft)
-
     @property
     def speculation(self) -> Speculation:
         """What the draft and the target's forward need to know."""
         return self.decoding.speculation
-
-    @property
-    def max_tokens(self) -> int:
-        """T_max of the token buffer: the longest sequence and one block beyond it."""
-        return self.max_model_len + self.speculation.width
-
-    @property
-    def max_pages(self) -> int:
-        """M, pages of the longest sequence."""
-        return pages_for(self.max_model_len, self.page_size)
 
 
 @jax.tree_util.register_dataclass
@@ -117,11 +104,8 @@ def begin(
 
     Groups not `present` only fill up the batch and never run.
     """
-    groups = prompts.shape[0]
-    rows = groups * program.decoding.n_candidates
-    sequences = Sequences.create(rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
-    prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
+    groups, n = prompts.shape[0], program.decoding.n_candidates
+    pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
     return State(
         requests=requests,
         sequences=sequences,
@@ -185,9 +169,8 @@ def step(program: Program, params: PairParams, state: State) -> tuple[State, Inf
         # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
         logprobs = log_softmax_at(logits[chosen], tokens)
         broken = jnp.isnan(verdict.law).any(axis=1) | jnp.isnan(logprobs[:, 0])
-        state = _adopt(state, chosen)
         state = _commit(program, state, tokens, logprobs, verdict.accepted, broken)
-        state = _trim(program, dataclasses.replace(state, cycle=state.cycle + ran), ran)
+        state = _adopt(program, dataclasses.replace(state, cycle=state.cycle + ran), ran, chosen)
     info = Info(
         ran=ran,
         done=~state.running,
@@ -260,19 +243,6 @@ def decide(
     return jax.vmap(one)(keys, greedy, by_group(target_logits), by_group(draft_logits), by_group(drafts))
 
 
-def _adopt(state: State, chosen: Int[Array, " G"]) -> State:
-    """Every row of a running request names the pages of its `chosen` one."""
-    source = jnp.where(state.per_row(state.running), state.per_row(chosen), jnp.arange(state.live.shape[0]))
-    old = state.sequences.block_table
-    table = old[source]
-    pool = rebind(state.memory.pool, old, table)
-    return dataclasses.replace(
-        state,
-        sequences=dataclasses.replace(state.sequences, block_table=table),
-        memory=dataclasses.replace(state.memory, pool=pool),
-    )
-
-
 def _commit(
     program: Program,
     state: State,
@@ -298,12 +268,15 @@ def _commit(
     )
 
 
-def _trim(program: Program, state: State, groups: Bool[Array, " G"]) -> State:
-    """Gives back the pages of `groups` behind the last KV that counts, which is the one before the frontier."""
+def _adopt(program: Program, state: State, ran: Bool[Array, " G"], chosen: Int[Array, " G"]) -> State:
+    """Every row of a request that ran names the pages of its `chosen` one, up to the last KV that counts.
+
+    That is the one before the frontier.
+    """
     old = state.sequences.block_table
     begins = jnp.arange(old.shape[1]) * program.page_size
-    kept = (begins < state.sequences.length[:, None] - 1) | ~state.per_row(groups)[:, None]
-    table = jnp.where(kept, old, TRASH)
+    adopted = jnp.where(begins < state.sequences.length[:, None] - 1, old[state.per_row(chosen)], TRASH)
+    table = jnp.where(state.per_row(ran)[:, None], adopted, old)
     return dataclasses.replace(
         state,
         sequences=dataclasses.replace(state.sequences, block_table=table),

@@ -19,9 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.next_token import Law
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
-from smcjax.decoding.sequences import Block, append, cut_block
+from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 from smcjax.decoding.speculation import Drafts, PairParams, propose, reserve, score
-from smcjax.kv import Copies, fan_out
+from smcjax.kv import Copies
+from smcjax.kv import fork as fork_rows
 from smcjax.smc.resampling import resample as resample_ancestors
 from smcjax.smc.state import Info, Program, State
 from smcjax.smc.weights import (
@@ -150,7 +151,7 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
     drawn = resample_ancestors(keys, log_weight, smc.resampling)
     ancestors = jnp.where(needed[:, None], drawn, jnp.arange(n))
 
-    resampled = fork(state, needed, ancestors)
+    resampled = fork(state, needed, ancestors, implementation=program.implementation)
     info = Info(
         ran=state.running,
         ess=ess,
@@ -165,20 +166,33 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
     return resampled, info
 
 
-def fork(state: State, groups: Bool[Array, " G"], ancestors: Int[Array, "G N"]) -> State:
+def fork(
+    state: State, groups: Bool[Array, " G"], ancestors: Int[Array, "G N"], *, implementation: str = "auto"
+) -> State:
     """Makes every row of `groups` a copy of its ancestor and moves their mean weight into log Ẑ.
 
-    Integers move, keys and values do not. Rows of the other groups are their own ancestors.
+    Integers move, keys and values do not. A row with offspring is its own ancestor, as are rows of the other groups.
     """
     num_groups, n = ancestors.shape
     source = (jnp.arange(num_groups)[:, None] * n + ancestors).reshape(-1)
-    sequences = jax.tree.map(lambda rows: rows[source], state.sequences)
     offspring = jnp.sum(ancestors[:, None] == jnp.arange(n)[:, None], axis=2, dtype=jnp.int32).reshape(-1)
-    pool = fan_out(state.memory.pool, state.sequences.block_table, offspring)
+    sequences = state.sequences
+    pool, block_table, (tokens, logprobs) = fork_rows(
+        state.memory.pool,
+        sequences.block_table,
+        (sequences.tokens, sequences.logprobs),
+        source,
+        offspring,
+        begin=state.per_row(state.requests.prompt_length),
+        end=sequences.length,
+        group=n,
+        implementation=implementation,
+    )
+    forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table)
     return settle(
         dataclasses.replace(
             state,
-            sequences=sequences,
+            sequences=forked,
             log_weight=jnp.where(groups[:, None], 0.0, state.log_weight),
             log_evidence=state.log_evidence + jnp.where(groups, log_mean_weight(state.log_weight), 0.0),
             memory=dataclasses.replace(state.memory, pool=pool),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.prefill import admit, leaders_of
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
-from smcjax.decoding.sequences import Population, Requests, Sequences, population
+from smcjax.decoding.sequences import Population, Requests, population
 from smcjax.decoding.speculation import Memory, PairParams, prefill_pair
 from smcjax.kv import release
 from smcjax.model.decoder import unembed
@@ -37,9 +37,7 @@ def begin(
     Groups not `present` only fill up the batch and never run.
     """
     groups, n = prompts.shape[0], program.smc.n_particles
-    sequences = Sequences.create(groups * n, max_tokens=program.max_tokens, max_pages=program.max_pages)
-    prompt_length = jnp.where(present, requests.prompt_length, 0)
-    pool, sequences = admit(memory.pool, prompts, prompt_length, sequences, program.page_size, prefix)
+    pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
     return State(
         requests=requests,
         sequences=sequences,

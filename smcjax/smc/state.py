@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.sequences import Requests, Sequences
-from smcjax.decoding.speculation import Memory, Speculation, require_one_vocabulary
-from smcjax.kv import pages_for
+from smcjax.decoding.speculation import Memory, PairProgram, Speculation
 from smcjax.model.config import ModelConfig
 from smcjax.smc.config import SMC
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(PairProgram):
     """All that is static about a cycle. Hashable: pass it to `jax.jit` as a static argument or close over it."""
 
     smc: SMC
@@ -26,23 +25,10 @@ class Program:
     page_size: int = 16
     implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
 
-    def __post_init__(self) -> None:
-        require_one_vocabulary(self.target, self.draft)
-
     @property
     def speculation(self) -> Speculation:
         """What the draft and the target's forward need to know."""
         return self.smc.speculation
-
-    @property
-    def max_tokens(self) -> int:
-        """T_max of the token buffer: the longest sequence and one block beyond it."""
-        return self.max_model_len + self.smc.tokens_per_cycle
-
-    @property
-    def max_pages(self) -> int:
-        """M, pages of the longest sequence."""
-        return pages_for(self.max_model_len, self.page_size)
 
 
 @jax.tree_util.register_dataclass

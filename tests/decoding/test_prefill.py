@@ -12,7 +12,6 @@ import pytest
 
 from smcjax import autoregressive
 from smcjax.decoding.prefill import admit, prefill_chunk
-from smcjax.decoding.sequences import Sequences
 from smcjax.kv import PagePool
 from smcjax.model import ModelConfig, RopeScaling, init_params, logits
 from smcjax.model.decoder import unembed
@@ -49,8 +48,7 @@ def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chu
     # Stale slots hold whatever the last request left: here NaN.
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target)
     padded, requests = batch([Ask(tuple(p)) for p in prompts], config.vocab_size, MAX_LEN)
-    empty = Sequences.create(len(prompts), max_tokens=program.max_tokens, max_pages=program.max_pages)
-    pool, sequences = admit(memory.pool, padded, requests.prompt_length, empty, page_size)
+    pool, sequences = admit(program, memory.pool, padded, requests, jnp.ones(len(prompts), bool), rows=1)
     assert_pages_sound(sequences.block_table, pool)
     hidden = jnp.full((len(prompts), config.hidden_size), jnp.nan)
     for start in range(0, padded.shape[1], chunk):
@@ -79,9 +77,11 @@ def test_prefill_equals_dense(variant: str) -> None:
 def test_fan_out_shares_pages() -> None:
     """A group's rows name the same pages; an absent group takes none."""
     prompts, requests = batch([Ask((1, 2, 3, 4, 0)), Ask((1,)), Ask((2, 2))], 5, MAX_LEN)
-    empty = Sequences.create(9, max_tokens=MAX_LEN + 1, max_pages=6)
-    lengths = jnp.where(jnp.asarray([True, True, False]), requests.prompt_length, 0)
-    pool, sequences = jax.jit(functools.partial(admit, page_size=4))(PagePool.create(20), prompts, lengths, empty)
+    program = autoregressive.Program(tiny_config(5), MAX_LEN, page_size=4)
+    present = jnp.asarray([True, True, False])
+    pool, sequences = jax.jit(functools.partial(admit, program, rows=3))(
+        PagePool.create(20), prompts, requests, present
+    )
     assert_pages_sound(sequences.block_table, pool)
     assert int(pool.num_free) == 19 - 3
     table = np.asarray(sequences.block_table)

@@ -34,12 +34,7 @@ GROUPS, FAN_OUT, CAPACITY, WIDTH = 2, 3, 23, 4
 ROWS = GROUPS * FAN_OUT
 
 _allocate, _rebind, _release = jax.jit(allocate), jax.jit(rebind), jax.jit(release)
-_make_room = jax.jit(
-    lambda *args, **kwargs: (lambda room: (room.pool, room.block_table, room.copy_from, room.copy_to))(
-        make_room(*args, **kwargs)
-    ),
-    static_argnames=("page_size", "max_width"),
-)
+_make_room = jax.jit(make_room, static_argnames=("page_size", "max_width", "group"))
 
 
 class Pages(RuleBasedStateMachine):
@@ -103,7 +98,7 @@ class Pages(RuleBasedStateMachine):
             go[b] = go[a] = go[a] or go[b]
         last = np.minimum(length - 1 + width - 1, CAPACITY - 1)
         self.pool, table, source, destination = _make_room(
-            self.pool, self.table, length - 1, last, go, page_size=self.page_size, max_width=WIDTH
+            self.pool, self.table, length - 1, last, go, page_size=self.page_size, max_width=WIDTH, group=FAN_OUT
         )
         fresh = np.setdiff1d(table, self.table)
         copied = np.setdiff1d(source, [TRASH])
@@ -217,7 +212,7 @@ def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:
     pool = rebind(pool, jnp.zeros_like(table).at[0, 0].set(page[0]), table)
     where = functools.partial(jnp.full, (3,))
     live = jnp.asarray([False, True, True])
-    room: Any = make_room(pool, table, where(1), where(2), live, page_size=4, max_width=2)
+    room: Any = make_room(pool, table, where(1), where(2), live, page_size=4, max_width=2, group=len(table))
     assert room.copy_from.tolist() == [TRASH, int(page[0]), int(page[0])]
     assert len(set(room.block_table[:, 0].tolist())) == 3
     assert_pages_sound(room.block_table, room.pool)
@@ -242,7 +237,7 @@ def test_two_sharers_take_turns_with_one_spare_page() -> None:
     table = jnp.tile(page, (2, 1))
     pool = rebind(pool, jnp.asarray([[int(page[0])], [TRASH]]), table)
     where = functools.partial(jnp.full, (2,))
-    room: Any = make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2)
+    room: Any = make_room(pool, table, where(1), where(2), where(True), page_size=4, max_width=2, group=len(table))
     assert sorted(room.block_table[:, 0].tolist()) == [1, 2]
     assert room.copy_from.tolist() == [TRASH, int(page[0])]
     assert room.copy_to.tolist() == [TRASH, int(room.block_table[1, 0])]
