@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.decoding.next_token import Drawn, Law, Steps, next_token, plan, prepare, sample
+from smcjax.decoding.next_token import Drawn, Law, Steps, law_of, next_token, plan, prepare, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.sequences import Bounded, Population, Requests, Sequences, append, cut_block, population
@@ -213,15 +213,7 @@ def run(program: Program, params: Params, state: State, num_steps: int) -> tuple
 
 def _law(program: Program, state: State) -> Law:
     """What each request's next token is drawn from."""
-    requests = state.requests
-    greedy = requests.temperature == 0
-    return Law(
-        temperature=jnp.where(greedy, 1.0, requests.temperature),
-        stops=requests.stops,
-        minimum=requests.min_tokens,
-        greedy=greedy,
-        truncation=(requests.top_k, requests.top_p) if program.truncates else None,
-    )
+    return law_of(state.requests, rows=1, truncates=program.truncates)
 
 
 def _draw(state: State, purpose: Purpose) -> tuple[Key[Array, " G"], Int[Array, " G"]]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from smcjax.decoding.sampling import draw, forbid_stops, log_softmax_at, truncate
+from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
@@ -50,6 +51,22 @@ class Steps:
     keys: Key[Array, "K R"]
     token_number: Int[Array, "K R"]  # of the token to be drawn, from 1
     one_kernel: tuple[decode_step.Shape, decode_step.Tables] | None = None  # its arguments; None: layer by layer
+
+
+def law_of(requests: Requests, *, rows: int, truncates: bool) -> Law:
+    """The law of each of `rows` rows a request where a request may be greedy (temperature 0), and cut off if asked."""
+
+    def each(per_group: jax.Array) -> jax.Array:
+        return jnp.repeat(per_group, rows, axis=0)
+
+    greedy = requests.temperature == 0
+    return Law(
+        temperature=each(jnp.where(greedy, 1.0, requests.temperature)),
+        stops=each(requests.stops),
+        minimum=each(requests.min_tokens),
+        greedy=each(greedy),
+        truncation=(each(requests.top_k), each(requests.top_p)) if truncates else None,
+    )
 
 
 def law_logits(law: Law, token_number: Int[Array, " R"], logits: Float[Array, "R V"]) -> Float[Array, "R V"]:

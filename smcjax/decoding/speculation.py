@@ -14,14 +14,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.next_token import Drawn, Law, Steps, law_logits, next_token, plan, prepare
-from smcjax.decoding.prefill import prefill_chunk
+from smcjax.decoding.prefill import leaders_of, prefill_chunk
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
 from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
@@ -107,7 +107,9 @@ class PairProgram(Bounded):
 
 
 class PairState(Protocol):
-    """G groups of N rows in flight."""
+    """G groups of N rows in flight: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def requests(self) -> Requests: ...
@@ -143,17 +145,21 @@ def require_one_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
         )
 
 
-def prefill_pair(
+def prefill[S: PairState](
     program: PairProgram,
     params: PairParams,
-    memory: Memory,
-    leaders: Sequences,
+    state: S,
     start_at: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
-    cached: Int[Array, " G"] | None,
-) -> tuple[Memory, Float[Array, "G E"]]:
-    """`prefill_chunk` in both models; the hidden states are the target's."""
+    cached: Int[Array, " G"] | None = None,
+) -> tuple[S, Float[Array, "G E"]]:
+    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end.
+
+    The first `cached` tokens of each prompt have theirs already (None: 0).
+    """
+    memory = state.memory
+    leaders = leaders_of(state.sequences, last_hidden.shape[0])
     target, last_hidden = prefill_chunk(
         program.target,
         params.target,
@@ -169,7 +175,8 @@ def prefill_pair(
     draft, _ = prefill_chunk(
         program.draft, params.draft, memory.draft, leaders, start_at, chunk, unused, program.implementation, cached
     )
-    return dataclasses.replace(memory, target=target, draft=draft), last_hidden
+    memory = dataclasses.replace(memory, target=target, draft=draft)
+    return dataclasses.replace(state, memory=memory), last_hidden
 
 
 @jax.named_scope("reserve")

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.next_token import Law, law_logits, sample
+from smcjax.decoding.next_token import Law, law_logits, law_of, sample
 from smcjax.decoding.prefill import admit, leaders_of
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
@@ -28,7 +28,6 @@ from smcjax.decoding.speculation import (
     PairParams,
     PairProgram,
     Speculation,
-    prefill_pair,
     propose,
     reserve,
     score,
@@ -116,24 +115,6 @@ def begin(
     )
 
 
-def prefill(
-    program: Program,
-    params: PairParams,
-    state: State,
-    start_at: Int[Array, ""] | Int[Array, " G"],
-    chunk: int,
-    last_hidden: Float[Array, "G E"],
-    cached: Int[Array, " G"] | None = None,
-) -> tuple[State, Float[Array, "G E"]]:
-    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end.
-
-    The first `cached` tokens of each prompt have theirs already (None: 0).
-    """
-    leaders = leaders_of(state.sequences, state.running.shape[0])
-    memory, last_hidden = prefill_pair(program, params, state.memory, leaders, start_at, chunk, last_hidden, cached)
-    return dataclasses.replace(state, memory=memory), last_hidden
-
-
 def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token from the target, one for all rows of a request."""
     requests, groups = state.requests, state.running.shape[0]
@@ -188,19 +169,7 @@ def run(program: Program, params: PairParams, state: State, num_steps: int) -> t
 
 def _law(program: Program, state: State, rows: int) -> Law:
     """What the next token of each of `rows` rows a request is drawn from, in either model."""
-    requests = state.requests
-
-    def each(per_group: jax.Array) -> jax.Array:
-        return jnp.repeat(per_group, rows, axis=0)
-
-    greedy = requests.temperature == 0
-    return Law(
-        temperature=each(jnp.where(greedy, 1.0, requests.temperature)),
-        stops=each(requests.stops),
-        minimum=each(requests.min_tokens),
-        greedy=each(greedy),
-        truncation=(each(requests.top_k), each(requests.top_p)) if program.truncates else None,
-    )
+    return law_of(state.requests, rows=rows, truncates=program.truncates)
 
 
 def _target_logits(program: Program, state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V"]:

@@ -8,10 +8,10 @@ state, infos = run(program, params, state, 16)          # many, in one program
 """
 
 from smcjax.decoding.sequences import Requests
-from smcjax.decoding.speculation import Memory, PairParams
+from smcjax.decoding.speculation import Memory, PairParams, prefill
 from smcjax.smc.config import SMC
 from smcjax.smc.cycle import run, step
-from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, prefill, release_all, select, start
+from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, release_all, select, start
 from smcjax.smc.resampling import SCHEMES, resample
 from smcjax.smc.state import Info, Program, State
 from smcjax.smc.weights import effective_sample_size

@@ -13,10 +13,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.prefill import admit, leaders_of
+from smcjax.decoding.prefill import admit
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, Requests, population
-from smcjax.decoding.speculation import Memory, PairParams, prefill_pair
+from smcjax.decoding.speculation import Memory, PairParams, prefill
 from smcjax.kv import release
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
@@ -48,24 +48,6 @@ def begin(
         failed=jnp.zeros(groups, bool),
         memory=dataclasses.replace(memory, pool=pool),
     )
-
-
-def prefill(
-    program: Program,
-    params: PairParams,
-    state: State,
-    start_at: Int[Array, ""] | Int[Array, " G"],
-    chunk: int,
-    last_hidden: Float[Array, "G E"],
-    cached: Int[Array, " G"] | None = None,
-) -> tuple[State, Float[Array, "G E"]]:
-    """Writes both models' KV of one chunk of the prompts; returns the target's hidden state at each prompt's end.
-
-    The first `cached` tokens of each prompt have theirs already (None: 0).
-    """
-    leaders = leaders_of(state.sequences, state.running.shape[0])
-    memory, last_hidden = prefill_pair(program, params, state.memory, leaders, start_at, chunk, last_hidden, cached)
-    return dataclasses.replace(state, memory=memory), last_hidden
 
 
 def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
