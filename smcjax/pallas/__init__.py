@@ -12,6 +12,7 @@ from smcjax.pallas.paged_attention import (
     plan_sharing,
     supports,
     uses_kernels,
+    uses_kernels_by_name,
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
@@ -38,5 +39,6 @@ __all__ = [
     "split_and_rotate",
     "supports",
     "uses_kernels",
+    "uses_kernels_by_name",
     "verify_and_pack",
 ]

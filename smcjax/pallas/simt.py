@@ -1,4 +1,5 @@
-"""Programs of single threads inside a Mosaic kernel, for integer work that Pallas has no operations for.
+"""Programs of single threads inside a Mosaic kernel, for work on integers and small vectors that Pallas has no
+operations for.
 
 A program is written once, over one 32-bit word a thread: arithmetic by operators, and `load`, `store`, `where`,
 `minimum` and shuffles within a warp by the `Threads` that it is given. On the GPU a word is an MLIR value of one
@@ -79,42 +80,51 @@ def thread() -> ir.Value:
     return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32()), mu.c(WARPGROUP, i32()))
 
 
-def _value(x: Any) -> ir.Value:
-    return x.value if isinstance(x, _Word) else mu.c(x, i32())
+def _f32() -> ir.Type:
+    return ir.F32Type.get()
 
 
-def _compare(predicate: arith.CmpIPredicate) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _Word(arith.cmpi(predicate, self.value, _value(other)))
+def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
+    """A word's value; a number becomes a constant of this type, or of its own."""
+    if isinstance(x, _Word):
+        return x.value
+    return mu.c(x, kind or (_f32() if isinstance(x, float) else i32()))
+
+
+def _operation(of_integers: Callable[..., ir.Value], of_floats: Callable[..., ir.Value] | None = None) -> Any:
+    def apply(self: _Word, other: Any) -> _Word:
+        operation = of_floats if self.value.type == _f32() else of_integers
+        assert operation is not None, "not for f32"
+        return _Word(operation(self.value, _value(other, self.value.type)))
+
+    return apply
+
+
+def _comparison(of_integers: arith.CmpIPredicate, of_floats: arith.CmpFPredicate) -> Any:
+    return _operation(
+        lambda a, b: arith.cmpi(of_integers, a, b),
+        lambda a, b: arith.cmpf(of_floats, a, b),
+    )
 
 
 class _Word:
-    """An i32 of one thread, or an i1 where it is a comparison. Division is of numbers that are not negative."""
+    """An i32 or f32 of one thread, or an i1 where it is a comparison. Integers that are divided are not negative."""
 
     def __init__(self, value: ir.Value) -> None:
         self.value = value
 
-    def __add__(self, other: Any) -> _Word:
-        return _Word(arith.addi(self.value, _value(other)))
+    __add__ = _operation(arith.addi, arith.addf)
+    __sub__ = _operation(arith.subi, arith.subf)
+    __mul__ = _operation(arith.muli, arith.mulf)
+    __truediv__ = _operation(arith.divui, arith.divf)
+    __floordiv__ = _operation(arith.divui)
+    __mod__ = _operation(arith.remui)
+    __and__ = _operation(arith.andi)
 
-    def __sub__(self, other: Any) -> _Word:
-        return _Word(arith.subi(self.value, _value(other)))
-
-    def __mul__(self, other: Any) -> _Word:
-        return _Word(arith.muli(self.value, _value(other)))
-
-    def __floordiv__(self, other: Any) -> _Word:
-        return _Word(arith.divui(self.value, _value(other)))
-
-    def __mod__(self, other: Any) -> _Word:
-        return _Word(arith.remui(self.value, _value(other)))
-
-    def __and__(self, other: Any) -> _Word:
-        return _Word(arith.andi(self.value, other.value))
-
-    __lt__ = _compare(arith.CmpIPredicate.slt)
-    __ge__ = _compare(arith.CmpIPredicate.sge)
-    __eq__ = _compare(arith.CmpIPredicate.eq)
-    __ne__ = _compare(arith.CmpIPredicate.ne)
+    __lt__ = _comparison(arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT)
+    __ge__ = _comparison(arith.CmpIPredicate.sge, arith.CmpFPredicate.OGE)
+    __eq__ = _comparison(arith.CmpIPredicate.eq, arith.CmpFPredicate.OEQ)
+    __ne__ = _comparison(arith.CmpIPredicate.ne, arith.CmpFPredicate.UNE)
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -123,11 +133,19 @@ class _OnGPU:
     def index(self) -> Word:
         return _Word(thread())
 
-    def constant(self, x: int) -> Word:
-        return _Word(mu.c(x, i32()))
+    def constant(self, x: float) -> Word:
+        return _Word(_value(x))
 
     def where(self, condition: Word, a: Any, b: Any) -> Word:
         return _Word(arith.select(condition.value, _value(a), _value(b)))
+
+    def exp2(self, x: Word) -> Word:
+        """2 to the power of x, to 2 units in the last place."""
+        return _Word(mu.inline_ptx("ex2.approx.ftz.f32 $0, $1;", x.value, result_types=_f32()))
+
+    def log2(self, x: Word) -> Word:
+        """−inf of 0; absolute error 2⁻²² between 0.5 and 2, elsewhere 3 units in the last place."""
+        return _Word(mu.inline_ptx("lg2.approx.ftz.f32 $0, $1;", x.value, result_types=_f32()))
 
     def minimum(self, a: Word, b: Any) -> Word:
         return _Word(arith.minsi(a.value, _value(b)))
@@ -141,11 +159,12 @@ class _OnGPU:
 
     def load(self, ref: Any, index: Word) -> Word:
         space, address, _ = self._address(ref, index)
-        return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=i32(), has_side_effects=True))
+        kind = _f32() if ir.MemRefType(ref.type).element_type == _f32() else i32()
+        return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=kind, has_side_effects=True))
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
         space, address, size = self._address(ref, index)
-        value = x.value if x.value.type == i32() else arith.extui(i32(), x.value)
+        value = x.value if x.value.type in (i32(), _f32()) else arith.extui(i32(), x.value)
         mu.inline_ptx(
             f"st.{space}.b{8 * size} [$0], $1;",
             address,
@@ -180,11 +199,17 @@ class _Interpreted:
     def index(self) -> Word:
         return jnp.arange(WARPGROUP, dtype=jnp.int32)
 
-    def constant(self, x: int) -> Word:
-        return jnp.full(WARPGROUP, x, jnp.int32)
+    def constant(self, x: float) -> Word:
+        return jnp.full(WARPGROUP, x, jnp.float32 if isinstance(x, float) else jnp.int32)
 
     def where(self, condition: Word, a: Any, b: Any) -> Word:
         return jnp.where(condition, a, b)
+
+    def exp2(self, x: Word) -> Word:
+        return jnp.exp2(x)
+
+    def log2(self, x: Word) -> Word:
+        return jnp.log2(x)
 
     def minimum(self, a: Word, b: Any) -> Word:
         return jnp.minimum(a, b)

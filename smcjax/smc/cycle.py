@@ -15,7 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from smcjax.decoding.next_token import Law
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
@@ -23,15 +23,9 @@ from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 from smcjax.decoding.speculation import Drafts, PairParams, propose, reserve, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
-from smcjax.smc.resampling import resample as resample_ancestors
+from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, Program, State
-from smcjax.smc.weights import (
-    bonus_increment,
-    draft_increment,
-    effective_sample_size,
-    log_mean_weight,
-    must_resample,
-)
+from smcjax.smc.weights import bonus_increment, draft_increment
 
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
@@ -144,19 +138,20 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
     """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report."""
     smc, log_weight = program.smc, state.log_weight
     groups, n = log_weight.shape
-    ess = effective_sample_size(log_weight)
-    needed = state.running & must_resample(ess, n, smc.ess_threshold)
-    keys = group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE)
-    # A group that is not resampled may have no weight to draw from; what is drawn there is discarded.
-    drawn = resample_ancestors(keys, log_weight, smc.resampling)
-    ancestors = jnp.where(needed[:, None], drawn, jnp.arange(n))
-
-    resampled = fork(state, needed, ancestors, implementation=program.implementation)
+    plan = plan_resampling(
+        group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE),
+        log_weight,
+        state.running,
+        method=smc.resampling,
+        threshold=smc.ess_threshold,
+        implementation=program.implementation,
+    )
+    resampled = fork(state, plan, implementation=program.implementation)
     info = Info(
         ran=state.running,
-        ess=ess,
-        resampled=needed,
-        ancestors=ancestors,
+        ess=plan.ess,
+        resampled=plan.resampled,
+        ancestors=plan.ancestors,
         log_weight=log_weight,
         length=resampled.sequences.length.reshape(groups, n),
         finished=resampled.sequences.finished.reshape(groups, n),
@@ -166,23 +161,20 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
     return resampled, info
 
 
-def fork(
-    state: State, groups: Bool[Array, " G"], ancestors: Int[Array, "G N"], *, implementation: str = "auto"
-) -> State:
-    """Makes every row of `groups` a copy of its ancestor and moves their mean weight into log Ẑ.
+def fork(state: State, plan: Resampling, *, implementation: str = "auto") -> State:
+    """Makes every row a copy of its ancestor; resampled groups' mean weight moves into log Ẑ.
 
-    Integers move, keys and values do not. A row with offspring is its own ancestor, as are rows of the other groups.
+    Integers move, keys and values do not.
     """
-    num_groups, n = ancestors.shape
-    source = (jnp.arange(num_groups)[:, None] * n + ancestors).reshape(-1)
-    offspring = jnp.sum(ancestors[:, None] == jnp.arange(n)[:, None], axis=2, dtype=jnp.int32).reshape(-1)
+    num_groups, n = plan.ancestors.shape
+    source = (jnp.arange(num_groups)[:, None] * n + plan.ancestors).reshape(-1)
     sequences = state.sequences
     pool, block_table, (tokens, logprobs) = fork_rows(
         state.memory.pool,
         sequences.block_table,
         (sequences.tokens, sequences.logprobs),
         source,
-        offspring,
+        plan.offspring.reshape(-1),
         begin=state.per_row(state.requests.prompt_length),
         end=sequences.length,
         group=n,
@@ -193,8 +185,8 @@ def fork(
         dataclasses.replace(
             state,
             sequences=forked,
-            log_weight=jnp.where(groups[:, None], 0.0, state.log_weight),
-            log_evidence=state.log_evidence + jnp.where(groups, log_mean_weight(state.log_weight), 0.0),
+            log_weight=jnp.where(plan.resampled[:, None], 0.0, state.log_weight),
+            log_evidence=state.log_evidence + jnp.where(plan.resampled, plan.log_mean_weight, 0.0),
             memory=dataclasses.replace(state.memory, pool=pool),
         )
     )

@@ -13,11 +13,15 @@ Sources: Doucet & Johansen (2011), §3.4; Douc & Cappé (2005).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.smc.weights import normalized_weights
+from smcjax.pallas import uses_kernels_by_name
+from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
+from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")
 
@@ -48,11 +52,14 @@ def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, "
         drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
         used = jnp.arange(n) < n - jnp.sum(kept)
         return kept + _counts(drawn, used)
+    return _counts(inverse_cdf(positions(method, uniforms, n), weights), jnp.ones(n, bool))
+
+
+def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array, " N"]:
+    """Where a scheme other than residual looks into the inverse CDF."""
     if method == "multinomial":
-        positions = uniforms
-    else:  # systematic (one uniform for all strata) and stratified
-        positions = (uniforms + jnp.arange(n)) / n
-    return _counts(inverse_cdf(positions, weights), jnp.ones(n, bool))
+        return uniforms
+    return (uniforms + jnp.arange(n)) / n  # systematic (one uniform for all strata) and stratified
 
 
 def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
@@ -75,6 +82,52 @@ def ancestors(method: str, uniforms: Float[Array, " U"], log_weights: Float[Arra
     return ancestors_from_counts(offspring(method, uniforms, normalized_weights(log_weights)))
 
 
+class Resampling(NamedTuple):
+    """What becomes of G populations."""
+
+    ess: Float[Array, " G"]
+    resampled: Bool[Array, " G"]
+    ancestors: Int[Array, "G N"]  # the row itself where nothing is resampled, as wherever a row has offspring
+    offspring: Int[Array, "G N"]
+    log_mean_weight: Float[Array, " G"]  # what a resampling adds to log Ẑ
+
+
+def decided(log_weights: Float[Array, "G N"], resampled: Bool[Array, " G"], drawn: Int[Array, "G N"]) -> Resampling:
+    """Takes the drawn ancestors of the groups that are resampled."""
+    rows = jnp.arange(log_weights.shape[1])
+    ancestors = jnp.where(resampled[:, None], drawn, rows)
+    return Resampling(
+        ess=effective_sample_size(log_weights),
+        resampled=resampled,
+        ancestors=ancestors,
+        offspring=jnp.sum(ancestors[:, None] == rows[:, None], axis=2, dtype=jnp.int32),
+        log_mean_weight=log_mean_weight(log_weights),
+    )
+
+
+def plan_resampling(
+    keys: Key[Array, " G"],
+    log_weights: Float[Array, "G N"],
+    running: Bool[Array, " G"],
+    *,
+    method: str,
+    threshold: float,
+    implementation: str = "auto",
+) -> Resampling:
+    """Resamples the running groups whose ESS is low, each by its own key."""
+    n = log_weights.shape[1]
+    if method != "residual" and uses_kernels_by_name(implementation) and supports_ancestors(n, log_weights.dtype):
+        points = jax.vmap(lambda key: positions(method, _uniforms(key, method, n, log_weights.dtype), n))(keys)
+        return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
+    # A group that is not resampled may have no weight to draw from; what is drawn there is discarded.
+    drawn = resample(keys, log_weights, method)
+    return decided(log_weights, running & must_resample(effective_sample_size(log_weights), n, threshold), drawn)
+
+
+def _uniforms(key: jax.Array, method: str, n: int, dtype: Any) -> jax.Array:
+    return jax.random.uniform(key, (num_uniforms(method, n),), dtype)
+
+
 def resample(
     key: jax.Array, log_weights: Float[Array, "*batch N"], method: str = "systematic"
 ) -> Int[Array, "*batch N"]:
@@ -93,7 +146,6 @@ def resample(
         keys = jax.random.split(keys, batch)
 
     def one(key: jax.Array, log_weights: jax.Array) -> jax.Array:
-        uniforms = jax.random.uniform(key, (num_uniforms(method, n),), log_weights.dtype)
-        return ancestors(method, uniforms, log_weights)
+        return ancestors(method, _uniforms(key, method, n, log_weights.dtype), log_weights)
 
     return jax.vmap(one)(keys.reshape(-1), log_weights.reshape(-1, n)).reshape(*batch, n)

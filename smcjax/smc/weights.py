@@ -51,5 +51,10 @@ def log_mean_weight(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*bat
 
 
 def must_resample(ess: Float[Array, "*batch"], n_particles: int, threshold: float) -> Array:
-    """ESS < threshold·N, with a factor that keeps equal weights from firing at threshold 1 by rounding."""
-    return ess < threshold * n_particles * (1.0 - 1e-6)
+    """Whether the ESS is below `least_ess`."""
+    return ess < least_ess(n_particles, threshold)
+
+
+def least_ess(n_particles: int, threshold: float) -> float:
+    """threshold·N, less a factor that keeps equal weights from firing at threshold 1 by rounding."""
+    return threshold * n_particles * (1.0 - 1e-6)

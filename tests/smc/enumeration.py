@@ -27,7 +27,7 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import KVCache, PagePool
-from smcjax.smc import cycle, lifecycle, weights
+from smcjax.smc import cycle, lifecycle, resampling, weights
 from smcjax.smc.resampling import ancestors
 
 CHUNK = 1024  # populations a call: one compiled shape
@@ -39,7 +39,7 @@ MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "bonus without its log Z": [(weights, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
     "weights counted past the end": [(cycle, "block_weight", lambda increments, block: jnp.sum(increments, axis=1))],
     "log N omitted": [
-        (module, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1)) for module in (cycle, lifecycle)
+        (module, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1)) for module in (resampling, lifecycle)
     ],
     "no closing term": [(lifecycle, "log_mean_weight", lambda w: jnp.zeros(w.shape[:-1]))],
     "q not divided out": [(weights, "draft_increment", lambda power, p, q: power * p)],
@@ -152,7 +152,8 @@ def _fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[A
     sequences = dataclasses.replace(state.sequences, length=jnp.arange(groups * n, dtype=jnp.int32) % n)
     chosen = jax.vmap(functools.partial(ancestors, method))(uniforms, log_weight)
     with mutated(mutation):
-        state = cycle.fork(dataclasses.replace(state, sequences=sequences), jnp.ones(groups, bool), chosen)
+        plan = resampling.decided(log_weight, jnp.ones(groups, bool), chosen)
+        state = cycle.fork(dataclasses.replace(state, sequences=sequences), plan)
     return state.sequences.length.reshape(groups, n), state.log_evidence, state.log_weight
 
 

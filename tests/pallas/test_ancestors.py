@@ -1,0 +1,87 @@
+"""The kernel from weights to ancestors, against the plain functions on the same keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
+from smcjax.smc.resampling import plan_resampling, positions
+from smcjax.smc.weights import least_ess
+
+METHODS = ("systematic", "stratified", "multinomial")
+THRESHOLD = 0.6
+
+
+def populations(groups: int, n: int) -> tuple[jax.Array, jax.Array]:
+    """Log weights from even to one particle with all, some of −inf, one group without any; and who runs."""
+    keys = jax.random.split(jax.random.key(n), 3)
+    spread = jnp.linspace(0.1, 6.0, groups)[:, None]
+    log_weight = 100.0 + spread * jax.random.normal(keys[0], (groups, n))
+    log_weight = jnp.where(jax.random.bernoulli(keys[1], 0.1, (groups, n)), -jnp.inf, log_weight)
+    log_weight = log_weight.at[0].set(-jnp.inf).at[1].set(3.0)
+    return log_weight, jax.random.bernoulli(keys[2], 0.9, (groups,)) & (jnp.arange(groups) > 0)
+
+
+def check(groups: int, n: int, method: str, interpret: Any) -> None:
+    log_weight, running = populations(groups, n)
+    keys = jax.random.split(jax.random.key(1), groups)
+    want = plan_resampling(keys, log_weight, running, method=method, threshold=THRESHOLD, implementation="xla")
+    drawn = 1 if method == "systematic" else n
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (drawn,), jnp.float32))(keys)
+    points = jax.vmap(functools.partial(positions, method, n=n))(uniforms)
+    below = least_ess(n, THRESHOLD)
+    got = ancestors_mosaic(log_weight, points, running, below=below, interpret=interpret)
+    ess, resampled, ancestors, offspring, log_mean = map(np.asarray, got)
+    # Weights are sums of N terms of relative error 2⁻²² (exp2 of the GPU) at most.
+    error = n * 2.0**-21
+    np.testing.assert_allclose(ess, want.ess, rtol=error)
+    np.testing.assert_allclose(log_mean, want.log_mean_weight, rtol=2.0**-22, atol=error)
+    np.testing.assert_array_equal(resampled, want.resampled)
+    np.testing.assert_array_equal(ancestors, want.ancestors)
+    np.testing.assert_array_equal(offspring, want.offspring)
+    if n > 1:
+        assert 0 < resampled.sum() < running.sum()
+    assert not resampled[~np.asarray(running)].any()
+    assert (ancestors[~resampled] == np.arange(n)).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_equals_the_plain_functions(method: str, n: int) -> None:
+    check(20, n, method, plgpu.InterpretGPUParams())
+
+
+def test_more_groups_than_threads() -> None:
+    check(150, 4, "systematic", plgpu.InterpretGPUParams())
+
+
+def test_what_the_kernel_takes() -> None:
+    assert supports_ancestors(32, jnp.float32)
+    assert not supports_ancestors(33, jnp.float32)
+    assert not supports_ancestors(8, jnp.float64)
+
+
+@pytest.mark.parametrize(("method", "kernels"), [("systematic", 1), ("multinomial", 1), ("residual", 0)])
+def test_lowers_to_cuda(method: str, kernels: int) -> None:
+    plan = functools.partial(plan_resampling, method=method, threshold=THRESHOLD, implementation="mosaic")
+    arguments = (
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32)),
+        jax.ShapeDtypeStruct((32, 16), jnp.float32),
+        jax.ShapeDtypeStruct((32,), jnp.bool_),
+    )
+    text = jax.jit(plan).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("groups", "n"), [(20, 1), (20, 3), (32, 8), (150, 16), (20, 32)])
+def test_equals_the_plain_functions_on_a_gpu(groups: int, n: int, method: str) -> None:
+    check(groups, n, method, None)
