@@ -57,7 +57,7 @@ def cycle_parser(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     """Profiles a few cycles and prints microseconds a cycle by phase, and by kernel name without its number."""
     parser = cycle_parser(__doc__)
-    parser.add_argument("--implementation", choices=("auto", "xla"), default="auto")
+    parser.add_argument("--implementation", choices=("auto", "mosaic", "xla"), default="auto")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
     args = parser.parse_args()
 

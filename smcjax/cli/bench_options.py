@@ -41,7 +41,7 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         "--implementation",
         choices=("auto", "mosaic", "xla"),
         default="auto",
-        help="xla: no GPU kernels; mosaic: kernels whatever the device (auto: on a Hopper GPU)",
+        help="xla: no GPU kernels; mosaic: all of them, those not timed yet too (auto: the timed ones, on a Hopper GPU)",
     )
 
 
