@@ -42,7 +42,7 @@ _HOME = {
     "CheckpointError": "errors",
     "SamplingParams": "engine.sampling_params",
 }
-_SUBPACKAGES = ("kv", "model", "rejection", "smc")
+_SUBPACKAGES = ("kv", "model", "pallas", "rejection", "smc")
 
 
 def __getattr__(name: str) -> Any:
@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *_SUBPACKAGES])
+    return sorted([*__all__, *_SUBPACKAGES, "__version__"])

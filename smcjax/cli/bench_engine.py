@@ -104,13 +104,13 @@ def run_serving(args: argparse.Namespace) -> int:
         with tqdm(total=load.num_prompts, desc=f"{rate:g} requests/s", dynamic_ncols=True) as bar:
             results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
     print(markdown(results))
+    if args.json:
+        for result in results:
+            print(json.dumps(result))
     if args.plot is not None:
         from smcjax.viz.serving import draw_latency
 
         draw_latency(results, Path(args.plot))
-    if args.json:
-        for result in results:
-            print(json.dumps(result))
     return 0
 
 
@@ -150,6 +150,10 @@ def run_decoders(args: argparse.Namespace) -> int:
 
     check_numbers(args)
     check_plot(args)
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be a whole number from 0 to {2**32 - 1}, got {args.seed}.")
+    if args.temperature == 0 and args.particles:
+        raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
 
     def heard(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
@@ -164,11 +168,11 @@ def run_decoders(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
     )
     print(markdown(rows))
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
     if args.plot is not None:
         from smcjax.viz.decoders import draw_frontier
 
         draw_frontier(rows, Path(args.plot))
-    if args.json:
-        for row in rows:
-            print(json.dumps(row))
     return 0

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from smcjax.cli.options import check_output
+
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Models
     from smcjax.rejection import Rejection
@@ -41,7 +43,7 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         "--implementation",
         choices=("auto", "mosaic", "xla"),
         default="auto",
-        help="xla: no GPU kernels; mosaic: all of them, those not timed yet too (auto: the timed ones, on a Hopper GPU)",
+        help="xla: no GPU kernels; mosaic: all, those not timed yet too (auto: the timed ones, on a Hopper GPU)",
     )
 
 
@@ -69,14 +71,23 @@ def shape_decoding(args: argparse.Namespace) -> SMC | Rejection | None:
 
 def shape_models(args: argparse.Namespace) -> Models:
     """The models that the options name."""
-    from smcjax.bench.cycle import Models
+    import jax
 
+    from smcjax.bench.cycle import Models
+    from smcjax.engine.memory import require_devices
+
+    require_devices()
+    if args.implementation == "mosaic" and jax.default_backend() != "gpu":
+        raise ValueError("--implementation mosaic needs a Hopper GPU and there is none; use auto or xla.")
     models = Models(args.target_shape, args.draft_shape, args.quantization, args.draft_quantization)
     print(f"Making random weights: {args.target_shape}, {args.draft_shape} …", file=sys.stderr)
     return models
 
 
 def check_plot(args: argparse.Namespace) -> None:
-    """Raises ValueError for a picture of another kind than can be drawn."""
-    if args.plot is not None and not args.plot.endswith((".svg", ".png", ".pdf")):
+    """Raises ValueError for a picture that could not be drawn or written, before anything is measured."""
+    if args.plot is None:
+        return
+    if not args.plot.endswith((".svg", ".png", ".pdf")):
         raise ValueError(f"--plot must end in .svg, .png or .pdf, got {args.plot}.")
+    check_output("--plot", args.plot)

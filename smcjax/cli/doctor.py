@@ -73,6 +73,13 @@ def _host() -> Finding:
 def _devices() -> Finding:
     import jax
 
+    from smcjax.engine.memory import require_devices
+
+    try:
+        require_devices()
+    except RuntimeError as error:
+        said, _, mend = str(error).rstrip(".").rpartition("; ")
+        return Finding("devices", said, ok=False, hint=mend, fatal=True)
     names = []
     for device in jax.devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")

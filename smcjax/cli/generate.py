@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
     add_sampling_options,
+    check_output,
     decoding_from,
     llm_arguments,
 )
@@ -59,11 +59,7 @@ def _check_trace(path: str, decoding: str) -> None:
     """Refuses what would fail only after the answer has been generated."""
     if decoding != "smc":
         raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
-    directory = os.path.dirname(path) or "."
-    if not os.path.basename(path) or os.path.isdir(path):
-        raise ValueError(f"--trace must be a file, got the directory {path!r}; add a file name.")
-    if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
-        raise ValueError(f"--trace must lie in a directory that can be written to, got {path!r}; make one.")
+    check_output("--trace", path)
 
 
 def summary(output: RequestOutput) -> str:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from smcjax import __version__
 from smcjax.cli import bench, chat, doctor, evaluate, generate, viz
 from smcjax.cli.options import add_debug_option
 from smcjax.errors import CheckpointError
@@ -32,6 +33,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """All commands. Importing them is cheap: JAX is imported when one runs."""
     parser = Parser(prog="smcjax", description="LLM inference by Sequential Monte Carlo speculative decoding, in JAX.")
+    parser.add_argument("--version", action="version", version=f"smcjax {__version__}")
     parser.add_argument("--debug", action="store_true", help="errors with their traceback")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in (generate, chat, evaluate, bench, viz, doctor):
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
         if args.debug:
             raise
         print(f"smcjax: error: {_sentence(error)}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "autoregressive": {},
 }
+
+
+def check_output(option: str, path: str) -> None:
+    """Raises ValueError for a file that could not be written once the work is done."""
+    directory = os.path.dirname(path) or "."
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise ValueError(f"{option} must be a file, got the directory {path!r}; add a file name.")
+    if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} must lie in a directory that can be written to, got {path!r}; make one.")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

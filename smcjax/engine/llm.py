@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import numbers
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -18,7 +20,7 @@ from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.speculation import PairParams
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import load_models
-from smcjax.engine.memory import Budget, choose_num_pages, device_memory, worst_case_pages
+from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize
@@ -60,7 +62,7 @@ class LLM:
         seed: of requests that bring none.
 
     Raises ValueError (one sentence: argument, value, mend) before anything runs. A context manager; `close` frees
-    the device memory.
+    the device memory. Threads may share one: their requests then run side by side.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class LLM:
         drafts = not isinstance(self.decoding, Autoregressive)
         if draft_quantization is not None and not drafts:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
+        require_devices()
         self.models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
         if quantization is not None:
             target_params = quantize_params(self.models.target_params, consume=True)
@@ -147,6 +150,7 @@ class LLM:
             optimistic=admission == "optimistic",
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
+        self._turn = threading.RLock()  # of the engine, which one thread may use at a time
         if jax.default_backend() != "cpu" if compile_at_start is None else compile_at_start:
             self.warm_up()
 
@@ -201,12 +205,17 @@ class LLM:
         checked = listed(prompts)
         params = params_for_each(sampling_params, len(checked))
         requests = []
-        for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
-            try:
-                requests.append(self._request(index, prompt, one))
-            except ValueError as error:
-                raise ValueError(f"request {index}: {error}") from None
-        return self._run(requests, use_tqdm)
+        with self._turn:
+            for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
+                try:
+                    requests.append(self._request(index, prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"request {index}: {error}") from None
+            self._counter += len(requests)
+            for request in requests:
+                self.engine.add_request(request)
+                self._awaited[request.request_id] = None
+        return self._outputs([request.request_id for request in requests], use_tqdm)
 
     def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
@@ -217,8 +226,9 @@ class LLM:
         """
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
-        request = self.request(prompt, params_for_each(sampling_params, 1)[0])
-        self.engine.add_request(request, stream=True)
+        with self._turn:
+            request = self.request(prompt, params_for_each(sampling_params, 1)[0])
+            self.engine.add_request(request, stream=True)
         return _Chunks(self, request.request_id)
 
     def chat(
@@ -268,8 +278,9 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
-        request = self._request(0, prompt, params)
-        self._counter += 1
+        with self._turn:
+            request = self._request(0, prompt, params)
+            self._counter += 1
         return request
 
     def warm_up(self, *, use_tqdm: bool = True) -> None:
@@ -309,27 +320,25 @@ class LLM:
             worst_case_pages=pages,
         )
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """All of them at once, as lanes and memory allow."""
+    def _outputs(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        """What these requests of `_awaited` return, in their order."""
         engine = self.engine
-        self._counter += len(requests)
-        for request in requests:
-            engine.add_request(request)
-        ids = [request.request_id for request in requests]
-        self._awaited |= dict.fromkeys(ids)
         try:
             with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
-                    self._advance(engine, missing)
+                    with self._turn:
+                        if all(self._awaited[request_id] is None for request_id in missing):
+                            self._advance(engine, missing)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
         finally:  # also of an interruption, after which nobody waits for them
-            for request_id in ids:
-                if self._awaited.pop(request_id) is None:
-                    engine.abort(request_id)
+            with self._turn:
+                for request_id in ids:
+                    if self._awaited.pop(request_id) is None:
+                        engine.abort(request_id)
 
     def _advance(self, engine: Engine, awaited: set[str]) -> None:
-        """A step of everything in flight, on behalf of those that wait for some of it."""
+        """A step of everything in flight, on behalf of those that wait for some of it; it is this thread's turn."""
         if not engine.busy:
             raise RuntimeError(f"requests {sorted(awaited)} are gone: an error elsewhere ended everything in flight.")
         for output in engine.step():
@@ -351,9 +360,10 @@ class _Chunks(Iterator[StreamChunk]):
         engine = self._llm.engine
         try:
             while not self._ready:
-                self._ready += engine.chunks(self._request_id)
-                if not self._ready:
-                    self._llm._advance(engine, {self._request_id})
+                with self._llm._turn:
+                    self._ready += engine.chunks(self._request_id)
+                    if not self._ready:
+                        self._llm._advance(engine, {self._request_id})
         except BaseException:
             self.close()
             raise
@@ -366,9 +376,10 @@ class _Chunks(Iterator[StreamChunk]):
         """No more chunks."""
         if not self._finished:
             self._finished = True
-            if self._llm._engine is not None:
-                self._llm._engine.abort(self._request_id)
-                self._llm._engine.forget(self._request_id)
+            with self._llm._turn:
+                if self._llm._engine is not None:
+                    self._llm._engine.abort(self._request_id)
+                    self._llm._engine.forget(self._request_id)
 
     def __del__(self) -> None:
         self.close()
@@ -379,7 +390,7 @@ def _bytes_of(params: Any) -> int:
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
 
 
@@ -406,7 +417,7 @@ def _refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
         )
     if params.truncates:
         raise ValueError(
-            f"top_k is {params.top_k} and top_p is {params.top_p}, and draft tokens outside the kept set would weigh "
+            f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would weigh "
             "nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
         )
     if params.stop_strings and decoding.power != 1.0:

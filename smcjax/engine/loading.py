@@ -68,7 +68,8 @@ def load_models(
     """
     if needs_draft and (model is None) != (draft_model is None):
         missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
-        raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair.")
+        alone = "" if given == "draft_model" else ", or decode by the target alone (Autoregressive)"
+        raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair{alone}.")
     path = _path(model, "target")
     tokenizer = Tokenizer.load(path)
     if not needs_draft:

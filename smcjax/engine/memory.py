@@ -19,6 +19,19 @@ CPU_KV_BYTES = 1 << 30  # default share of host memory; a GPU's share is a fract
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
+def require_devices() -> None:
+    """Raises RuntimeError, in one sentence, where JAX finds no device to run on."""
+    try:
+        jax.devices()
+    except Exception as error:  # JAX gives an AssertionError where a named platform has no plugin
+        asked = os.environ.get("JAX_PLATFORMS")
+        given = f"JAX_PLATFORMS is {asked!r} and JAX has no such device here" if asked else "JAX has no device here"
+        raise RuntimeError(
+            f"{given} ({str(error).strip() or type(error).__name__}); install smcjax[cuda13] or smcjax[cuda12] for an "
+            "NVIDIA GPU, or leave JAX_PLATFORMS unset."
+        ) from None
+
+
 def gpu_memory() -> int | None:
     """Bytes that JAX may allocate on the default device, None where that is the host's memory."""
     stats = jax.devices()[0].memory_stats() or {}

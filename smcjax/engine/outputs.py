@@ -27,7 +27,7 @@ class Particle:
     finish_reason: str | None  # None: not at its end when the population's other weights made the choice
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
 class Trace:
     """One entry per cycle C that the request took part in."""
 
@@ -40,7 +40,7 @@ class Trace:
     selected: int = 0  # the row that answered
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
 class SMCOutput:
     """The population behind an answer."""
 

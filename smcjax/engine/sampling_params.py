@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from smcjax.plain import use_plain_numbers
+
 MAX_SEED = 2**32 - 1
 
 
@@ -38,6 +40,7 @@ class SamplingParams:
     n: None = None
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         if self.n is not None:
             raise ValueError(
                 f"n is not a sampling parameter here, got {self.n!r}; ask for a population with SMC(n_particles=…)."

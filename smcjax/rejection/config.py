@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from smcjax.decoding.speculation import Speculation
+from smcjax.plain import use_plain_numbers
 
 VERIFICATIONS = ("token", "block")
 
@@ -28,6 +29,7 @@ class Rejection:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         for name, most in (("gamma", 64), ("n_candidates", 1024)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from smcjax.decoding.speculation import Speculation
+from smcjax.plain import use_plain_numbers
 from smcjax.smc.resampling import SCHEMES
 
 
@@ -39,6 +40,7 @@ class SMC:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         for name, most in (("n_particles", 1024), ("gamma", 64)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

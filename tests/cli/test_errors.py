@@ -76,6 +76,12 @@ USAGE: list[tuple[list[str], str]] = [
     ([*BENCH, "--bandwidth", "-5"], "--bandwidth must be"),
     ([*BENCH, "--target-shape", "gpt-9"], "shape 'gpt-9' is unknown"),
     ([*BENCH, "-N", "0"], "n_particles must be"),
+    ([*BENCH, "--implementation", "mosaic"], "--implementation mosaic needs a Hopper GPU"),
+    (["bench", "decoders", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
+    (["bench", "decoders", "--plot", "x.txt"], "--plot must end in .svg"),
+    (["bench", "decoders", "--seed", "-1"], "--seed must be"),
+    (["bench", "decoders", "--temperature", "0"], "which SMC does not decode"),
+    (["bench", "latency", "--plot", "/tmp/x/"], "--plot must"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -193,3 +195,27 @@ def test_progress_goes_to_stderr(llm: LLM, capfd: pytest.CaptureFixture[str]) ->
     assert "1/1" in err
     generate(llm, "ab", SamplingParams(max_tokens=1, seed=0))
     assert capfd.readouterr() == ("", "")
+
+
+def test_threads_share_an_llm(llm: LLM) -> None:
+    """Each gets the answers that it would get alone, in its own order; one of them streams."""
+    params = [SamplingParams(max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(4)]
+    alone = [generate(llm, ["ab", "cde"], one) for one in params]
+
+    def answer(i: int) -> list[list[int]]:
+        if i == 3:
+            return [
+                [t for chunk in llm.generate_stream(text, params[i]) for t in chunk.token_ids] for text in ("ab", "cde")
+            ]
+        return [tokens(output) for output in generate(llm, ["ab", "cde"], params[i])]
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(answer, range(4)))
+    assert got == [[tokens(output) for output in outputs] for outputs in alone]
+
+
+def test_results_compare_without_an_error(llm: LLM) -> None:
+    one, other = generate(llm, ["ab", "ab"], SamplingParams(max_tokens=4, seed=1))
+    assert one == one
+    assert one.smc != other.smc  # arrays: each is equal to itself only
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids

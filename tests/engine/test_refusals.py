@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -216,3 +216,22 @@ MESSAGES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("messages", "reason"), MESSAGES, ids=[reason for _, reason in MESSAGES])
 def test_bad_messages(llm: LLM, messages: Any, reason: str) -> None:
     assert complaint(lambda: llm.chat(messages)).startswith(reason)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), seed=np.uint32(3))  # type: ignore[arg-type]
+    assert params == SamplingParams(max_tokens=8, temperature=0.5, seed=3)
+    assert SMC(n_particles=np.int32(4)) == SMC(n_particles=4)  # type: ignore[arg-type]
+    assert type(Rejection(gamma=np.int8(2)).gamma) is int  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"temperature must be .* got nan"):
+        SamplingParams(temperature=np.float64("nan"))
+
+
+def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    def devices() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("jax.devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(RuntimeError, match=r"JAX_PLATFORMS is 'cuda' .* install smcjax\[cuda13\]"):
+        smc_llm(pair)
