@@ -90,6 +90,12 @@ def _devices() -> Finding:
     return Finding("devices", f"{jax.default_backend()}: {', '.join(names)}")
 
 
+def _kernels() -> Finding:
+    from smcjax.pallas import uses_kernels
+
+    return Finding("kernels", "Pallas" if uses_kernels("auto") else "none, plain XLA: the kernels need a Hopper GPU")
+
+
 def _donation() -> Finding:
     """Whether a donated buffer is reused: the cycle updates KV in place."""
     import jax
@@ -129,4 +135,4 @@ def _bundled_pair() -> Finding:
     return Finding("bundled pair", ", ".join(sizes))
 
 
-CHECKS = (_versions, _host, _devices, _donation, _compilation_cache, _bundled_pair)
+CHECKS = (_versions, _host, _devices, _kernels, _donation, _compilation_cache, _bundled_pair)

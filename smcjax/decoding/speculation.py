@@ -141,7 +141,7 @@ def require_one_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
     if target.vocab_size != draft.vocab_size:
         raise ValueError(
             f"target and draft must have one vocabulary, got {target.vocab_size} and "
-            f"{draft.vocab_size} ids; trim the padded one with smcjax.model.trim_vocabulary."
+            f"{draft.vocab_size} ids; trim the padded one with smcjax.model.vocabulary.trim_vocabulary."
         )
 
 

@@ -254,14 +254,16 @@ class LLM:
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
-        return self.engine.metrics()
+        with self._turn:
+            return self.engine.metrics()
 
     def close(self) -> None:
         """Frees the device memory. The object cannot be used afterwards; closing again does nothing."""
-        if self._engine is not None:
-            self._engine.reset()
-            self._engine.runner.close()
-            self._engine = None
+        with self._turn:
+            if self._engine is not None:
+                self._engine.reset()
+                self._engine.runner.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self

@@ -2,7 +2,7 @@
 
 from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import ModelConfig, RopeScaling
-from smcjax.model.decoder import logits
+from smcjax.model.decoder import forward, logits, unembed
 from smcjax.model.export import save_checkpoint
 from smcjax.model.params import LayerParams, Params, init_params
 
@@ -11,8 +11,10 @@ __all__ = [
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "forward",
     "init_params",
     "load_checkpoint",
     "logits",
     "save_checkpoint",
+    "unembed",
 ]

@@ -134,14 +134,18 @@ def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*
     )
 
 
-def logits(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
-    """Logits of every position, dense and without a cache: what everything else is compared with.
+def forward(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:
+    """Hidden states of every position, ready for `unembed`, dense and without a cache.
 
-    Position t attends to positions 0…t; `token_ids` int32 in [0, V). Returns float32.
+    Position t attends to positions 0…t; `token_ids` int32 in [0, V). Returns the weights' dtype.
     """
     token_ids = jnp.asarray(token_ids)
     batch, length = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-    hidden = hidden_states(config, params, token_ids, positions, lambda _, new: attention(*new.heads(), causal))
-    return unembed(params, hidden)
+    return hidden_states(config, params, token_ids, positions, lambda _, new: attention(*new.heads(), causal))
+
+
+def logits(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:
+    """Logits of every position, float32, by `forward`: what everything else is compared with."""
+    return unembed(params, forward(config, params, token_ids))

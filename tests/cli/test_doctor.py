@@ -41,7 +41,16 @@ def test_this_machine_can_generate(smcjax: Command) -> None:
     lines = result.out.splitlines()
     assert len(lines) == len(CHECKS)
     assert all(line.startswith(("ok    ", "note  ")) for line in lines)
-    for word in ("versions", "jax ", "host", "devices", "donated buffers", "compilation cache", "bundled pair"):
+    for word in (
+        "versions",
+        "jax ",
+        "host",
+        "devices",
+        "kernels",
+        "donated buffers",
+        "compilation cache",
+        "bundled pair",
+    ):
         assert word in result.out
 
 
