@@ -104,7 +104,7 @@ def begin(
     groups = prompts.shape[0]
     pool, sequences = admit(program, memory.pool, prompts, requests, present, 1, prefix)
     return State(
-        requests=requests,
+        requests=requests.within(program.max_model_len),
         sequences=sequences,
         cycle=jnp.zeros(groups, jnp.int32),
         running=present,

@@ -21,7 +21,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas import Sharing, decode_step, plan_sharing, rms_norm, uses_kernels
+from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
 from smcjax.pallas.sharing import find_sharing
 
 PAGES_BY_ONE = 128  # of a row's table: up to here attention tasks are single pages
@@ -75,6 +75,27 @@ def law_logits(law: Law, token_number: Int[Array, " R"], logits: Float[Array, "R
     return logits if law.truncation is None else truncate(logits, *law.truncation)
 
 
+class Head(NamedTuple):
+    """Logits not yet made, as the one kernel makes its own: its operands, rounded before they are scaled.
+
+    A verifier must be told the law that was sampled from, to more than bf16's accuracy.
+    """
+
+    operand: Float[Array, "*shape E"]  # x∘g in the weights' dtype
+    scale: Float[Array, "*shape"]  # 1/rms(x), f32
+
+    @classmethod
+    def of(cls, params: Params, residual: Float[Array, "R E"], eps: float) -> Head:
+        """Of the residual stream behind the last layer."""
+        x = residual.astype(jnp.float32)
+        operand = (x * params.final_norm.astype(jnp.float32)).astype(residual.dtype)
+        return cls(operand, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps))
+
+    def logits(self, params: Params) -> Float[Array, "*shape V"]:
+        """One product for all."""
+        return unembed(params, self.operand) * self.scale[..., None]
+
+
 class Drawn(NamedTuple):
     """A token a row."""
 
@@ -82,7 +103,7 @@ class Drawn(NamedTuple):
     logprob: Float[Array, " R"]  # under the law, at temperature 1 of rows that are greedy
     # Where the whole law was asked for, one of:
     logits: Float[Array, "R V"] | None = None  # whose softmax it is
-    hidden: Float[Array, "R E"] | None = None  # from which `unembed` and `law_logits` make these
+    head: Head | None = None  # from which `law_logits` makes these
 
 
 def sample(
@@ -291,8 +312,8 @@ def next_token(
             cache = cache.copy_pages(copies, implementation="mosaic")
         weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks
         done = decode_step.decode_step(shape, weights, tokens, step, tables, tasks, cache.keys, cache.values)
-        hidden = rms_norm(done.residual, params.final_norm, config.rms_norm_eps) if plan.keeps_laws else None
-        return Drawn(done.token, done.logprob, hidden=hidden), KVCache(keys=done.keys, values=done.values)
+        head = Head.of(params, done.residual, config.rms_norm_eps) if plan.keeps_laws else None
+        return Drawn(done.token, done.logprob, head=head), KVCache(keys=done.keys, values=done.values)
     hidden, cache = paged_hidden_states(
         config,
         params,

@@ -34,9 +34,14 @@ def admit(
 
     Groups not `present` only fill up the batch: they have no prompt and no pages. L ≤ T_max; columns of `prompts`
     beyond the prompt's length are ignored. `prefix` names pages in use that hold the KV of each prompt's beginning,
-    `TRASH` behind it; None: there are none.
+    `TRASH` behind it; None: there are none. Raises ValueError for prompts that exceed the program's `max_model_len`.
     """
     groups = present.shape[0]
+    if prompts.shape[1] > program.max_model_len:
+        raise ValueError(
+            f"prompts have {prompts.shape[1]} columns and max_model_len is {program.max_model_len}; "
+            "shorten them, or raise it."
+        )
     empty = Sequences.create(groups * rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
     length = jnp.where(present, requests.prompt_length, 0)
     first_token = jnp.arange(program.max_pages) * program.page_size

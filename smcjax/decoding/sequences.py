@@ -80,6 +80,10 @@ class Requests:
             key=jax.random.split(key, groups),
         )
 
+    def within(self, max_model_len: int) -> Requests:
+        """The same, cut at `max_model_len`: no row may outgrow its buffers."""
+        return dataclasses.replace(self, limit=jnp.minimum(self.limit, max_model_len))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

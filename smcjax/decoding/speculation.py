@@ -310,18 +310,18 @@ def propose(
     first, cache = forward(state.memory.draft, tokens, head, 0, copies)
 
     def whole(drawn: Drawn, first_column: int) -> Drawn:
-        """Drawn by column [C, R, …], with logits where only hidden states are there: one product for all."""
-        if drawn.hidden is None:
+        """Drawn by column [C, R, …], with logits where there is only what makes them: one product for all."""
+        if drawn.head is None:
             return drawn
         number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
-        logits = jax.vmap(functools.partial(law_logits, law))(number, unembed(params, drawn.hidden))
-        return drawn._replace(logits=logits, hidden=None)
+        logits = jax.vmap(functools.partial(law_logits, law))(number, drawn.head.logits(params))
+        return drawn._replace(logits=logits, head=None)
 
     def joined(others: Drawn | None) -> Drafts:
         """By row, the first column before the others, which come by column."""
         drawn = jax.tree.map(lambda leaf: leaf[None], first)
         if others is not None:
-            if (drawn.hidden is None) != (others.hidden is None):  # the two come by different ways
+            if (drawn.head is None) != (others.head is None):  # the two come by different ways
                 drawn, others = whole(drawn, 0), whole(others, 1)
             drawn = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, others)
         return Drafts(*jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), whole(drawn, 0)[:3]))

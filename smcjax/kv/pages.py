@@ -43,7 +43,7 @@ class PagePool:
         """All pages free but the trash page. `num_pages` ≥ 2."""
         return cls(
             refcount=jnp.zeros(num_pages, jnp.int32),
-            free=jnp.arange(num_pages, dtype=jnp.int32)[::-1],  # page 1 on top, the trash page out of reach below
+            free=jnp.arange(num_pages, dtype=jnp.int32)[::-1],  # page 1 on top, the trash page out of reach above
             num_free=jnp.asarray(num_pages - 1, jnp.int32),
         )
 

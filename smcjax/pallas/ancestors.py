@@ -64,7 +64,7 @@ def _ancestors(
     for i, w in enumerate(weights):
         so_far = so_far + w
         cumulative.append(so_far)
-        last = t.where(w < 1e-45, last, i)
+        last = t.where(w == 0.0, last, i)
     counts = [zero] * n
     for point in points:
         drawn = t.minimum(_sum([t.where(point < c, 0, t.constant(1)) for c in cumulative]), last)

@@ -91,10 +91,10 @@ def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
     return mu.c(x, kind or (_f32() if isinstance(x, float) else i32()))
 
 
-def _operation(of_integers: Callable[..., ir.Value], of_floats: Callable[..., ir.Value] | None = None) -> Any:
+def _operation(of_integers: Callable[..., ir.Value] | None, of_floats: Callable[..., ir.Value] | None = None) -> Any:
     def apply(self: _Word, other: Any) -> _Word:
         operation = of_floats if self.value.type == _f32() else of_integers
-        assert operation is not None, "not for f32"
+        assert operation is not None, f"not for {self.value.type}"
         return _Word(operation(self.value, _value(other, self.value.type)))
 
     return apply
@@ -116,7 +116,7 @@ class _Word:
     __add__ = _operation(arith.addi, arith.addf)
     __sub__ = _operation(arith.subi, arith.subf)
     __mul__ = _operation(arith.muli, arith.mulf)
-    __truediv__ = _operation(arith.divui, arith.divf)
+    __truediv__ = _operation(None, arith.divf)
     __floordiv__ = _operation(arith.divui)
     __mod__ = _operation(arith.remui)
     __and__ = _operation(arith.andi)
@@ -158,7 +158,8 @@ class _OnGPU:
         return _Word(nvvm.shfl_sync(every, x.value, mu.c(distance, i32()), mu.c(0, i32()), nvvm.ShflKind.up))
 
     def load(self, ref: Any, index: Word) -> Word:
-        space, address, _ = self._address(ref, index)
+        space, address, size = self._address(ref, index)
+        assert size == 4, "words only"
         kind = _f32() if ir.MemRefType(ref.type).element_type == _f32() else i32()
         return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=kind, has_side_effects=True))
 

@@ -106,7 +106,7 @@ def begin(
     groups, n = prompts.shape[0], program.decoding.n_candidates
     pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
     return State(
-        requests=requests,
+        requests=requests.within(program.max_model_len),
         sequences=sequences,
         cycle=jnp.zeros(groups, jnp.int32),
         running=present,

@@ -39,7 +39,7 @@ def begin(
     groups, n = prompts.shape[0], program.smc.n_particles
     pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
     return State(
-        requests=requests,
+        requests=requests.within(program.max_model_len),
         sequences=sequences,
         log_weight=jnp.zeros((groups, n), jnp.float32),
         log_evidence=jnp.zeros(groups, jnp.float32),

@@ -23,11 +23,12 @@ def draft_increment(
 def bonus_increment(power: float, logits: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
     """What a token drawn from softmax(α·logits) adds: the log normaliser of p_T^α; 0 at α = 1.
 
-    `logits` are tempered (ℓ_p/T_p). NaN logits give NaN at any α, so that a broken model is never taken for a sample.
+    `logits` are tempered (ℓ_p/T_p). Logits that are no law (one is NaN or +inf, or all are −inf) give NaN at any α, so
+    that a broken model is never taken for a sample.
     """
     plain = jax.nn.logsumexp(logits, axis=-1)
     if power == 1.0:
-        return jnp.where(jnp.isnan(plain), plain, 0.0)
+        return jnp.where(jnp.isfinite(plain), 0.0, jnp.nan)
     return jax.nn.logsumexp(power * logits, axis=-1) - power * plain
 
 

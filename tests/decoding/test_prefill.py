@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -88,3 +89,19 @@ def test_fan_out_shares_pages() -> None:
     assert (table[:3] == table[0]).all()
     assert (table[6:] == 0).all()
     assert sequences.length.tolist() == [5, 5, 5, 1, 1, 1, 1, 1, 1]
+
+
+def test_no_row_outgrows_its_buffers() -> None:
+    """Requests for more tokens than there is room for are cut, prompts that do not fit are refused."""
+    program = autoregressive.Program(tiny_config(5), MAX_LEN, page_size=4)
+    prompts, requests = batch([Ask((1, 2), max_tokens=9)], 5, MAX_LEN)
+    memory = jax.eval_shape(
+        lambda: autoregressive.Memory.create(program, init_params(program.target, jax.random.key(0)), 20)
+    )
+    memory = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory)
+    asked = dataclasses.replace(requests, limit=jnp.asarray([10 * MAX_LEN]))
+    state = autoregressive.begin(program, memory, prompts, asked, jnp.ones(1, bool))
+    assert state.requests.limit.tolist() == [MAX_LEN]
+    long = jnp.ones((1, MAX_LEN + 1), jnp.int32)
+    with pytest.raises(ValueError, match=f"prompts have {MAX_LEN + 1} columns and max_model_len is {MAX_LEN}"):
+        autoregressive.begin(program, memory, long, requests, jnp.ones(1, bool))

@@ -62,4 +62,5 @@ def test_truncation_edges() -> None:
     x = jnp.asarray([[2.0, 1.0, 1.0, -jnp.inf], [2.0, 1.0, 1.0, 0.0], [2.0, 1.0, 1.0, 0.0]])
     got = truncate(x, jnp.asarray([4, 2, 4]), jnp.asarray([1.0, 1.0, 0.1]))
     inf = -np.inf
+    assert truncate(x[1:2], jnp.asarray([4]), jnp.asarray([0.0])).tolist() == [[2, inf, inf, inf]]
     assert got.tolist() == [[2, 1, 1, inf], [2, 1, 1, inf], [2, inf, inf, inf]]

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.resampling import plan_resampling, positions
-from smcjax.smc.weights import least_ess
+from smcjax.smc.weights import least_ess, normalized_weights
 
+NEAR_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 METHODS = ("systematic", "stratified", "multinomial")
 THRESHOLD = 0.6
 
@@ -44,8 +45,11 @@ def check(groups: int, n: int, method: str, interpret: Any) -> None:
     np.testing.assert_allclose(ess, want.ess, rtol=error)
     np.testing.assert_allclose(log_mean, want.log_mean_weight, rtol=2.0**-22, atol=error)
     np.testing.assert_array_equal(resampled, want.resampled)
-    np.testing.assert_array_equal(ancestors, want.ancestors)
-    np.testing.assert_array_equal(offspring, want.offspring)
+    edges = np.cumsum(np.asarray(normalized_weights(log_weight)), axis=1)
+    clear = (np.abs(np.asarray(points)[:, :, None] - edges[:, None]) > error).all(axis=(1, 2))
+    assert clear.mean() > 0.9  # elsewhere a point lies as near to an edge as sums may differ
+    np.testing.assert_array_equal(ancestors[clear], np.asarray(want.ancestors)[clear])
+    np.testing.assert_array_equal(offspring[clear], np.asarray(want.offspring)[clear])
     if n > 1:
         assert 0 < resampled.sum() < running.sum()
     assert not resampled[~np.asarray(running)].any()
@@ -56,6 +60,17 @@ def check(groups: int, n: int, method: str, interpret: Any) -> None:
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_equals_the_plain_functions(method: str, n: int) -> None:
     check(20, n, method, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("point", [NEAR_ONE, 1.0])
+def test_a_row_without_weight_has_no_offspring(point: float) -> None:
+    """Also where rounding takes a point to the end of the cumulative weights, or past it."""
+    log_weight = jnp.asarray([[0.0, 0.0, -jnp.inf], [-jnp.inf, 0.0, -jnp.inf]])
+    points = jnp.full((2, 3), point, jnp.float32)
+    running = jnp.ones(2, bool)
+    got = ancestors_mosaic(log_weight, points, running, below=4.0, interpret=plgpu.InterpretGPUParams())
+    assert got[3].tolist() == [[0, 3, 0], [0, 3, 0]]
+    assert got[2].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_more_groups_than_threads() -> None:

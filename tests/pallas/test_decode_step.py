@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding import next_token
-from smcjax.decoding.next_token import norms_of, shape_of, task_slots_of, tasks_of, weights_of
+from smcjax.decoding.next_token import Head, norms_of, shape_of, task_slots_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
@@ -188,9 +188,17 @@ def check(problem: Problem, params: Any, got: Any) -> None:
     logits, perturbed, cache = reference(problem, params)
     finite = np.where(np.isfinite(logits), logits, 0.0)
     tolerance = 8 * ROUNDING * np.abs(finite).max()
-    hidden = rms_norm(residual, params.final_norm, problem.config.rms_norm_eps)
-    behind = np.asarray(unembed(params, hidden) / problem.draws.temperature[:, None])
+    temperature = np.asarray(problem.draws.temperature)[:, None]
+    behind = np.asarray(Head.of(params, residual, problem.config.rms_norm_eps).logits(params)) / temperature
     np.testing.assert_allclose(np.where(np.isfinite(logits), behind, 0.0), finite, atol=tolerance)
+    # The kernel's own law to f32's accuracy, of sums of E products and V exponentials: a norm that rounds after its
+    # scale instead is further from it.
+    exact = 2.0**-18 * max(1.0, np.abs(finite).max())
+    rebuilt = log_softmax_at(jnp.where(np.isfinite(logits), behind, -jnp.inf), token)
+    np.testing.assert_allclose(logprob, rebuilt, atol=exact)
+    hidden = rms_norm(residual, params.final_norm, problem.config.rms_norm_eps)
+    other = jnp.where(np.isfinite(logits), np.asarray(unembed(params, hidden)) / temperature, -jnp.inf)
+    assert np.abs(np.asarray(logprob - log_softmax_at(other, token))).max() > exact, "control"
     picked = np.take_along_axis(np.asarray(perturbed), np.asarray(token)[:, None], axis=1)[:, 0]
     assert (picked >= np.asarray(perturbed).max(axis=1) - 2 * tolerance).all(), "a token that is not nearly the best"
     np.testing.assert_allclose(logprob, log_softmax_at(logits, token), atol=2 * tolerance)

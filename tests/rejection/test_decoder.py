@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from smcjax import rejection
+from smcjax.decoding import speculation
+from smcjax.decoding.sampling import Purpose
 from smcjax.model import load_checkpoint
-from smcjax.rejection import Rejection
+from smcjax.rejection import Rejection, decoder
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_pair
 from tests.smc.reference import language_model
@@ -181,8 +183,32 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
     np.testing.assert_allclose(np.exp(logprobs.sum()), law[got[1][:3]], rtol=1e-4)
 
 
+@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_no_two_draws_of_a_step_have_one_key(decoding: Rejection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which purposes a step takes keys for: drafts, what is accepted, what follows."""
+    taken: list[Purpose] = []
+
+    def spy(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def recorded(*args: Any) -> Any:
+            taken.append(args[-1])
+            return original(*args)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    spy(decoder, "group_keys")
+    spy(decoder, "row_keys")
+    spy(speculation, "row_keys")
+    program = program_of(decoding)
+    state = init(program, PAIR.params, *batch([Ask((1, 2))], V, MAX_MODEL_LEN), 200)
+    taken.clear()
+    jax.make_jaxpr(functools.partial(rejection.step, program))(PAIR.params, state)
+    assert sorted(taken) == sorted([Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS[1:], ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
 def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
     params = PAIR.params
     broken = dataclasses.replace(params.target, embed=params.target.embed.at[3].set(jnp.nan))

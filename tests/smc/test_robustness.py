@@ -256,7 +256,9 @@ def test_increments_by_hand() -> None:
     np.testing.assert_allclose(bonus_increment(2.0, p + 3.0), np.log(0.25 + 0.09 + 0.04), rtol=1e-5)
     assert float(bonus_increment(1.0, p + 3.0)) == 0.0
     for power in (1.0, 2.0):
-        assert jnp.isnan(bonus_increment(power, jnp.asarray([0.0, jnp.nan])))
+        for broken in ([0.0, jnp.nan], [0.0, jnp.inf], [-jnp.inf, -jnp.inf]):
+            assert jnp.isnan(bonus_increment(power, jnp.asarray(broken)))
+        assert jnp.isfinite(bonus_increment(power, jnp.asarray([0.0, -jnp.inf])))
 
 
 @pytest.mark.parametrize("n", [1, 3])
