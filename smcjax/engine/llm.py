@@ -150,7 +150,9 @@ class LLM:
             optimistic=admission == "optimistic",
         )
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
-        self._turn = threading.RLock()  # of the engine, which one thread may use at a time
+        self.turn = threading.RLock()  # of the engine, which one thread may use at a time
+        self._numbering = threading.Lock()  # of requests
+        self._given_up: deque[str] = deque()  # streams that nobody holds any more
         if jax.default_backend() != "cpu" if compile_at_start is None else compile_at_start:
             self.warm_up()
 
@@ -205,17 +207,14 @@ class LLM:
         checked = listed(prompts)
         params = params_for_each(sampling_params, len(checked))
         requests = []
-        with self._turn:
+        with self._numbering:
             for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
                 try:
                     requests.append(self._request(index, prompt, one))
                 except ValueError as error:
                     raise ValueError(f"request {index}: {error}") from None
             self._counter += len(requests)
-            for request in requests:
-                self.engine.add_request(request)
-                self._awaited[request.request_id] = None
-        return self._outputs([request.request_id for request in requests], use_tqdm)
+        return self._run(requests, use_tqdm)
 
     def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
@@ -226,8 +225,8 @@ class LLM:
         """
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
-        with self._turn:
-            request = self.request(prompt, params_for_each(sampling_params, 1)[0])
+        request = self.request(prompt, params_for_each(sampling_params, 1)[0])
+        with self.turn:
             self.engine.add_request(request, stream=True)
         return _Chunks(self, request.request_id)
 
@@ -254,12 +253,14 @@ class LLM:
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
-        with self._turn:
-            return self.engine.metrics()
+        with self.turn:
+            engine = self.engine
+            self._let_go()
+            return engine.metrics()
 
     def close(self) -> None:
         """Frees the device memory. The object cannot be used afterwards; closing again does nothing."""
-        with self._turn:
+        with self.turn:
             if self._engine is not None:
                 self._engine.reset()
                 self._engine.runner.close()
@@ -280,14 +281,15 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
-        with self._turn:
+        with self._numbering:
             request = self._request(0, prompt, params)
             self._counter += 1
         return request
 
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles the programs of every batch size, which otherwise wait for the first batch of that size."""
-        self.engine.warm_up(use_tqdm=use_tqdm)
+        with self.turn:
+            self.engine.warm_up(use_tqdm=use_tqdm)
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         """The `index`-th of the next requests, checked."""
@@ -322,30 +324,46 @@ class LLM:
             worst_case_pages=pages,
         )
 
-    def _outputs(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        """What these requests of `_awaited` return, in their order."""
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """All of them at once, as lanes and memory allow."""
         engine = self.engine
+        ids = [request.request_id for request in requests]
         try:
+            with self.turn:
+                for request in requests:
+                    self._awaited[request.request_id] = None
+                    engine.add_request(request)
             with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
-                    with self._turn:
+                    with self.turn:
                         if all(self._awaited[request_id] is None for request_id in missing):
-                            self._advance(engine, missing)
+                            self._require_busy(engine, missing)
+                            self.advance(engine)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
         finally:  # also of an interruption, after which nobody waits for them
-            with self._turn:
+            with self.turn:
                 for request_id in ids:
-                    if self._awaited.pop(request_id) is None:
+                    if self._awaited.pop(request_id, None) is None:
                         engine.abort(request_id)
 
-    def _advance(self, engine: Engine, awaited: set[str]) -> None:
-        """A step of everything in flight, on behalf of those that wait for some of it; it is this thread's turn."""
-        if not engine.busy:
-            raise RuntimeError(f"requests {sorted(awaited)} are gone: an error elsewhere ended everything in flight.")
+    def advance(self, engine: Engine) -> None:
+        """A step of everything in flight. The caller has the `turn`."""
+        self._let_go()
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
+
+    def _require_busy(self, engine: Engine, awaited: set[str]) -> None:
+        if not engine.busy:
+            raise RuntimeError(f"requests {sorted(awaited)} are gone: an error elsewhere ended everything in flight.")
+
+    def _let_go(self) -> None:
+        """Aborts streams that nobody holds any more. The caller has the `turn`, and no step is in progress."""
+        while self._given_up:
+            request_id = self._given_up.popleft()
+            self.engine.abort(request_id)
+            self.engine.forget(request_id)
 
 
 class _Chunks(Iterator[StreamChunk]):
@@ -362,10 +380,11 @@ class _Chunks(Iterator[StreamChunk]):
         engine = self._llm.engine
         try:
             while not self._ready:
-                with self._llm._turn:
+                with self._llm.turn:
                     self._ready += engine.chunks(self._request_id)
                     if not self._ready:
-                        self._llm._advance(engine, {self._request_id})
+                        self._llm._require_busy(engine, {self._request_id})
+                        self._llm.advance(engine)
         except BaseException:
             self.close()
             raise
@@ -378,13 +397,15 @@ class _Chunks(Iterator[StreamChunk]):
         """No more chunks."""
         if not self._finished:
             self._finished = True
-            with self._llm._turn:
+            self._llm._given_up.append(self._request_id)
+            with self._llm.turn:
                 if self._llm._engine is not None:
-                    self._llm._engine.abort(self._request_id)
-                    self._llm._engine.forget(self._request_id)
+                    self._llm._let_go()
 
     def __del__(self) -> None:
-        self.close()
+        # Collected at any time, in the middle of a step too: only noted, for whoever has the next turn.
+        if not self._finished:
+            self._llm._given_up.append(self._request_id)
 
 
 def _bytes_of(params: Any) -> int:

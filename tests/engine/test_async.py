@@ -51,7 +51,7 @@ def test_many_readers_and_one_that_leaves(pair: Pair, llm: LLM) -> None:
             outputs = await asyncio.gather(*readers)
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            metrics = served.llm.metrics()
+            metrics = await served.metrics()
             assert metrics["num_running"] == metrics["num_waiting"] == 0
             assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
             return outputs
@@ -70,6 +70,64 @@ def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch)
                 patch.setattr(Engine, "_collect", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
                 results = await asyncio.gather(*(read(served, seed) for seed in range(3)), return_exceptions=True)
             assert [str(result) for result in results] == ["broken"] * 3
+            assert len(set(map(id, results))) == 3
             assert (await read(served, 2)).outputs == before.outputs
+
+    asyncio.run(session())
+
+
+def test_closing_tells_every_reader(pair: Pair) -> None:
+    """Also those that wait when another's last chunk leads to it; then the device memory is free."""
+
+    async def session() -> None:
+        served = make(pair)
+        longs = [asyncio.create_task(read(served, 9, 0.001 * i)) for i in range(3)]
+        await read(served, 0)
+        await served.close()
+        for result in await asyncio.wait_for(asyncio.gather(*longs, return_exceptions=True), 60):
+            assert isinstance(result, RuntimeError)
+            assert "closed" in str(result)
+        assert served.llm._engine is None
+        with pytest.raises(ValueError, match="this LLM is closed"):
+            await served.metrics()
+        with pytest.raises(RuntimeError, match="closed"):
+            await read(served, 1)
+        await served.close()  # again: nothing
+
+    asyncio.run(session())
+
+
+def test_who_is_cancelled_twice_leaves_nothing_behind(pair: Pair) -> None:
+    async def session() -> None:
+        async with make(pair) as served:
+            for _ in range(3):
+                reader = asyncio.create_task(read(served, 9))
+                await asyncio.sleep(0.05)
+                reader.cancel()
+                await asyncio.sleep(0)
+                reader.cancel()
+                await asyncio.wait([reader])
+            metrics = await served.metrics()
+            assert metrics["num_running"] == metrics["num_waiting"] == 0
+            assert served.llm.engine._streams == {}
+
+    asyncio.run(session())
+
+
+def test_nothing_turns_while_a_reader_pauses(pair: Pair) -> None:
+    """A reader that has its last chunk and keeps the generator costs no steps; a thread may use the LLM meanwhile."""
+
+    async def session() -> None:
+        async with make(pair) as served:
+            stream = served.generate("ab", params(1))
+            async for chunk in stream:
+                if chunk.finished:
+                    break
+            before = (await served.metrics())["steps"]
+            await asyncio.sleep(0.2)
+            assert (await served.metrics())["steps"] <= before + 3
+            beside = asyncio.to_thread(served.llm.generate, ["ab", "cd"], params(2), use_tqdm=False)
+            outputs, read_here = await asyncio.gather(beside, read(served, 2))
+            assert outputs[0].outputs == read_here.outputs
 
     asyncio.run(session())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -169,3 +172,26 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
     assert (sum(said) > 5990) is (kind != "apart")
     assert work["places"] < 3 * (2 * 3 * cycles)
     assert work["decoded"] < 8 * 2 * cycles
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run anywhere, also where the batch's state is between two programs."""
+    with smc_llm(pair) as llm:
+        params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+        alone = llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids
+        cycle = type(llm.engine.runner).step
+
+        def collecting(self: Any, program: Any) -> Any:
+            dropped.clear()
+            gc.collect()
+            return cycle(self, program)
+
+        for _ in range(3):
+            dropped = [llm.generate_stream("cd", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))]
+            next(dropped[0])
+            with monkeypatch.context() as patch:
+                patch.setattr(type(llm.engine.runner), "step", collecting)
+                assert llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids == alone
+        metrics = llm.metrics()
+        assert metrics["num_running"] == metrics["num_waiting"] == 0
+        assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
