@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,8 @@ class Tokenizer:
     def __init__(self, inner: Any, vocab: dict[str, int]) -> None:
         self._inner = inner
         self.vocab = vocab  # every token, special and added ones too, to its id
+        # Tokens of single bytes (SentencePiece's fallback): a run of them is decoded as a whole.
+        self.byte_ids = frozenset(id for token, id in vocab.items() if re.fullmatch("<0x[0-9A-F]{2}>", token))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:

@@ -35,10 +35,11 @@ class Models:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """From the target's configs; where they name none, the tokenizer's."""
-        if self.target.eos_token_ids or self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            return self.target.eos_token_ids
-        return (self.tokenizer.eos_token_id,)
+        """From the target's configs; where they name none, the tokenizer's. Ids that no logit stands for are none."""
+        ids = self.target.eos_token_ids
+        if not ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids = (self.tokenizer.eos_token_id,)
+        return tuple(token for token in ids if token < self.target.vocab_size)
 
 
 def bundled_model(name: str) -> Path:

@@ -86,7 +86,8 @@ class CertainText:
         self._rows = _Rows(0)
         self._agreed = 0  # tokens, by the rows as they are now
         self._followed = 0  # tokens that have been decoded
-        self._window: list[int] = []  # the last of them: from a clean end of a character on
+        self._waiting: list[int] = []  # the last of them, where these are byte tokens
+        self._window: list[int] = []  # those before: from a clean end of a character on
         self._clean = 0  # how many of these there were at the last clean end
         self._known = ""  # the window's text as far as it has been taken
         self._tried = 0  # length of the window when it last ended in the middle of a character
@@ -136,7 +137,15 @@ class CertainText:
         """What these tokens add to the text, up to its last whole character."""
         if self._tokenizer is None:
             return ""
-        self._window += fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
+        # A run of byte tokens becomes other text as it goes on, so it waits for what follows it.
+        self._waiting += fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
+        decided = len(self._waiting)
+        while decided and self._waiting[decided - 1] in self._tokenizer.byte_ids:
+            decided -= 1
+        if not decided:
+            return ""
+        self._window += self._waiting[:decided]
+        del self._waiting[:decided]
         if OPEN < len(self._window) < 2 * self._tried:  # bytes that make no text: no use to look at them every time
             return ""
         text = self._tokenizer.decode(self._window)

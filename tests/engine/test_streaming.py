@@ -8,6 +8,8 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given
 
 from smcjax import LLM, SamplingParams, StreamChunk
@@ -15,12 +17,15 @@ from smcjax.engine import streaming
 from smcjax.engine.requests import Request
 from smcjax.engine.results import first_stop
 from smcjax.engine.streaming import CertainText
+from smcjax.tokenizer import Tokenizer
 from tests.checkpoints import EOS, Pair
 from tests.engine.conftest import smc_llm
 
 
 class Bytes:
     """A tokenizer of one token a byte."""
+
+    byte_ids: frozenset[int] = frozenset()
 
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
@@ -195,3 +200,41 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(pair: Pair, mon
         metrics = llm.metrics()
         assert metrics["num_running"] == metrics["num_waiting"] == 0
         assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece's: characters that have no token are tokens of their bytes."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(["▁a", "c", "▁"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = tokenizers.decoders
+    inner.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    return Tokenizer(fast, fast.get_vocab())
+
+
+BYTE_FALLBACK = byte_fallback()
+PIECES = ["a", "c", "€", "é", "🎈", b"\xff", b"\x80", b"\xe2"]
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sampled_from([1, 2, 5]))
+def test_byte_tokens_are_said_when_nothing_can_change_them(pieces: list[str | bytes], step: int) -> None:
+    """An invalid byte behind a character turns both into replacements: neither may have been said."""
+    word = BYTE_FALLBACK.vocab["▁a"]
+    ids = [word]
+    for piece in pieces:
+        if piece in ("a", "c"):
+            ids.append(word if piece == "a" else BYTE_FALLBACK.vocab["c"])
+        else:
+            ids += [3 + byte for byte in (piece.encode() if isinstance(piece, str) else piece)]
+    ids.append(word)
+    text = CertainText(request(), BYTE_FALLBACK)
+    said = [text.begin(np.array(ids[:1]))[0]]
+    for at in range(1, len(ids), step):
+        block = ids[at : at + step]
+        said.append(text.advance(np.array([block]), np.array([at + len(block)]), np.array([0]), np.ones(1, bool))[0])
+    assert "".join(said) == BYTE_FALLBACK.decode(ids), "the last token is a word, so all of it is certain"
