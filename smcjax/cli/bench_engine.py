@@ -147,11 +147,12 @@ def run_decoders(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from smcjax.bench.decoders import compare, contenders, markdown
+    from smcjax.engine.sampling_params import MAX_SEED
 
     check_numbers(args)
     check_plot(args)
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be a whole number from 0 to {2**32 - 1}, got {args.seed}.")
+    if not 0 <= args.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be a whole number from 0 to {MAX_SEED}, got {args.seed}.")
     if args.temperature == 0 and args.particles:
         raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
 

@@ -128,10 +128,7 @@ def inclusive_sums(t: Threads, lengths: Ref, ends: Ref, *, rows: int) -> None:
         row = lane * each + j
         values.append(t.where(row < rows, t.load(lengths, row), 0))
     total = functools.reduce(lambda a, b: a + b, values)
-    sums = total
-    for distance in (1, 2, 4, 8, 16):
-        sums = t.where(lane >= distance, t.shuffle_up(sums, distance) + sums, sums)
-    end = sums - total
+    end = simt.warp_sums(t, total) - total
     for j, value in enumerate(values):
         end = end + value
         t.store(ends, lane * each + j, end, only=t.index < WARP)

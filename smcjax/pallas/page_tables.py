@@ -51,9 +51,7 @@ def _flag(t: Threads, condition: Word) -> Word:
 def _sums(t: Threads, mine: Word, totals: Ref, turn: int = 0) -> tuple[Word, Word]:
     """Sums of `mine` over the threads before this one, and over all. `totals` has four words for each turn."""
     lane, warp = t.index % WARP, t.index // WARP
-    sums = mine
-    for distance in (1, 2, 4, 8, 16):
-        sums = t.where(lane >= distance, t.shuffle_up(sums, distance) + sums, sums)
+    sums = simt.warp_sums(t, mine)
     t.store(totals, warp + turn * WARPS, sums, only=lane == WARP - 1)
     t.synchronize()
     before, total = sums - mine, t.constant(0)

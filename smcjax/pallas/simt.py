@@ -52,6 +52,14 @@ def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
     go(*args)
 
 
+def warp_sums(t: Threads, x: Word) -> Word:
+    """Sums of `x` over this lane and those before it in its warp."""
+    lane = t.index % WARP
+    for distance in (1, 2, 4, 8, 16):
+        x = t.where(lane >= distance, t.shuffle_up(x, distance) + x, x)
+    return x
+
+
 # ------------------------------------------------------------------------------------------------------------- on GPU
 
 
