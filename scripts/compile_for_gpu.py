@@ -93,7 +93,7 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
     traced = step.trace(placed(params), placed(jax.eval_shape(start)))
     options = (
         CUBLAS_PRODUCTS if program.implementation != "xla" else None
-    )  # as `smcjax.engine.programs.step_options` has it
+    )  # as `smcjax.engine.programs.step_job` has it
     return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
 
 

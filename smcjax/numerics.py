@@ -1,13 +1,61 @@
-"""How exactly products are computed."""
+"""How products with weights are computed."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Form = tuple[jax.lax.Precision, jax.lax.Precision]  # asked of the two operands
+
+
+class Product(NamedTuple):
+    """x · Wᵀ by its shapes and dtypes: all that XLA knows when it chooses an algorithm."""
+
+    rows: int  # of x
+    outputs: int
+    inputs: int
+    dtype: str  # of both operands
+    result: str
+
+
+_forms: contextvars.ContextVar[Mapping[Product, Form]] = contextvars.ContextVar("forms", default={})  # noqa: B039
 
 
 def product_precision(dtype: Any) -> jax.lax.Precision | None:
     """float32 products in full float32, which GPUs would else round to TF32; None (the default) for other dtypes."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+@contextlib.contextmanager
+def product_forms(forms: Mapping[Product, Form]) -> Iterator[None]:
+    """Products that are traced within take these forms.
+
+    A form changes nothing of what a bfloat16 product computes: precision is asked of float32 operands only. But XLA
+    times and chooses an algorithm for each form by itself (`smcjax.engine.product_choice`).
+    """
+    token = _forms.set(forms)
+    try:
+        yield
+    finally:
+        _forms.reset(token)
+
+
+def product(x: Float[Array, "*shape I"], weight: Float[Array, "O I"], result: Any = None) -> Float[Array, "*shape O"]:
+    """weight · x, accumulated in f32, in the dtype `result` (None: that of x)."""
+    *shape, inputs = x.shape
+    dtype, out = jnp.dtype(x.dtype), jnp.dtype(x.dtype if result is None else result)
+    rows = 1
+    for size in shape:
+        rows *= size
+    precision = product_precision(dtype)
+    form = _forms.get().get(Product(rows, weight.shape[0], inputs, dtype.name, out.name), precision)
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, contracted, precision=form, preferred_element_type=None if result is None else out
+    )

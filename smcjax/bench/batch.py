@@ -16,7 +16,7 @@ import numpy as np
 
 from smcjax.decoding.sequences import Population
 from smcjax.engine.batch import Batch
-from smcjax.engine.programs import Job, Programs, abstract, step_options
+from smcjax.engine.programs import Job, Programs, abstract, step_job
 from smcjax.engine.runner import PREFILL_CHUNK, requests_of
 
 
@@ -56,7 +56,7 @@ class BatchRunner:
             (*key, "begin"): Job(begin, (0,), (memory, arrays)),
             (*key, "prefill"): Job(prefill, (1, 3), (params, state, at, hidden)),
             (*key, "start"): Job(start, (1,), (params, state, hidden)),
-            (*key, "step"): Job(step, (1,), (params, stepped), step_options(program, params, stepped)),
+            (*key, "step"): step_job(step, program, self.params, stepped),
             (*key, "conclude"): Job(conclude, (1,), (dataclasses.replace(stepped, memory=None), stepped.memory)),
         }
 

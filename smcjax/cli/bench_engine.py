@@ -132,7 +132,8 @@ def run_engine(args: argparse.Namespace) -> int:
     )
 
     def heard(one: Overhead) -> None:
-        print(f"{one.requests} requests: {one.engine_ms:.2f} ms a cycle", file=sys.stderr, flush=True)
+        times = f"{one.engine_ms:.2f} ms a cycle in the engine, {one.bare_ms:.2f} bare"
+        print(f"{one.requests} requests: {times}, prompts {one.prefill_ms:.0f} ms", file=sys.stderr, flush=True)
 
     results = measure(shape_models(args), load, args.requests, cycles=args.cycles, on_result=heard)
     print(markdown(results))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from smcjax.engine.memory import device_memory
+from smcjax.engine.product_choice import chosen_forms
 from smcjax.model.quantize import QuantizedMatrix
+from smcjax.numerics import Form, Product, product_forms
 from smcjax.pallas import uses_kernels
 
 logger = logging.getLogger("smcjax")
@@ -34,6 +38,7 @@ class Job(NamedTuple):
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None  # XLA's
+    forms: Mapping[Product, Form] = MappingProxyType({})  # of its products
 
 
 def enable_compilation_cache() -> None:
@@ -78,7 +83,11 @@ class Programs:
         logger.info("Compiling %s …", what)
 
         def build(job: Job) -> Any:
-            return jax.jit(job.function, donate_argnums=job.donate).lower(*job.arguments).compile(job.options)
+            # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.
+            function = functools.wraps(job.function)(lambda *args: job.function(*args))
+            with product_forms(job.forms):
+                lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
+            return lowered.compile(job.options)
 
         with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
             made = dict(zip(missing, pool.map(build, missing.values()), strict=True))
@@ -120,8 +129,8 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def step_options(program: Any, params: Any, state: Any) -> dict[str, Any] | None:
-    """XLA's options for a decoding step.
+def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any) -> Job:
+    """A decoding step of (params, state), which donates its state.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
     timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way,
@@ -129,10 +138,12 @@ def step_options(program: Any, params: Any, state: Any) -> dict[str, Any] | None
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     plain = all(not isinstance(leaf, QuantizedMatrix) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
-    few = state.sequences.length.shape[0] < 8  # sequences
-    if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
-        return None
-    return CUBLAS_PRODUCTS
+    rows = state.sequences.length.shape[0]
+    job = Job(function, (1,), (abstract(params), state))
+    if rows < 8 or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+        return job
+    forms = chosen_forms(getattr(params, "target", params), rows * program.block, CUBLAS_PRODUCTS)
+    return job._replace(options=CUBLAS_PRODUCTS, forms=forms)
 
 
 def delete(arrays: Any) -> None:

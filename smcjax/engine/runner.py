@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
-from smcjax.engine.programs import Job, Programs, abstract, delete, step_options
+from smcjax.engine.programs import Job, Programs, abstract, delete, step_job
 from smcjax.kv import TRASH, drop, keep
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
@@ -200,7 +200,7 @@ class Runner:
             ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
             (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
-            (program, size, "step"): Job(step, (1,), (params, state), step_options(program, params, state)),
+            (program, size, "step"): step_job(step, program, self.params, state),
         }
         for count in {1, size}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)

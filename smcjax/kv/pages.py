@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from smcjax.pallas import uses_kernels_by_name
+from smcjax.pallas import uses_kernels
 from smcjax.pallas.kv_write import TRASH
 from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
 
@@ -126,7 +126,7 @@ def fork(
     is. `rows` are arrays [R, …] of 32-bit words; what lies before column `begin[r]` is the same in all rows of a group
     of N = `group`, and from column `end[source[r]]` on anything may be left.
     """
-    if uses_kernels_by_name(implementation) and supports_page_tables(rows=source.shape[0], group=group):
+    if uses_kernels(implementation) and supports_page_tables(rows=source.shape[0], group=group):
         counts, free, left, table, rows = fork_mosaic(
             pool.refcount, pool.free, pool.num_free, block_table, rows, source, offspring, begin, end, group=group
         )
@@ -197,7 +197,7 @@ def make_room(
     """
     rows, table_width = block_table.shape
     touched = (max_width + page_size - 2) // page_size + 1
-    if uses_kernels_by_name(implementation) and supports_page_tables(rows=rows, group=group):
+    if uses_kernels(implementation) and supports_page_tables(rows=rows, group=group):
         counts, left, table, copy_from, copy_to = make_room_mosaic(
             pool.refcount,
             pool.free,

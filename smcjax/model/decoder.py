@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix, quantized_product
-from smcjax.numerics import product_precision
+from smcjax.numerics import product
 from smcjax.pallas import HeadNorms, add_rms_norm, attention, rms_norm, split_and_rotate
 
 
@@ -58,7 +58,7 @@ def linear(
     if isinstance(weight, QuantizedMatrix):
         y = quantized_product(x, weight, x.dtype)
         return y if bias is None else y + bias
-    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=product_precision(x.dtype))
+    y = product(x, weight)
     return y if bias is None else y + bias
 
 
@@ -125,13 +125,7 @@ def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*
     """Logits in f32, whatever the weights' dtype."""
     if isinstance(params.unembed, QuantizedMatrix):
         return quantized_product(hidden, params.unembed, jnp.float32)
-    return jax.lax.dot_general(
-        hidden,
-        params.unembed,
-        (((hidden.ndim - 1,), (1,)), ((), ())),
-        precision=product_precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return product(hidden, params.unembed, jnp.float32)
 
 
 def forward(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:

@@ -12,7 +12,6 @@ from smcjax.pallas.paged_attention import (
     plan_sharing,
     supports,
     uses_kernels,
-    uses_kernels_by_name,
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
@@ -39,6 +38,5 @@ __all__ = [
     "split_and_rotate",
     "supports",
     "uses_kernels",
-    "uses_kernels_by_name",
     "verify_and_pack",
 ]

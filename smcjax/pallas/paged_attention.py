@@ -312,11 +312,6 @@ def uses_kernels(implementation: str) -> bool:
     return implementation == "mosaic" or (implementation == "auto" and on_hopper())
 
 
-def uses_kernels_by_name(implementation: str) -> bool:
-    """The same for kernels that have not run on a GPU yet: only "mosaic" asks for them."""
-    return implementation == "mosaic"
-
-
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:
     """Whether the kernel applies to these static shapes, T = `columns` new tokens a row among them."""
     return (

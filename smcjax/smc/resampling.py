@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.pallas import uses_kernels_by_name
+from smcjax.pallas import uses_kernels
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
 
@@ -116,7 +116,7 @@ def plan_resampling(
 ) -> Resampling:
     """Resamples the running groups whose ESS is low, each by its own key."""
     n = log_weights.shape[1]
-    if method != "residual" and uses_kernels_by_name(implementation) and supports_ancestors(n, log_weights.dtype):
+    if method != "residual" and uses_kernels(implementation) and supports_ancestors(n, log_weights.dtype):
         points = jax.vmap(lambda key: positions(method, _uniforms(key, method, n, log_weights.dtype), n))(keys)
         return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
     # A group that is not resampled may have no weight to draw from; what is drawn there is discarded.

@@ -19,6 +19,8 @@ NEAR_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 METHODS = ("systematic", "stratified", "multinomial")
 THRESHOLD = 0.6
 
+_ancestors = jax.jit(ancestors_mosaic, static_argnames=("below", "interpret"))
+
 
 def populations(groups: int, n: int) -> tuple[jax.Array, jax.Array]:
     """Log weights from even to one particle with all, some of −inf, one group without any; and who runs."""
@@ -38,7 +40,7 @@ def check(groups: int, n: int, method: str, interpret: Any) -> None:
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (drawn,), jnp.float32))(keys)
     points = jax.vmap(functools.partial(positions, method, n=n))(uniforms)
     below = least_ess(n, THRESHOLD)
-    got = ancestors_mosaic(log_weight, points, running, below=below, interpret=interpret)
+    got = _ancestors(log_weight, points, running, below=below, interpret=interpret)
     ess, resampled, ancestors, offspring, log_mean = map(np.asarray, got)
     # Weights are sums of N terms of relative error 2⁻²² (exp2 of the GPU) at most.
     error = n * 2.0**-21
@@ -68,7 +70,7 @@ def test_a_row_without_weight_has_no_offspring(point: float) -> None:
     log_weight = jnp.asarray([[0.0, 0.0, -jnp.inf], [-jnp.inf, 0.0, -jnp.inf]])
     points = jnp.full((2, 3), point, jnp.float32)
     running = jnp.ones(2, bool)
-    got = ancestors_mosaic(log_weight, points, running, below=4.0, interpret=plgpu.InterpretGPUParams())
+    got = _ancestors(log_weight, points, running, below=4.0, interpret=plgpu.InterpretGPUParams())
     assert got[3].tolist() == [[0, 3, 0], [0, 3, 0]]
     assert got[2].tolist() == [[1, 1, 1], [1, 1, 1]]
 

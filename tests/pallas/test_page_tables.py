@@ -38,6 +38,8 @@ class Batch(NamedTuple):
 
 _make_room = jax.jit(make_room, static_argnames=("page_size", "max_width", "group", "implementation"))
 _fork = jax.jit(fork, static_argnames=("group", "implementation"))
+_our_make_room = jax.jit(make_room_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
+_our_fork = jax.jit(fork_mosaic, static_argnames=("group", "interpret"))
 
 
 def admitted(shape: Shape, rng: np.random.Generator, num_pages: int) -> Batch:
@@ -130,9 +132,10 @@ def history(shape: Shape, seed: int, rounds: int, interpret: Any, spare_pages: i
         live = np.repeat(rng.random(shape.groups) < 0.9, shape.n)
         if rounds % 2:  # some siblings rest, and keep the page that they share with those that go
             live &= rng.random(rows) < 0.8
-        batch = grow(batch, shape, live, rng, functools.partial(make_room_mosaic, interpret=interpret))
+        live &= batch.length < shape.limit  # what has reached its limit is finished
+        batch = grow(batch, shape, live, rng, functools.partial(_our_make_room, interpret=interpret))
         if spare_pages is None:
-            batch, more = resample(batch, shape, rng, functools.partial(fork_mosaic, interpret=interpret))
+            batch, more = resample(batch, shape, rng, functools.partial(_our_fork, interpret=interpret))
             freed += more
     return freed
 
