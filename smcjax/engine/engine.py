@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
 from smcjax.engine.prefix_cache import PrefixCache
+from smcjax.engine.programs import Progress
 from smcjax.engine.requests import Request, make_batch
 from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
@@ -176,8 +178,13 @@ class Engine:
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
         sizes = self._scheduler.sizes
-        for size in tqdm(sizes, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True):
-            self._compile(size, self.runner.program)
+        with tqdm(desc="Compiling", disable=not use_tqdm, dynamic_ncols=True) as bar:
+
+            def heard(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            self._compile(sizes, self.runner.program, heard)
 
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
@@ -213,7 +220,7 @@ class Engine:
             self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
-        self._compile(schedule.size, program)
+        self._compile([schedule.size], program)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -229,9 +236,10 @@ class Engine:
             stored: dict[int, list[tuple[int, int]]] = {group.lane: [] for group, _ in schedule.prefill}
             for group, page, slot in schedule.stored:
                 stored[group.lane].append((page, slot))
-            chunks = [Chunk(group.lane, at, group.cached, stored[group.lane]) for group, at in schedule.prefill]
-            first = runner.prefill(program, chunks)
-            self._report("first", (first, None), {i: g for i, (g, _) in enumerate(schedule.prefill) if g.started})
+            for portion in runner.portions(len(schedule.prefill)):
+                some = [schedule.prefill[i] for i in portion]
+                first = runner.prefill(program, [Chunk(g.lane, at, g.cached, stored[g.lane]) for g, at in some])
+                self._report("first", (first, None), {i: g for i, (g, _) in enumerate(some) if g.started})
         if schedule.cycle:
             self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
 
@@ -250,16 +258,16 @@ class Engine:
             program = dataclasses.replace(program, truncates=True)
         return program
 
-    def _compile(self, size: int, program: Any) -> None:
+    def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
         """What is missing, at no cost to the times of those that run.
 
         Sizes that are ready have all moves between them, so none of these waits for a compilation.
         """
         began = time.perf_counter()
-        self.runner.compile(size, program, self._scheduler.ready | ({self.runner.size} - {0}))
+        self.runner.compile(sizes, program, self._scheduler.ready | ({self.runner.size} - {0}), progress)
         for running in (*self._running.values(), *self._preempted.values()):
             running.times.began += time.perf_counter() - began
-        self._scheduler.ready.add(size)
+        self._scheduler.ready.update(sizes)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""

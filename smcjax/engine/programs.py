@@ -28,6 +28,9 @@ logger = logging.getLogger("smcjax")
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
+MOST_AT_ONCE = 6  # programs that are compiled side by side: XLA takes device memory to time algorithms
+Progress = Callable[[int, int], None]
+
 CACHE_BYTES = 16 << 30  # of compiled programs on disk; beyond, the least recently used go
 
 
@@ -70,8 +73,8 @@ class Programs:
     def __getitem__(self, key: Hashable) -> Callable[..., Any]:
         return self._executables[key]
 
-    def compile(self, what: str, jobs: Mapping[Any, Job]) -> None:
-        """Compiles what is missing of `jobs`.
+    def compile(self, what: str, jobs: Mapping[Any, Job], progress: Progress | None = None) -> None:
+        """Compiles what is missing of `jobs`, and calls `progress(done, of)` at the beginning and after each of them.
 
         XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
         where one of them would need more memory than the device has.
@@ -89,8 +92,14 @@ class Programs:
                 lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
             return lowered.compile(job.options)
 
-        with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
-            made = dict(zip(missing, pool.map(build, missing.values()), strict=True))
+        if progress is not None:
+            progress(0, len(missing))
+        made = {}
+        with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
+            for key, executable in zip(missing, pool.map(build, missing.values()), strict=True):
+                made[key] = executable
+                if progress is not None:
+                    progress(len(made), len(missing))
         scratch = _require_memory(what, made.values())
         self._executables.update(made)
         self.scratch_bytes = max(self.scratch_bytes, scratch)

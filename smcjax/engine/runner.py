@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
-from smcjax.engine.programs import Job, Programs, abstract, delete, step_job
+from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
 from smcjax.kv import TRASH, drop, keep
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
@@ -133,6 +133,14 @@ class Runner:
             slots[lane, : len(some)] = some
         self.state = self.programs[self.size, "join"](self.state, self.cached, dataclasses.asdict(batch), slots)
 
+    def portions(self, count: int) -> list[range]:
+        """How to hand `count` chunks to `prefill`, by their numbers.
+
+        It has programs for one chunk and for all lanes. The second takes as long for few chunks as for many, and the
+        groups that run wait for it: so few go one after the other.
+        """
+        return [range(i, i + 1) for i in range(count)] if count <= self.size // 2 else [range(count)]
+
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> First:
         """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`."""
         count = 1 if len(chunks) == 1 else self.size
@@ -165,15 +173,24 @@ class Runner:
 
     # Compiling.
 
-    def compile(self, size: int, program: Any, others: Iterable[int] = ()) -> None:
-        """Compiles what is missing for batches of this size, and for moves between it and the `others`."""
-        if (program, size, "step") not in self.programs:
-            what = f"for {size} request{'s' if size > 1 else ''} at a time"
-            self.programs.compile(what, self.jobs(size, program))
-        moves = [move for other in others if other != size for move in ((other, size), (size, other))]
-        missing = [move for move in moves if (move, "move") not in self.programs]
-        jobs = {key: job for move in missing for key, job in self._moving(*move).items()}
-        self.programs.compile(f"to go to {size} requests and back", jobs)
+    def compile(
+        self, sizes: Sequence[int], program: Any, others: Iterable[int] = (), progress: Progress | None = None
+    ) -> None:
+        """Compiles what is missing for batches of these sizes, and for moves between any two of them and the `others`.
+
+        `progress`: see `Programs.compile`.
+        """
+        jobs: dict[Any, Job] = {}
+        for size in sizes:
+            if (program, size, "step") not in self.programs:
+                jobs |= self.jobs(size, program)
+        for size in sizes:
+            for other in {*sizes, *others} - {size}:
+                for move in ((other, size), (size, other)):
+                    if (move, "move") not in self.programs:
+                        jobs |= self._moving(*move)
+        most = max(sizes)
+        self.programs.compile(f"for {most} request{'s' if most > 1 else ''} at a time", jobs, progress)
 
     def _abstract_state(self, size: int) -> Any:
         create = self.decoder.Memory.create

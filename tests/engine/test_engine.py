@@ -196,3 +196,38 @@ def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]
     run_state_machine_as_test(machine(tight, alone), settings=run)
     tight.engine._lag = int(jax.default_backend() != "cpu")
     assert tight.metrics()["compilations"] == before
+
+
+@pytest.mark.parametrize(("arriving", "chunks"), [(2, [1, 1]), (3, [3])])
+def test_few_prompts_do_not_take_as_long_as_many(
+    llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four lanes: two prompts are read by the program for one, three by that for all lanes."""
+    engine = llm.engine
+    read: list[int] = []
+    prefill = engine.runner.prefill
+    monkeypatch.setattr(
+        engine.runner, "prefill", lambda program, chunks: (read.append(len(chunks)), prefill(program, chunks))[1]
+    )
+
+    def arrive(count: int) -> list[Any]:
+        requests = [
+            llm.request(prompt(i), SamplingParams(seed=i, max_tokens=20, ignore_eos=True)) for i in range(count)
+        ]
+        for request in requests:
+            engine.add_request(request)
+        return requests
+
+    early = arrive(4 - arriving)
+    engine.step()
+    read.clear()
+    late = arrive(arriving)
+    engine.step()
+    assert engine.runner.size == 4
+    assert read == chunks
+    outputs = drain(engine)
+    for together in (early, late):
+        for number, request in enumerate(together):
+            params = SamplingParams(seed=number, max_tokens=20, ignore_eos=True)
+            alone = llm.generate(prompt(number), params, use_tqdm=False)[0]
+            assert fingerprint(outputs[request.request_id]) == fingerprint(alone)
