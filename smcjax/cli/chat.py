@@ -12,6 +12,7 @@ from smcjax.cli.options import (
     add_sampling_options,
     decoding_from,
     llm_arguments,
+    sampling_from,
 )
 
 
@@ -28,9 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads a line, answers it with all that was said before, and so on."""
     from smcjax.engine.llm import LLM
-    from smcjax.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+    params = sampling_from(args)
     with LLM(args.model, decoding=decoding_from(args), max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(

@@ -12,6 +12,7 @@ from smcjax.cli.options import (
     decoding_from,
     described,
     llm_arguments,
+    sampling_from,
 )
 
 
@@ -32,13 +33,12 @@ def run(args: argparse.Namespace) -> int:
     """Generates problems of the evaluation split, answers them, prints the figures."""
     from smcjax.bench.accuracy import evaluate
     from smcjax.engine.llm import LLM
-    from smcjax.engine.sampling_params import SamplingParams
     from smcjax.tasks.word_problems import generate
 
     if not 1 <= args.num_problems <= 1_000_000:
         raise ValueError(f"-n must be from 1 to 1000000, got {args.num_problems}.")
     decoding = decoding_from(args)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+    params = sampling_from(args)
     with LLM(
         args.model,
         decoding=decoding,

@@ -13,6 +13,7 @@ from smcjax.cli.options import (
     check_output,
     decoding_from,
     llm_arguments,
+    sampling_from,
 )
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads, generates, prints the text on stdout and the figures on stderr."""
     from smcjax.engine.llm import LLM
-    from smcjax.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    params = sampling_from(args, seed=args.seed)
     decoding = decoding_from(args, trace=args.trace is not None)
     if args.trace is not None:
         _check_trace(args.trace, args.decoding)

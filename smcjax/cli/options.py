@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smcjax.autoregressive import Autoregressive
+    from smcjax.engine.sampling_params import SamplingParams
     from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
@@ -78,7 +79,26 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     """What a request asks for."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.7, help="0.7")
+    group.add_argument("--top-p", type=float, default=1.0, help="likeliest tokens of this sum; exact decoders only (1)")
+    group.add_argument("--top-k", type=int, default=0, help="this many likeliest tokens; exact decoders only (0: all)")
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
+    group.add_argument("--min-tokens", type=int, default=0, help="no end before this many (0)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+
+
+def sampling_from(args: argparse.Namespace, *, seed: int | None = None) -> SamplingParams:
+    """What the sampling options ask for; raises ValueError for values out of range."""
+    from smcjax.engine.sampling_params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=args.stop,
+        seed=seed,
+    )
 
 
 def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rejection | Autoregressive:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from smcjax import LLM, SMC, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench import table as bench_table
 from smcjax.bench.cycle import Case, CycleResult, Models
@@ -42,6 +42,31 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
     assert greedy[0].code == 0
     assert greedy[0].out == greedy[1].out != "\n"
     assert "ESS" not in greedy[0].err
+
+
+def test_what_a_request_asks_for_is_passed_on(smcjax: Command, models: list[str], pair: Pair) -> None:
+    """Cut to one token top_k is greedy; a text that would be said is not, and what follows it neither."""
+    exact = ["--decoding", "autoregressive", "--max-tokens", "9"]
+    greedy = smcjax("generate", "hello", *models, *exact, "--temperature", "0").out
+    assert smcjax("generate", "hello", *models, *exact, "--top-k", "1", "--seed", "3").out == greedy
+    assert smcjax("generate", "hello", *models, *exact, "--top-p", "1e-9", "--seed", "3").out == greedy
+    with LLM(pair.target, decoding=Autoregressive(), max_model_len=48, page_size=4, max_num_seqs=1) as llm:
+        asked = SamplingParams(max_tokens=9, min_tokens=5, seed=2, stop=["a", "e"])
+        output = llm.generate("hello", asked, use_tqdm=False)[0]
+    result = smcjax(
+        *("generate", "hello", *models, *exact, "--temperature", "1", "--seed", "2"),
+        *("--min-tokens", "5", "--stop", "a", "--stop", "e"),
+    )
+    assert result.out == output.outputs[0].text.strip("\n") + "\n"
+    refused = smcjax("generate", "hello", *models, *exact, "--stop", "")
+    assert (refused.code, refused.out) == (2, "")
+    assert "stop must be a non-empty string" in refused.err
+
+
+def test_smc_refuses_to_cut_off(smcjax: Command, models: list[str]) -> None:
+    result = smcjax("generate", "hello", *models, *SMALL, "--top-p", "0.9")
+    assert result.code == 2
+    assert "use decoding=Rejection() or Autoregressive()" in result.err
 
 
 def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: Path) -> None:
