@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,56 +42,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
+from smcjax.pallas.decode_attention import Attention
+from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Product, Shape
-from smcjax.pallas.products import (
-    MASKED,
-    QUERIES,
-    SWIZZLED,
-    Ref,
-    across,
-    interpreted_product,
-    tensor_core_product,
-)
+from smcjax.pallas.noise import gumbel
+from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """References of one launch: `layers` of each matrix, the KV pages they write, and what the stages hand on."""
-
-    qkv: Sequence[Ref]  # [(H + 2·Hkv)·D, E] each
-    o: Sequence[Ref]  # [E, H·D]
-    gate_up: Sequence[Ref]  # [2·F, E]
-    down: Sequence[Ref]  # [E, F]
-    head: Sequence[Ref]  # [V, E], one or none
-    norms: Ref  # [2·L + 1, E]: attention, MLP, attention … and the one after the last layer
-    step: Ref  # [1] int32: which of the K steps that the tables hold
-    cos: Ref  # [K·M, D/2] f32
-    sin: Ref  # [K·M, D/2] f32
-    slots: Ref  # [K·M] int32: page · B + offset of each token's KV
-    limits: Ref  # [K·G, 64] int32: how many slots a query sees · 32 + its row in the group
-    lengths: Ref  # [K·G·N] int32: how many slots of a row hold KV, the new tokens' included
-    noise_keys: Ref  # [K·M, 2] uint32
-    forbids: Ref  # [K·M, 1] uint32: all bits set where `forbidden` counts, otherwise 0
-    inverse_temperature: Ref  # [M, 1] f32
-    noise_scale: Ref  # [M, 1] f32: 0 takes the likeliest id
-    forbidden: Ref  # [M, V/32] uint32: ids that may not be drawn, one bit each
-    tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
-    clear: Ref  # [G, 1] int32: how many of them every query of a group sees whole; they come first
-    count: Ref  # [G, 1] int32: how many there are
-    # From here on written:
-    x: Ref  # [M, E] the residual stream
-    xg: Ref  # [M, E] residual ∘ next norm's weight
-    keys: Sequence[Ref]  # [P, B, Hkv, D]
-    values: Sequence[Ref]
-    q: Ref  # [Hkv·M·q_step, D]
-    partial: Ref  # [G·Hkv·S, 64, D] f32
-    partial_lse: Ref  # [G·Hkv·S, 64] f32, base 2
-    attended: Ref  # [M, H·D]
-    h: Ref  # [M, F]
-    found: Sequence[Ref]  # [M, 16·blocks] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
 
 
 class _Body:
@@ -101,7 +58,6 @@ class _Body:
     def __init__(self, shape: Shape, stages: tuple[str, ...], with_head: bool, interpret: bool) -> None:
         self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
         self.products = shape.products()
-        self.product = interpreted_product if interpret else tensor_core_product
 
     def __call__(self, g: Operands, *, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
@@ -111,6 +67,7 @@ class _Body:
             self.s.update(zip(group, refs, strict=True))
         self.block = lax.axis_index("block")
         self.step = g.step[0]
+        self.attention = Attention(self.shape, g, self.s, block=self.block, step=self.step, interpret=self.interpret)
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
         self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers
@@ -131,7 +88,7 @@ class _Body:
         """How many blocks take part in a stage."""
         shape = self.shape
         if name == "attend":
-            return shape.groups * shape.kv_heads * shape.splits
+            return shape.attention_blocks
         return min(shape.blocks, self.products[name].units)
 
     def _await(self, layer: Any, name: str) -> None:
@@ -166,7 +123,7 @@ class _Body:
         """Until the blocks of this (group, KV head) have written their shares of the layer's attention."""
         shape = self.shape
 
-        @pl.when(self.block < shape.groups * shape.kv_heads * shape.splits)
+        @pl.when(self.block < shape.attention_blocks)
         def _wait() -> None:
             pair = self.pairs.at[lax.div(self.block, shape.splits)]
             plgpu.semaphore_signal(pair, 1, memory_scope="gpu")
@@ -247,12 +204,12 @@ class _Body:
 
         def layer(index: jax.Array, _: None) -> None:
             for name in self.stages:
-                start = self._attention_start() if name == "attend" else None  # loads that take as long as a barrier
+                start = self.attention.start() if name == "attend" else None  # loads that take as long as a barrier
                 with jax.named_scope("barrier before " + name):
                     self._await(index, name)
                 with jax.named_scope("load for " + name):
                     if start is not None:
-                        self._load_attention(index, *start)
+                        self.attention.load(index, *start)
                     elif name in sources:
                         self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
 
@@ -295,63 +252,6 @@ class _Body:
                 lanes.inverse_rms(self.g.x, self.s["scale_smem"], self.shape.eps, interpret=self.interpret)
                 plgpu.barrier_arrive(self.s["scale_ready"])
 
-    def _attention_unit(self) -> tuple[jax.Array, ...]:
-        """(takes part, group, KV head, which of its splits, chunks of that).
-
-        A split has every S-th chunk, because the last ones are masked and take longer.
-        """
-        shape = self.shape
-        active = self.block < shape.groups * shape.kv_heads * shape.splits
-        pair = lax.div(self.block, shape.splits)
-        group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
-        group = lax.min(group, shape.groups - 1)
-        count = lax.div(self.g.count[group, 0] + (self.shape.tasks_per_chunk - 1), self.shape.tasks_per_chunk)
-        split = lax.rem(self.block, shape.splits)
-        return active, group, head, split, lax.div(count - split + (shape.splits - 1), shape.splits)
-
-    def _attention_start(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
-        """`_attention_unit`, and the pages of its first chunk."""
-        unit = self._attention_unit()
-        _, group, _, split, _ = unit
-        return unit, self._pages_of(group, split)
-
-    def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
-        return [page for part in range(self.shape.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
-
-    def _load_attention(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
-        shape = self.shape
-        active, group, head, split, chunks = unit
-
-        @pl.when(active & (chunks > 0))
-        def _load() -> None:
-            rows = shape.group_tokens * shape.q_step
-            start = pl.multiple_of((head * shape.tokens + group * shape.group_tokens) * shape.q_step, 8)
-            plgpu.copy_gmem_to_smem(
-                self.g.q.at[pl.ds(start, rows)], self.s["q_smem"].at[pl.ds(0, rows)], self.s["q_full"]
-            )
-
-            def chunk(i: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-                slot, again = lax.rem(i, shape.kv_ring), i >= shape.kv_ring
-                upcoming = self._pages_of(group, split + lax.min(i + 1, chunks - 1) * shape.splits)
-                for refs, kind in ((self.g.keys, "k"), (self.g.values, "v")):
-                    free = self.s[kind + "_empty"].at[slot]
-                    pl.when(again)(functools.partial(plgpu.barrier_wait, free))
-                    with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
-                        for j, page in enumerate(pages):
-                            target = self.s[kind + "_smem"].at[slot, pl.ds(j * shape.page_size, shape.page_size)]
-                            plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self.s[kind + "_full"].at[slot])
-                return upcoming
-
-            lax.fori_loop(0, chunks, chunk, pages)
-
-    def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
-        number = chunk * self.shape.tasks_per_chunk + part
-        valid = number < self.g.count[group, 0]
-        number = jnp.where(valid, number, 0)
-        *pages, place, members = (self.g.tasks[group, 0, number, field] for field in range(self.g.tasks.shape[3]))
-        return pages, place * self.shape.task_slots, jnp.where(valid, members, 0)
-
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
@@ -359,14 +259,14 @@ class _Body:
             for name in self.stages:
                 if name == "attend":
                     with jax.named_scope("attend"):
-                        self._attend(index)
+                        self.attention.attend(functools.partial(self._await, index, name))
                     if not self.alone:
                         with jax.named_scope("meet"):
                             self._meet(index)
                         with jax.named_scope("merge"):
-                            self._merge()
+                            self.attention.merge()
                 elif name == "merge":  # of its own where there are no semaphores
-                    self._merge()
+                    self.attention.merge()
                 else:
                     early, finish = (getattr(self, f"_{part}_{name}") for part in ("early", "finish"))
                     with jax.named_scope(name):
@@ -554,194 +454,6 @@ class _Body:
         gate, up = (_round(tile) for tile in self._scaled(unit, first, tiles))
         self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
-    def _attend(self, layer: jax.Array) -> None:
-        """Softmax over this block's share of the tasks of its (group, KV head)."""
-        shape, s = self.shape, self.s
-        active, group, _, split, chunks = self._attention_unit()
-        scale = math.log2(math.e) / math.sqrt(shape.dim)
-        rows = plgpu.Layout.WGMMA.reduce(1)
-
-        @pl.when(active & (chunks <= 0))
-        def _nothing() -> None:
-            # Others wait for what their loader fetches after its own wait. Without one this block would run ahead: its
-            # signal would open a barrier, or its share be cleared, before blocks that are still at work.
-            self._await(layer, "attend")
-            nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
-            self.g.partial_lse[self.block] = plgpu.layout_cast(nothing, rows)
-
-        @pl.when(active & (chunks > 0))
-        def _some() -> None:
-            now = self.step * shape.groups + group
-            limits = plgpu.load(self.g.limits.at[now], layout=rows, optimized=False)
-            sees, row = limits >> 5, limits & 31
-            lengths = [self.g.lengths[now * shape.rows + r] for r in range(shape.rows)]
-            width = shape.task_slots
-
-            def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-                number = split + lax.min(i, chunks - 1) * shape.splits
-                return [self._task(group, number, part)[1:] for part in range(shape.tasks_per_chunk)]
-
-            def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
-                """The end of the part that each of a chunk's slots lies in."""
-                out = ends[-1]
-                for part in reversed(range(shape.tasks_per_chunk - 1)):
-                    out = jnp.where(key < (part + 1) * width, ends[part], out)
-                return out
-
-            # What pays with many chunks costs with few: a loop of its own for those that all queries see whole, and
-            # scores computed a chunk ahead.
-            many = shape.task_slots == CHUNK
-            masked_from = jnp.int32(0)
-            if many:
-                masked_from = lax.min(
-                    lax.div(self.g.clear[group, 0] - split + (shape.splits - 1), shape.splits), chunks
-                )
-            first_tasks = read(masked_from)
-            with jax.named_scope("wait q"):
-                plgpu.barrier_wait(s["q_full"])
-            q = s["q_smem"]
-
-            def slot_of(i: jax.Array) -> jax.Array:
-                return lax.rem(i, shape.kv_ring)
-
-            def keys(i: jax.Array) -> Ref:
-                return s["k_smem"].at[slot_of(i)].transpose((1, 0))
-
-            def arrived(i: jax.Array) -> None:
-                with jax.named_scope("wait k"):
-                    plgpu.barrier_wait(s["k_full"].at[slot_of(i)])
-
-            def scores_of(i: jax.Array) -> jax.Array:
-                arrived(i)
-                return self.product(None, q, keys(i))
-
-            def used(i: jax.Array, kind: str) -> None:
-                pl.when(i + shape.kv_ring < chunks)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot_of(i)]))
-
-            def limits_of(tasks: list[tuple[jax.Array, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
-                """Where, in each part of the chunk, what each query sees ends, and where what anyone sees does."""
-                visible, end = [], []
-                for part, (base, members) in enumerate(tasks):
-                    start = part * width
-                    visible.append(jnp.where(((members >> row) & 1) != 0, sees - base + start, 0))
-                    longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
-                    end.append(lax.clamp(start, functools.reduce(lax.max, longest) - base + start, start + width))
-                return visible, end
-
-            def clean(slot: jax.Array, end: list[jax.Array]) -> None:
-                """0 · NaN is NaN: slots that hold nothing must be zeros."""
-                full = functools.reduce(jnp.logical_and, [x == (part + 1) * width for part, x in enumerate(end)])
-
-                @pl.when(jnp.logical_not(full))
-                def _clean() -> None:
-                    v = plgpu.layout_cast(s["v_smem"][slot], plgpu.Layout.WGMMA)
-                    at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-                    s["v_smem"][slot] = jnp.where(at < by_part(at, end), v, jnp.zeros_like(v))
-                    plgpu.commit_smem()
-
-            def softmax(
-                scores: jax.Array, acc: jax.Array, m: jax.Array, mass: jax.Array, visible: list[jax.Array]
-            ) -> tuple[jax.Array, ...]:
-                """Rescaled acc, new m and mass, weights; `visible` is empty where all is."""
-                scores = scores * scale
-                if visible:
-                    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                    ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
-                    scores = jnp.where(key < ends, scores, MASKED)
-                new_m = jnp.maximum(m, scores.max(axis=1))
-                alpha = jnp.exp2(m - new_m)
-                p = lanes.exp2(scores - across(new_m, scores.shape), interpret=self.interpret)
-                if visible:
-                    p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
-                mass = mass * alpha + p.sum(axis=1)
-                return acc * across(alpha, acc.shape), new_m, mass, p.astype(q.dtype)
-
-            def chunk(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-                """Where there are many, the chunk whose scores are in `carry`; the next ones' come meanwhile."""
-                acc, m, mass, scores, tasks = carry
-                visible: list[jax.Array] = []
-                if masked:
-                    visible, end = limits_of(tasks)
-                    tasks = read(i + 1)  # a load from memory takes as long as a chunk
-                if not many:
-                    scores = scores_of(i)
-                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
-                elif self.interpret:
-                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
-                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
-                    scores = self.product(None, q, keys(i + 1))
-                else:
-                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
-
-                    def overlapped(upcoming: Ref) -> tuple[jax.Array, ...]:
-                        plgpu.wgmma(upcoming, q, keys(i + 1))
-                        done = lax.optimization_barrier(softmax(scores, acc, m, mass, visible))
-                        return (*done, upcoming[...])
-
-                    acc, m, mass, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, CHUNK), jnp.float32))
-                used(i + int(many), "k")
-                with jax.named_scope("wait v"):
-                    plgpu.barrier_wait(s["v_full"].at[slot_of(i)])
-                if masked:
-                    clean(slot_of(i), end)
-                acc = self.product(acc, p, s["v_smem"].at[slot_of(i)])
-                used(i, "v")
-                return acc, m, mass, scores if many else None, tasks
-
-            carry: tuple[Any, ...] = (
-                plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
-                plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-                scores_of(jnp.int32(0)) if many else None,
-                first_tasks,
-            )
-            if many:
-                used(jnp.int32(0), "k")
-                carry = lax.fori_loop(0, masked_from, functools.partial(chunk, masked=False), carry)
-            carry = lax.fori_loop(masked_from, chunks, functools.partial(chunk, masked=True), carry)
-            acc, m, mass, *_ = carry
-            seen = mass > 0
-            mass = jnp.where(seen, mass, 1.0)
-            self.g.partial[self.block] = acc / across(mass, acc.shape)
-            self.g.partial_lse[self.block] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
-
-    def _merge(self) -> None:
-        """Weighs the splits' outputs by their log-sum-exp, each block a share of its (group, KV head)'s queries.
-
-        128 elements, one or two query heads, at a time.
-        """
-        shape, g = self.shape, self.g
-        active, group, head, _, _ = self._attention_unit()
-        pair, split = lax.div(self.block, shape.splits), lax.rem(self.block, shape.splits)
-        together = 128 // shape.dim
-        vectors = shape.queries // together
-        first, last = lax.div(split * vectors, shape.splits), lax.div((split + 1) * vectors, shape.splits)
-        flat = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-
-        def vector(number: jax.Array, _: None) -> None:
-            query = number * together
-            lane = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=flat)
-            lses, outs = [], []
-            for split in range(shape.splits):
-                block = pair * shape.splits + split
-                lse = jnp.broadcast_to(g.partial_lse[block, query], (128,))
-                if together == 2:
-                    other = jnp.broadcast_to(g.partial_lse[block, query + 1], (128,))
-                    lse = jnp.where(lane < shape.dim, lse, other)
-                lses.append(lse)
-                outs.append(jnp.reshape(g.partial[block, pl.ds(query, together)], (128,)))
-            top = jnp.maximum(functools.reduce(jnp.maximum, lses), MASKED)
-            weights = [jnp.exp2(lse - top) for lse in lses]
-            total = jnp.maximum(functools.reduce(jnp.add, weights), 1e-30)
-            # A split without tasks has written no output: whatever lies there may be NaN.
-            terms = [jnp.where(weight > 0, weight * out, 0.0) for weight, out in zip(weights, outs, strict=True)]
-            out = functools.reduce(jnp.add, terms) / total
-            token = group * shape.group_tokens + lax.div(query, shape.per_kv_head)
-            column = (head * shape.per_kv_head + lax.rem(query, shape.per_kv_head)) * shape.dim
-            g.attended[token, pl.ds(pl.multiple_of(column, 64), 128)] = out.astype(g.attended.dtype)
-
-        pl.when(active)(lambda: lax.fori_loop(first, last, vector, None))
-
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
         shape, g = self.shape, self.g
@@ -793,33 +505,6 @@ class _Body:
 def _round(x: jax.Array) -> jax.Array:
     """To bf16 and back."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), JAX's default generator."""
-    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for i in range(5):
-        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = x0 + x1
-            x1 = lax.shift_left(x1, _like(x1, rotation)) | lax.shift_right_logical(x1, _like(x1, 32 - rotation))
-            x1 = x0 ^ x1
-        x0 = x0 + keys[(i + 1) % 3]
-        x1 = x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
-    return x0, x1
-
-
-def _like(x: jax.Array, value: int) -> jax.Array:
-    return jnp.full(x.shape, value, x.dtype)
-
-
-def gumbel(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
-    """The noise that `jax.random.gumbel` gives element `ids` of a vector."""
-    high, low = _threefry(key0, key1, jnp.zeros_like(ids), ids)
-    bits = lax.shift_right_logical(high ^ low, _like(high, 9)) | jnp.uint32(0x3F800000)
-    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
-    uniform = jnp.maximum(uniform, float(jnp.finfo(jnp.float32).tiny))
-    return -jnp.log(-jnp.log(uniform))
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Shape:
         return max(1, self.blocks // (self.groups * self.kv_heads))
 
     @property
+    def attention_blocks(self) -> int:
+        """Blocks that take part in attention."""
+        return self.groups * self.kv_heads * self.splits
+
+    @property
     def queries(self) -> int:
         """Real rows of the 64 of a (group, KV head)."""
         return self.group_tokens * self.per_kv_head

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.decode_kernel import LAYER_STAGES, Operands, launch
+from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
+from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
 from smcjax.pallas.products import MASKED, QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
@@ -62,7 +63,7 @@ class Draws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """What K steps need that is known before the first: `decode_kernel.Operands` says what each is."""
+    """What K steps need that is known before the first: `decode_operands.Operands` says what each is."""
 
     cos: Float[Array, "KM half"]
     sin: Float[Array, "KM half"]

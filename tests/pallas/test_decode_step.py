@@ -26,7 +26,7 @@ from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import rms_norm
-from smcjax.pallas.decode_kernel import gumbel
+from smcjax.pallas.noise import gumbel
 
 PAGE = 16
 ROUNDING = 2.0**-8  # bf16, relative
