@@ -15,7 +15,7 @@ Form = tuple[jax.lax.Precision, jax.lax.Precision]  # asked of the two operands
 
 
 class Product(NamedTuple):
-    """x · Wᵀ by its shapes and dtypes: all that XLA knows when it chooses an algorithm."""
+    """x · Wᵀ by its shapes and dtypes: what XLA chooses an algorithm by, unless it adds a bias within."""
 
     rows: int  # of x
     outputs: int
@@ -36,8 +36,8 @@ def product_precision(dtype: Any) -> jax.lax.Precision | None:
 def product_forms(forms: Mapping[Product, Form]) -> Iterator[None]:
     """Products that are traced within take these forms.
 
-    A form changes nothing of what a bfloat16 product computes: precision is asked of float32 operands only. But XLA
-    times and chooses an algorithm for each form by itself (`smcjax.engine.product_choice`).
+    Precision is asked of float32 operands only, so a form of a bfloat16 product says the same; but XLA chooses an
+    algorithm for each by itself (`smcjax.engine.product_choice`), which may add up in another order.
     """
     token = _forms.set(forms)
     try:

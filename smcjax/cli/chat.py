@@ -30,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Reads a line, answers it with all that was said before, and so on."""
     from smcjax.engine.llm import LLM
 
-    params = sampling_from(args)
-    with LLM(args.model, decoding=decoding_from(args), max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
+    decoding = decoding_from(args)
+    params = sampling_from(args, decoding)
+    with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."

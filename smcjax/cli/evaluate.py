@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.num_problems <= 1_000_000:
         raise ValueError(f"-n must be from 1 to 1000000, got {args.num_problems}.")
     decoding = decoding_from(args)
-    params = sampling_from(args)
+    params = sampling_from(args, decoding)
     with LLM(
         args.model,
         decoding=decoding,

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Loads, generates, prints the text on stdout and the figures on stderr."""
     from smcjax.engine.llm import LLM
 
-    params = sampling_from(args, seed=args.seed)
     decoding = decoding_from(args, trace=args.trace is not None)
+    params = sampling_from(args, decoding, seed=args.seed)
     if args.trace is not None:
         _check_trace(args.trace, args.decoding)
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **llm_arguments(args)) as llm:

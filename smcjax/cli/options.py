@@ -86,11 +86,15 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
 
 
-def sampling_from(args: argparse.Namespace, *, seed: int | None = None) -> SamplingParams:
-    """What the sampling options ask for; raises ValueError for values out of range."""
+def sampling_from(
+    args: argparse.Namespace, decoding: SMC | Rejection | Autoregressive, *, seed: int | None = None
+) -> SamplingParams:
+    """What the sampling options ask for; raises ValueError for what is out of range or not for this decoder."""
+    from smcjax.engine.llm import refuse_for_smc
     from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.smc import SMC
 
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=args.max_tokens,
         min_tokens=args.min_tokens,
         temperature=args.temperature,
@@ -99,6 +103,9 @@ def sampling_from(args: argparse.Namespace, *, seed: int | None = None) -> Sampl
         stop=args.stop,
         seed=seed,
     )
+    if isinstance(decoding, SMC):
+        refuse_for_smc(params, decoding)
+    return params
 
 
 def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rejection | Autoregressive:

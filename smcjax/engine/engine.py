@@ -9,6 +9,7 @@ noticed one cycle late, in which it is frozen, and costs the others nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -177,14 +178,18 @@ class Engine:
 
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
-        sizes = self._scheduler.sizes
-        with tqdm(desc="Compiling", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with contextlib.ExitStack() as stack:
+            bar: Any = None
 
             def heard(done: int, total: int) -> None:
-                bar.total = total
+                nonlocal bar
+                if bar is None:  # not if there is nothing to compile
+                    bar = stack.enter_context(
+                        tqdm(total=total, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True)
+                    )
                 bar.update(done - bar.n)
 
-            self._compile(sizes, self.runner.program, heard)
+            self._compile(self._scheduler.sizes, self.runner.program, heard)
 
     def step(self) -> list[RequestOutput]:
         """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""

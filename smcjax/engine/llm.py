@@ -295,7 +295,7 @@ class LLM:
         """The `index`-th of the next requests, checked."""
         text, token_ids = tokenize(prompt, self.tokenizer, self.models.target.vocab_size)
         if self._smc is not None:
-            _refuse_for_smc(params, self._smc)
+            refuse_for_smc(params, self._smc)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop needs a tokenizer, which the model directory lacks; use stop_token_ids.")
         vocab_size = self.models.target.vocab_size
@@ -431,7 +431,7 @@ def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
     return 1 if isinstance(decoding, Autoregressive) else decoding.speculation.rows
 
 
-def _refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
+def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
     """What SMC cannot do exactly it refuses, saying why and what to use (ALGORITHM.md)."""
     if params.temperature == 0:
         raise ValueError(

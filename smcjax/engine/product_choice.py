@@ -2,23 +2,24 @@
 
 XLA times every algorithm of a product once, and prefers the one with least scratch memory among those that are little
 slower than the fastest. For products of 10 to 60 µs that is nearly a draw: on an H200 Llama-3.1-8B's gate_up took 62.6
-or 59.2 µs for 72 rows, by process, 32 times a cycle. A precision that is asked of bfloat16 operands changes nothing of
-what is computed, but XLA chooses anew for each. So several such *forms* of a product are compiled here, those that got
-different algorithms are timed on the model's own weights, and the step is traced with the fastest.
+or 59.2 µs for 72 rows, by process, 32 times a cycle. A precision that is asked of bfloat16 operands changes nothing
+but that XLA chooses anew for it. So several such *forms* of a product are compiled here, those that got different
+algorithms are timed on the model's own weights, and the step is traced with the fastest.
 
-The choice is kept beside the compiled programs, so another process makes the same and finds them.
+Choices are kept beside the compiled programs, a file each, so another process makes the same and finds them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import json
 import logging
 import re
 import statistics
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +40,7 @@ REPEATS = 5  # timings of each algorithm, whose median counts
 CALLS = 8  # of the timed program each
 TOGETHER = 24  # products of a timed program, or as many as have results of
 RESULT_BYTES = 1 << 28
-FILE = "product_forms.json"  # in the directory of compiled programs
+DIRECTORY = "products"  # in that of compiled programs
 
 
 class Candidate(Protocol):
@@ -64,41 +65,78 @@ class Choice(NamedTuple):
 
 
 _chosen: dict[str, Choice] = {}  # by this process
-_one_at_a_time = threading.Lock()  # timings side by side would disturb each other
 
 
-def chosen_forms(params: Params, rows: int, options: dict[str, Any]) -> dict[Product, Form]:
-    """Forms of the products of `rows` tokens with these weights, in a program that is compiled with `options`.
+def chosen_forms(params: Params, asked: Iterable[Product], options: Mapping[str, Any]) -> dict[Product, Form]:
+    """Forms of those of the products `asked` that are made with these weights and have at most `MOST_ROWS` rows.
 
-    Empty where there are more rows than `MOST_ROWS`. The first time it compiles and runs some small programs.
+    For a program that XLA compiles with `options`. The first time it compiles and runs some small programs, which
+    takes about a second for each product; calls side by side would disturb each other's timings.
     """
-    if rows > MOST_ROWS:
-        return {}
     forms: dict[Product, Form] = {}
-    with _one_at_a_time:
-        for what, weights in products_of(params, rows).items():
+    for what in asked:
+        weights = weights_of(params, what)
+        if what.rows > MOST_ROWS or not weights:
+            continue
 
-            def compiled(form: Form, what: Product = what, weights: list[jax.Array] = weights) -> Candidate:
-                return _Compiled(what, weights, form, options)
+        def compiled(form: Form, what: Product = what, weights: list[jax.Array] = weights) -> Candidate:
+            return _Compiled(what, weights, form, options)
 
-            try:
-                form = _choice(what, compiled).form
-                forms |= {what: FORMS[form]} if form else {}
-            except jax.errors.JaxRuntimeError as error:  # no memory left, say
-                logger.info("Product %s stays as it is: %s", what, str(error).splitlines()[0])
+        try:
+            form = _choice(what, options, compiled).form
+        except Exception as error:  # no memory left, say: whatever it is, the program works without
+            logger.info("%s stays as it is: %s", what, str(error).partition("\n")[0])
+            continue
+        if form:
+            forms[what] = FORMS[form]
     return forms
 
 
-def products_of(params: Params, rows: int) -> dict[Product, list[jax.Array]]:
-    """The products of a forward of `rows` tokens, each with the matrices that it is made with."""
-    found: dict[Product, list[jax.Array]] = {}
-    matrices = [(matrix, None) for layer in params.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    for matrix, result in [*matrices, (params.unembed, "float32")]:
-        if not isinstance(matrix, QuantizedMatrix):
-            name = jnp.dtype(matrix.dtype).name
-            outputs, inputs = matrix.shape
-            found.setdefault(Product(rows, outputs, inputs, name, result or name), []).append(matrix)
-    return found
+def products_asked(function: Callable[..., Any], *arguments: Any) -> list[Product]:
+    """The products that tracing the function comes by, each once."""
+    asked = _Asked()
+    with product_forms(asked):
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)  # not an earlier trace of the same function
+    return list(asked.products)
+
+
+class _Asked(dict[Product, Form]):
+    """Forms that are none, and what they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: dict[Product, None] = {}
+
+    def get(self, what: Product, default: Any = None) -> Any:
+        self.products[what] = None
+        return default
+
+
+def weights_of(params: Params, what: Product) -> list[jax.Array]:
+    """The matrices that a forward makes this product with.
+
+    Not those with a bias, which XLA adds within the product: that is another one.
+    """
+    biased = [
+        pair
+        for layer in params.layers
+        for pair in (
+            (layer.qkv, layer.qkv_bias),
+            (layer.o, layer.o_bias),
+            (layer.gate_up, layer.gate_up_bias),
+            (layer.down, layer.down_bias),
+        )
+    ]
+    matrices = [matrix for matrix, bias in biased if bias is None]
+    if what.result != what.dtype:
+        matrices = [params.unembed]
+    return [
+        matrix
+        for matrix in matrices
+        if not isinstance(matrix, QuantizedMatrix)
+        and matrix.shape == (what.outputs, what.inputs)
+        and jnp.dtype(matrix.dtype).name == what.dtype
+    ]
 
 
 def choose(compiled: Callable[[Form], Candidate]) -> Choice:
@@ -121,77 +159,83 @@ def choose(compiled: Callable[[Form], Candidate]) -> Choice:
     return Choice(candidates[best][0], best, medians)
 
 
-def _choice(what: Product, compiled: Callable[[Form], Candidate]) -> Choice:
+def _choice(what: Product, options: Mapping[str, Any], compiled: Callable[[Form], Candidate]) -> Choice:
     """This process's choice, or an earlier one's if XLA still has that algorithm for it, or a new one."""
-    key = f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {' '.join(map(str, what))}"
+    device = jax.devices()[0]
+    version = getattr(device.client, "platform_version", "")
+    key = str((device.device_kind, version, jax.__version__, sorted(options.items()), *what))
     if key in _chosen:
         return _chosen[key]
-    kept = _kept().get(key)
-    if kept is None or compiled(FORMS[kept[0]]).algorithm != kept[1]:
+    kept = _kept(key)
+    if kept is None or (kept.form and compiled(FORMS[kept.form]).algorithm != kept.algorithm):
         choice = choose(compiled)
-        if choice.microseconds:
-            took = ", ".join(f"{name}: {us:.1f} µs" for name, us in choice.microseconds.items())
-            logger.info("Product %s: of algorithms %s takes %s.", key, took, choice.algorithm)
+        took = ", ".join(f"{name}: {us:.1f} µs" for name, us in choice.microseconds.items())
+        logger.debug("%s: algorithm %s. %s", what, choice.algorithm, took)
         _keep(key, choice)
     else:
-        choice = Choice(*kept, {})
+        choice = kept
     _chosen[key] = choice
     return choice
 
 
-def _file() -> Path | None:
+def _file(key: str) -> Path | None:
     directory = jax.config.jax_compilation_cache_dir
-    return None if directory is None or "://" in directory else Path(directory) / FILE
+    if directory is None or "://" in directory:
+        return None
+    return Path(directory) / DIRECTORY / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _kept() -> dict[str, tuple[int, str]]:
-    """Choices on disk; none if there is no file or it is not one of ours."""
-    path = _file()
+def _kept(key: str) -> Choice | None:
+    """The choice on disk; None if there is none, or nothing that we would have written."""
+    path = _file(key)
     try:
-        read = json.loads(path.read_text()) if path else {}
-        return {key: (int(form), str(algorithm)) for key, (form, algorithm) in read.items() if int(form) < len(FORMS)}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+        form, algorithm = json.loads(path.read_text()) if path else (-1, "")
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    whole = isinstance(form, int) and isinstance(algorithm, str) and 0 <= form < len(FORMS)
+    return Choice(form, algorithm, {}) if whole else None
 
 
 def _keep(key: str, choice: Choice) -> None:
-    path = _file()
+    path = _file(key)
     if path is None:
         return
-    together = _kept() | {key: (choice.form, choice.algorithm)}
     temporary = path.with_suffix(f".{time.time_ns()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(together, indent=1))
+        temporary.write_text(json.dumps([choice.form, choice.algorithm]))
         temporary.replace(path)
     except OSError as error:
-        logger.info("The choice of products is not kept: %s", error)
+        logger.info("The choice of a product is not kept: %s", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 class _Compiled:
     """A program of several such products, each with another matrix as long as there are any."""
 
-    def __init__(self, what: Product, weights: list[jax.Array], form: Form, options: dict[str, Any]) -> None:
+    def __init__(self, what: Product, weights: list[jax.Array], form: Form, options: Mapping[str, Any]) -> None:
         size = what.rows * what.outputs * jnp.dtype(what.result).itemsize
-        self.count = max(2, min(TOGETHER, RESULT_BYTES // size))
-        self.weights = [weights[i % len(weights)] for i in range(self.count)]
-        key, shape = jax.random.key(0), (what.rows, what.inputs)
-        # Each has rows of its own, or XLA would make one product of them.
-        self.rows = [jax.random.normal(jax.random.fold_in(key, i), shape, what.dtype) for i in range(self.count)]
+        self._what, self._count = what, max(2, min(TOGETHER, RESULT_BYTES // size))
+        self._weights = [weights[i % len(weights)] for i in range(self._count)]
 
         def products(rows: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
             return [product(x, w, what.result) for x, w in zip(rows, weights, strict=True)]
 
+        # Each has rows of its own, or XLA would make one product of them.
+        rows = [jax.ShapeDtypeStruct((what.rows, what.inputs), what.dtype)] * self._count
         with product_forms({what: form}):
-            self.executable = jax.jit(products).lower(self.rows, self.weights).compile(options)
-        named = re.findall(r'"selected_algorithm":"(-?\d+)"', self.executable.as_text() or "")
+            self._executable = jax.jit(products).lower(rows, self._weights).compile(dict(options))
+        named = re.findall(r'"selected_algorithm":"(-?\d+)"', self._executable.as_text() or "")
         self.algorithm = "/".join(sorted(set(named)))
 
     def seconds(self) -> float:
         """How long one product takes, among others."""
-        jax.block_until_ready(self.executable(self.rows, self.weights))
+        key, shape = jax.random.key(0), (self._what.rows, self._what.inputs)
+        rows = [jax.random.normal(jax.random.fold_in(key, i), shape, self._what.dtype) for i in range(self._count)]
+        jax.block_until_ready(self._executable(rows, self._weights))
         began = time.perf_counter()
         for _ in range(CALLS):
-            done = self.executable(self.rows, self.weights)
+            done = self._executable(rows, self._weights)
         jax.block_until_ready(done)
-        return (time.perf_counter() - began) / (CALLS * self.count)
+        return (time.perf_counter() - began) / (CALLS * self._count)

@@ -7,16 +7,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from smcjax.engine.memory import device_memory
-from smcjax.engine.product_choice import chosen_forms
+from smcjax.engine.product_choice import chosen_forms, products_asked
 from smcjax.model.quantize import QuantizedMatrix
 from smcjax.numerics import Form, Product, product_forms
 from smcjax.pallas import uses_kernels
@@ -41,7 +40,7 @@ class Job(NamedTuple):
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None  # XLA's
-    forms: Mapping[Product, Form] = MappingProxyType({})  # of its products
+    forms: Callable[[], Mapping[Product, Form]] = dict  # of its products; may take a while
 
 
 def enable_compilation_cache() -> None:
@@ -74,7 +73,7 @@ class Programs:
         return self._executables[key]
 
     def compile(self, what: str, jobs: Mapping[Any, Job], progress: Progress | None = None) -> None:
-        """Compiles what is missing of `jobs`, and calls `progress(done, of)` at the beginning and after each of them.
+        """Compiles what is missing of `jobs`, and calls `progress(done, of)` after each of them.
 
         XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
         where one of them would need more memory than the device has.
@@ -85,21 +84,23 @@ class Programs:
         began = time.perf_counter()
         logger.info("Compiling %s …", what)
 
-        def build(job: Job) -> Any:
+        forms = {key: job.forms() for key, job in missing.items()}  # timed, so nothing may run beside it
+
+        def build(key: Any) -> Any:
+            job = missing[key]
             # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.
             function = functools.wraps(job.function)(lambda *args: job.function(*args))
-            with product_forms(job.forms):
+            with product_forms(forms[key]):
                 lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
             return lowered.compile(job.options)
 
-        if progress is not None:
-            progress(0, len(missing))
         made = {}
         with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
-            for key, executable in zip(missing, pool.map(build, missing.values()), strict=True):
-                made[key] = executable
+            building = {pool.submit(build, key): key for key in missing}
+            for number, built in enumerate(as_completed(building)):
+                made[building[built]] = built.result()
                 if progress is not None:
-                    progress(len(made), len(missing))
+                    progress(number + 1, len(missing))
         scratch = _require_memory(what, made.values())
         self._executables.update(made)
         self.scratch_bytes = max(self.scratch_bytes, scratch)
@@ -147,11 +148,16 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
     plain = all(not isinstance(leaf, QuantizedMatrix) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
-    rows = state.sequences.length.shape[0]
     job = Job(function, (1,), (abstract(params), state))
-    if rows < 8 or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+    few = state.sequences.length.shape[0] < 8  # sequences
+    if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
         return job
-    forms = chosen_forms(getattr(params, "target", params), rows * program.block, CUBLAS_PRODUCTS)
+
+    def forms() -> dict[Product, Form]:
+        return chosen_forms(
+            getattr(params, "target", params), products_asked(function, *job.arguments), CUBLAS_PRODUCTS
+        )
+
     return job._replace(options=CUBLAS_PRODUCTS, forms=forms)
 
 

@@ -41,7 +41,9 @@ from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 MOST_TILES = 16  # of 64 queries, of a group and key-value head
 SHARED_MEMORY = 224 * 1024  # of a block, for tiles
 MERGED = 128  # values that a block of the second kernel merges
-MOST_SHARES = 36  # of a head's tasks: the merge is unrolled over them, and lowering it takes time by their square
+# Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
+# minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
+MOST_SHARES = 36
 
 Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
 
@@ -416,7 +418,7 @@ def tiles_of(queries: int) -> int:
 
 
 def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
-    """Blocks to fill the GPU once, those of a part with more tiles more."""
+    """Blocks to fill the GPU once, as far as `MOST_SHARES` allows; those of a part with more tiles more."""
     tiles, in_block = -(-queries // QUERIES), tiles_of(queries)
     blocks = min(STREAMING_MULTIPROCESSORS // (groups * kv_heads), MOST_SHARES)
     work = [min(in_block, tiles - first) for first in range(0, tiles, in_block)]

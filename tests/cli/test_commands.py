@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax import LLM, SMC, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench import table as bench_table
 from smcjax.bench.cycle import Case, CycleResult, Models
@@ -44,28 +44,34 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
     assert "ESS" not in greedy[0].err
 
 
-def test_what_a_request_asks_for_is_passed_on(smcjax: Command, models: list[str], pair: Pair) -> None:
-    """Cut to one token top_k is greedy; a text that would be said is not, and what follows it neither."""
-    exact = ["--decoding", "autoregressive", "--max-tokens", "9"]
-    greedy = smcjax("generate", "hello", *models, *exact, "--temperature", "0").out
-    assert smcjax("generate", "hello", *models, *exact, "--top-k", "1", "--seed", "3").out == greedy
-    assert smcjax("generate", "hello", *models, *exact, "--top-p", "1e-9", "--seed", "3").out == greedy
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=48, page_size=4, max_num_seqs=1) as llm:
-        asked = SamplingParams(max_tokens=9, min_tokens=5, seed=2, stop=["a", "e"])
-        output = llm.generate("hello", asked, use_tqdm=False)[0]
-    result = smcjax(
-        *("generate", "hello", *models, *exact, "--temperature", "1", "--seed", "2"),
-        *("--min-tokens", "5", "--stop", "a", "--stop", "e"),
-    )
-    assert result.out == output.outputs[0].text.strip("\n") + "\n"
-    refused = smcjax("generate", "hello", *models, *exact, "--stop", "")
-    assert (refused.code, refused.out) == (2, "")
-    assert "stop must be a non-empty string" in refused.err
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["eval", "-n", "1"]])
+def test_what_a_request_asks_for_is_passed_on(
+    smcjax: Command, models: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+
+    def answer(self: LLM, prompts: Any, params: Any, **kwargs: Any) -> Any:
+        asked.append(params[0] if isinstance(params, list) else params)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(LLM, "generate", answer)
+    monkeypatch.setattr(LLM, "chat", answer)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n"), encoding="utf-8"))
+    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 9, "min_tokens": 5}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    smcjax(*command, *models, "--decoding", "autoregressive", *words, "--stop", "a", "--stop", "b")
+    (one,) = asked
+    assert one == SamplingParams(**options, stop=["a", "b"], seed=one.seed)
+    assert (one.seed is None) == (command == ["chat"])
 
 
-def test_smc_refuses_to_cut_off(smcjax: Command, models: list[str]) -> None:
-    result = smcjax("generate", "hello", *models, *SMALL, "--top-p", "0.9")
-    assert result.code == 2
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["eval", "-n", "1"]])
+def test_smc_refuses_to_cut_off_before_anything_is_loaded(
+    smcjax: Command, models: list[str], command: list[str]
+) -> None:
+    result = smcjax(*command, *models, *SMALL, "--top-p", "0.9")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("smcjax: error: top_k is 0 and top_p 0.9")
     assert "use decoding=Rejection() or Autoregressive()" in result.err
 
 

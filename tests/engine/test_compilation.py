@@ -27,6 +27,8 @@ def test_at_the_start_and_never_again(pair: Pair, capfd: pytest.CaptureFixture[s
     with smc_llm(pair, compile_at_start=True) as llm:
         programs = llm.metrics()["compilations"]
         assert f"{programs}/{programs}" in capfd.readouterr().err
+        llm.warm_up()
+        assert "Compiling" not in capfd.readouterr().err  # nothing is left
         sizes = set()
         resize = llm.engine.runner.resize
         llm.engine.runner.resize = lambda size, sources: (sizes.add(size), resize(size, sources))[1]  # type: ignore[method-assign]

@@ -198,11 +198,16 @@ def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]
     assert tight.metrics()["compilations"] == before
 
 
-@pytest.mark.parametrize(("arriving", "chunks"), [(2, [1, 1]), (3, [3])])
+@pytest.mark.parametrize(("arriving", "chunks"), [(1, [1]), (2, [2])])
 def test_few_prompts_do_not_take_as_long_as_many(
     llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four lanes: two prompts are read by the program for one, three by that for all lanes."""
+    """Of four lanes: one prompt is read by the program for one, two by that for all lanes."""
+    runner = llm.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "size", 8)
+        assert runner.portions(2) == [range(1), range(1, 2)]
+        assert runner.portions(3) == [range(3)]
     engine = llm.engine
     read: list[int] = []
     prefill = engine.runner.prefill

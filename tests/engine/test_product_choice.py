@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smcjax import smc
 from smcjax.bench.shapes import SHAPES
 from smcjax.engine import product_choice
-from smcjax.engine.product_choice import FORMS, Choice, choose, chosen_forms, products_of
-from smcjax.engine.programs import CUBLAS_PRODUCTS, Job, Programs
-from smcjax.model.params import init_params
+from smcjax.engine import programs as programs_module
+from smcjax.engine.product_choice import FORMS, Choice, choose, chosen_forms, products_asked, weights_of
+from smcjax.engine.programs import CUBLAS_PRODUCTS, Job, Programs, step_job
+from smcjax.model.decoder import logits
+from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.numerics import Form, Product, product, product_forms
+from tests.helpers import Ask, batch
 
 ROWS = 6
 PRODUCT = Product(ROWS, 32, 16, "bfloat16", "bfloat16")
@@ -96,7 +102,7 @@ def test_a_program_is_traced_with_the_forms_of_its_job(operands: tuple[jax.Array
     jax.eval_shape(function, *operands)
     programs = Programs()
     for number, form in enumerate((FORMS[3], FORMS[7])):
-        programs.compile("a product", {number: Job(function, (), operands, forms={PRODUCT: form})})
+        programs.compile("a product", {number: Job(function, (), operands, forms=lambda form=form: {PRODUCT: form})})
         np.testing.assert_array_equal(programs[number](*operands), product(*operands))
     assert asked == [None, FORMS[3], FORMS[7]]
 
@@ -120,53 +126,134 @@ def test_one_algorithm_is_not_timed() -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of choices, of a process that has made none yet."""
-    monkeypatch.setattr(product_choice, "_file", lambda: tmp_path / "cache" / "forms.json")
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where choices are kept, of a process that has made none yet."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     monkeypatch.setattr(product_choice, "_chosen", {})
-    return tmp_path / "cache" / "forms.json"
+    yield tmp_path / "cache" / product_choice.DIRECTORY
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def chosen(compiled: Any, what: Product = PRODUCT, **options: Any) -> Choice:
+    return product_choice._choice(what, options, compiled)
 
 
 def test_another_process_makes_the_same_choice(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = product_choice._choice(PRODUCT, fakes("0", "1", **{"0": 60.0, "1": 50.0})[0])
+    first = chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0])
     assert first.form == 1
     compiled, made = fakes("9", **{"9": 1.0})
-    assert product_choice._choice(PRODUCT, compiled) == first
+    assert chosen(compiled) == first
     assert not made  # this process knows
 
     monkeypatch.setattr(product_choice, "_chosen", {})
     compiled, made = fakes("1", "1", **{"1": 70.0})
-    assert product_choice._choice(PRODUCT, compiled)[:2] == (1, "1")
+    assert chosen(compiled) == Choice(1, "1", {})
     assert len(made) == 1
     assert not made[0].timed
 
 
 def test_a_choice_whose_algorithm_is_another_now_is_made_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    product_choice._choice(PRODUCT, fakes("0", "1", **{"0": 60.0, "1": 50.0})[0])
+    chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0])
     monkeypatch.setattr(product_choice, "_chosen", {})
-    again = product_choice._choice(PRODUCT, fakes("1", "2", **{"1": 60.0, "2": 70.0})[0])
-    assert again[:2] == (0, "1")
-    assert list(json.loads(kept.read_text()).values()) == [[0, "1"]]
+    assert chosen(fakes("1", "2", **{"1": 60.0, "2": 70.0})[0])[:2] == (0, "1")
+    (path,) = kept.iterdir()
+    assert json.loads(path.read_text()) == [0, "1"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"a": 1}', '{"a": [99, "0"]}', '{"a": ["x", "0"]}'])
-def test_a_file_that_is_not_ours_is_none(kept: Path, content: str) -> None:
-    kept.parent.mkdir()
-    kept.write_text(content)
-    assert product_choice._choice(PRODUCT, fakes("0", **{"0": 1.0})[0])[:2] == (0, "0")
-    assert list(json.loads(kept.read_text()).values()) == [[0, "0"]]
+def test_each_product_and_option_has_a_choice_of_its_own(kept: Path) -> None:
+    for what, options in ((PRODUCT, {}), (PRODUCT, {"a": 1}), (PRODUCT._replace(rows=7), {})):
+        compiled, made = fakes("0", **{"0": 60.0})
+        chosen(compiled, what, **options)
+        assert made
+    assert len(list(kept.iterdir())) == 3
 
 
-def test_the_products_of_a_forward() -> None:
+def test_the_product_as_it_is_needs_no_look(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(fakes("0", **{"0": 60.0})[0])
+    monkeypatch.setattr(product_choice, "_chosen", {})
+    compiled, made = fakes("1", **{"1": 60.0})
+    assert chosen(compiled).form == 0
+    assert not made
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"a": 1}', '[99, "0"]', '[-1, "0"]', '[1e999, "0"]', '["x", "0"]', "[" * 100_000]
+)
+def test_a_file_that_is_not_ours_is_none(kept: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    chosen(fakes("0", **{"0": 1.0})[0])
+    (path,) = kept.iterdir()
+    path.write_text(content)
+    monkeypatch.setattr(product_choice, "_chosen", {})
+    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).form == 1
+    assert json.loads(path.read_text()) == [1, "1"]
+
+
+@pytest.mark.parametrize("directory", [None, "gs://bucket/cache", "/proc/nowhere"])
+def test_choices_need_no_disk(kept: Path, directory: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", directory)
+    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).form == 1
+    assert not kept.exists()
+
+
+def test_forms_of_what_a_program_asks_for(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of products that it does not make, of other weights, of many rows, or where trying fails."""
     config = SHAPES["tiny-target"]
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
-    found = products_of(params, ROWS)
-    assert sum(len(matrices) for matrices in found.values()) == 4 * config.num_layers + 1
-    assert {what.rows for what in found} == {ROWS}
-    assert {what.result for what in found} == {"bfloat16", "float32"}
-    assert all(matrix.shape == (what.outputs, what.inputs) for what, some in found.items() for matrix in some)
-    assert not products_of(quantize_params(params), ROWS)
-    assert chosen_forms(params, product_choice.MOST_ROWS + 1, CUBLAS_PRODUCTS) == {}
+    tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+
+    def forward(params: Params, tokens: jax.Array) -> jax.Array:
+        return logits(config, params, tokens)
+
+    asked = products_asked(forward, params, tokens)
+    assert len(asked) == len(set(asked)) >= 4
+    assert {what.rows for what in asked} == {6}
+    assert sum(len(weights_of(params, what)) for what in asked) == 4 * config.num_layers + 1
+
+    tried: list[Product] = []
+
+    def compiled(what: Product, weights: Any, form: Form, options: Any) -> Fake:
+        assert options == CUBLAS_PRODUCTS
+        assert all(matrix.shape == (what.outputs, what.inputs) for matrix in weights)
+        tried.append(what)
+        if what.result == "float32":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand much more")
+        return Fake(*(("1", 50.0) if form == FORMS[2] else ("0", 60.0)))
+
+    monkeypatch.setattr(product_choice, "_Compiled", compiled)
+    others = [what._replace(rows=product_choice.MOST_ROWS + 1) for what in asked]
+    others += [what._replace(outputs=what.outputs + 1) for what in asked]
+    forms = chosen_forms(params, [*asked, *others], CUBLAS_PRODUCTS)
+    assert forms == {what: FORMS[2] for what in asked if what.result != "float32"}
+    assert set(tried) == set(asked)
+    assert products_asked(forward, params, tokens) == asked  # whatever was traced before
+
+    layers = tuple(dataclasses.replace(layer, qkv_bias=layer.qkv[:, 0]) for layer in params.layers)
+    biased = dataclasses.replace(params, layers=layers)
+    assert sum(len(weights_of(biased, what)) for what in asked) == 3 * config.num_layers + 1
+    assert not any(weights_of(quantize_params(params), what) for what in asked)
+
+
+def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SHAPES["tiny-target"]
+    program = smc.Program(smc.SMC(n_particles=8, gamma=2), config, config, max_model_len=32)
+    one = init_params(config, jax.random.key(0), jnp.bfloat16)
+    params = smc.PairParams(one, one)
+    prompts, requests = batch([Ask((1, 2, 3), 4)], config.vocab_size, 32)
+    state = jax.eval_shape(lambda params: smc.init(program, params, prompts, requests), params)
+
+    def step(params: Any, state: Any) -> Any:
+        return smc.step(program, params, state)
+
+    plain = step_job(step, program, params, state)
+    assert (plain.options, plain.forms()) == (None, {})  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(programs_module, "uses_kernels", lambda implementation: True)
+    monkeypatch.setattr(programs_module, "chosen_forms", lambda params, asked, options: dict.fromkeys(asked, options))
+    job = step_job(step, program, params, state)
+    assert job.options == CUBLAS_PRODUCTS
+    assert {what.rows for what in job.forms()} >= {8 * 3}
+    assert step_job(step, program, smc.PairParams(quantize_params(one), one), state).options is None
 
 
 @pytest.mark.gpu
@@ -177,7 +264,14 @@ def test_a_form_is_chosen_on_a_gpu(kept: Path) -> None:
     def compiled(form: Form) -> product_choice._Compiled:
         return product_choice._Compiled(what, weights, form, CUBLAS_PRODUCTS)
 
-    choice = product_choice._choice(what, compiled)
+    choice = chosen(compiled, what)
     assert choice.algorithm.isdigit()
     assert compiled(FORMS[choice.form]).algorithm == choice.algorithm
     assert 3e-6 < compiled(FORMS[choice.form]).seconds() < 1e-3
+    x = jax.random.normal(jax.random.key(99), (72, 2048), jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ np.asarray(weights[0], np.float64).T
+    for form in FORMS[: product_choice.TRIES]:
+        with product_forms({what: form}):
+            got = jax.jit(lambda x, w: product(x, w)).lower(x, weights[0]).compile(CUBLAS_PRODUCTS)(x, weights[0])
+        # f32 sums of 2,048 terms, then one rounding to bf16
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-8, atol=2048 * 2.0**-24 * 64)

@@ -17,6 +17,7 @@ from smcjax.model.params import init_params
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.paged_attention import on_hopper, paged_attention, plan_sharing
 from smcjax.pallas.shared_attention import (
+    MOST_SHARES,
     Tuning,
     applies,
     covers,
@@ -251,6 +252,13 @@ def test_default_tuning_fits(queries: int, dim: int, groups: int) -> None:
     assert tuning.stages * 2 * 64 * dim * 2 + 2 * tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
     if groups == 1:
         assert 120 <= 8 * sum(tuning.splits) <= 132
+
+
+@pytest.mark.parametrize(("kv_heads", "shares"), [(1, MOST_SHARES), (2, MOST_SHARES), (4, 33), (8, 16)])
+def test_shares_of_a_head_are_few_enough_to_merge(kv_heads: int, shares: int) -> None:
+    for queries in (64, 288):
+        tuning = default_tuning(groups=1, queries=queries, kv_heads=kv_heads, dim=128, chunk=64)
+        assert sum(tuning.splits) == shares
 
 
 @pytest.mark.slow
