@@ -24,7 +24,7 @@ import numpy as np
 from profile_cycle import read_kernels
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.next_token import norms_of, shape_of, task_slots_of, tasks_of, weights_of
+from smcjax.decoding.next_token import norms_of, prefetches, shape_of, tasks_of, weights_of
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
@@ -65,8 +65,8 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table = np.zeros((ROWS, need + 4), np.int32)
     table[:, :shared] = names[:shared]
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
-    slots = task_slots_of(table, PAGE)
-    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, task_slots=slots, **tuning)
+    ahead = prefetches(table)
+    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, prefetches=ahead, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
@@ -129,8 +129,12 @@ def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, val
 def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What `attend` should leave: output and log2-sum-exp of each (KV head, split), in float64."""
     shape, sharing = problem.shape, jax.device_get(problem.sharing)
-    parts = ds.CHUNK // sharing.chunk
-    count = int(sharing.count[0, 0])
+    chunks, pieces = (
+        tasks[0, 0, : int(count[0, 0])].tolist()
+        for tasks, count in ((sharing.chunks, sharing.num_chunks), (sharing.pieces, sharing.num_pieces))
+    )
+    packed = [pieces[i : i + shape.pieces_per_chunk] for i in range(0, len(pieces), shape.pieces_per_chunk)]
+    tasks = [*([chunk] for chunk in chunks), *packed]
     out = np.zeros((shape.kv_heads * shape.splits, shape.queries, shape.dim))
     lse = np.full(out.shape[:2], -np.inf)
     sees = np.asarray(problem.positions).reshape(-1).repeat(shape.per_kv_head) + 1
@@ -139,11 +143,11 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
     for head in range(shape.kv_heads):
         for split in range(shape.splits):
             scores, seen = [], []
-            for i in (i for i in range(count) if i // parts % shape.splits == split):
-                *pages, number, members = (int(x) for x in sharing.tasks[0, 0, i])
-                k, v = (pool[pages, :, head].reshape(sharing.chunk, -1) for pool in (keys, values))
-                visible = np.where((members >> row) & 1, sees - number * sharing.chunk, 0)
-                mask = np.arange(sharing.chunk) < visible[:, None]
+            for *pages, number, members in (task for together in tasks[split :: shape.splits] for task in together):
+                width = len(pages) * PAGE
+                k, v = (pool[pages, :, head].reshape(width, -1) for pool in (keys, values))
+                visible = np.where((members >> row) & 1, sees - number * width, 0)
+                mask = np.arange(width) < visible[:, None]
                 scores.append(np.where(mask, q[head] @ k.T / np.sqrt(shape.dim), -np.inf))
                 seen.append(v)
             if not scores:
@@ -157,6 +161,18 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
             with np.errstate(divide="ignore"):
                 lse[block] = np.where(mass > 0, (top + np.log(mass)) / np.log(2), -np.inf)
     return out, lse
+
+
+def halves_together(shape: ds.Shape, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a block's 64 rows come to, of which the lower 32 may be the same queries over other chunks."""
+    size = shape.queries
+    if not shape.paired:
+        return out[:, :size], lse[:, :size]
+    outs, lses = (np.stack([x[:, :size], x[:, 32 : 32 + size]]) for x in (out, lse))
+    total = np.logaddexp2(*lses)
+    with np.errstate(invalid="ignore"):
+        weights = np.where(np.isfinite(lses), np.exp2(lses - total), 0)
+    return np.where(weights[..., None] > 0, weights[..., None] * outs, 0).sum(axis=0), total
 
 
 def check(columns: int, context: int) -> None:
@@ -186,7 +202,7 @@ def check(columns: int, context: int) -> None:
         pages = (got[name].astype(np.float64) for name in ("keys", "values"))
         out, lse = shares(problem, by_head, *pages)
         used = np.isfinite(lse)
-        ours, ours_lse = got["attend"][:, : shape.queries], got["lse"][:, : shape.queries]
+        ours, ours_lse = halves_together(shape, got["attend"], got["lse"])
         print("shares ", f"{np.abs(np.where(used[..., None], ours - out, 0)).max() / np.abs(out).max():.4f}", end=" ")
         print("lse", f"{np.abs(ours_lse[used] - lse[used]).max():.4f}", "unused", np.unique(ours_lse[~used])[:4])
         wrong = np.abs(np.where(used, ours_lse, 0) - np.where(used, lse, 0)) > 0.1
@@ -275,11 +291,12 @@ def time_all(variants: list[str]) -> None:
         "bare": (without_attention, 1, 256, {}),
         "head2": (whole, 2, 256, {}),
         "4k": (whole, 1, 4000, {}),
-        "4k kv2": (whole, 1, 4000, {"kv_ring": 2}),
-        "4k kv6": (whole, 1, 4000, {"kv_ring": 6}),
+        "4k head2": (whole, 2, 4000, {}),
+        "4k kv2": (whole, 1, 4000, {"kv_in_flight": 2}),
+        "4k kv8": (whole, 1, 4000, {"kv_in_flight": 8}),
         "32k": (whole, 1, 32_000, {}),
-        "32k kv2": (whole, 1, 32_000, {"kv_ring": 2}),
-        "32k kv6": (whole, 1, 32_000, {"kv_ring": 6}),
+        "32k kv2": (whole, 1, 32_000, {"kv_in_flight": 2}),
+        "32k kv8": (whole, 1, 32_000, {"kv_in_flight": 8}),
     }
     for name in variants or cases:
         launches, columns, context, tuning = cases[name]
@@ -294,7 +311,7 @@ def main() -> None:
     if what == "time":
         time_all(variants)
     else:
-        for columns, context in ((1, 256), (2, 700)):
+        for columns, context in ((1, 256), (2, 700), (1, 4000), (2, 4000)):
             check(columns, context)
 
 

@@ -24,7 +24,7 @@ from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
 from smcjax.pallas.sharing import find_sharing
 
-PAGES_BY_ONE = 128  # of a row's table: up to here attention tasks are single pages
+PAGES_BY_ONE = 128  # of a row's table: up to here the one kernel's attention tasks are single pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,7 @@ class OneKernelPlan:
     """What the steps of one cycle have in common that run in one kernel."""
 
     tasks: Sharing  # what rows of a group share
+    prefetches: bool  # `prefetches` of their table
     norms: Float[Array, "norms E"]  # all of the model's, in its order
     stop_words: UInt[Array, "R words"]  # the law's stops, 32 to a word
 
@@ -170,14 +171,12 @@ def plan(
     )
     total = block_table.shape[0]
     widths = range(1, columns + 1)
-    task_slots = task_slots_of(block_table, page_size)
-    shapes = [
-        _one_kernel(config, params, total, width, rows, page_size, task_slots, implementation) for width in widths
-    ]
+    ahead = prefetches(block_table)
+    shapes = [_one_kernel(config, params, total, width, rows, page_size, ahead, implementation) for width in widths]
     if law.truncation is not None or not any(shapes):
         return Plan(sharing, keeps_laws=keeps_laws)
     tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
-    return Plan(sharing, OneKernelPlan(tasks, norms_of(params), pack_bits(law.stops)), keeps_laws)
+    return Plan(sharing, OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops)), keeps_laws)
 
 
 def tasks_of(
@@ -193,22 +192,18 @@ def tasks_of(
     return find_sharing(
         block_table,
         lengths,
-        settled,
+        settled if prefetches(block_table) else None,
         rows=rows,
         queries=config.num_heads // config.num_kv_heads,
         page_size=page_size,
-        chunk=task_slots_of(block_table, page_size),
+        chunk=decode_step.CHUNK,
         tiles=1,
     )
 
 
-def task_slots_of(block_table: Int[Array, "R M"], page_size: int) -> int:
-    """KV slots of an attention task of the one kernel.
-
-    Single pages, so that rows of a few pages of their own fill chunks together; whole chunks where pages are so many
-    that finding who shares them would take longer than reading some chunks for one row.
-    """
-    return page_size if block_table.shape[1] <= PAGES_BY_ONE else decode_step.CHUNK
+def prefetches(block_table: Int[Array, "R M"]) -> bool:
+    """Whether the one kernel fetches chunks of KV ahead of attention's turn, which pays where there are many."""
+    return block_table.shape[1] > PAGES_BY_ONE
 
 
 def norms_of(params: Params) -> Float[Array, "norms E"]:
@@ -232,7 +227,7 @@ def weights_of(params: Params, norms: Float[Array, "norms E"]) -> decode_step.We
 
 
 def shape_of(
-    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, task_slots: int, **tuning: int
+    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, prefetches: bool, **tuning: int
 ) -> decode_step.Shape:
     """The one kernel's static shape."""
     return decode_step.make_shape(
@@ -247,7 +242,7 @@ def shape_of(
         rows=rows,
         columns=columns,
         page_size=page_size,
-        task_slots=task_slots,
+        prefetches=prefetches,
         **tuning,
     )
 
@@ -267,8 +262,8 @@ def prepare(
     if plan.one_kernel is None:
         return steps
     _, total, columns = steps.positions.shape
-    task_slots = plan.one_kernel.tasks.chunk
-    shape = _one_kernel(config, params, total, columns, rows, page_size, task_slots, implementation)
+    ahead = plan.one_kernel.prefetches
+    shape = _one_kernel(config, params, total, columns, rows, page_size, ahead, implementation)
     if shape is None:
         return steps
     cos, sin = (
@@ -338,7 +333,7 @@ def _one_kernel(
     columns: int,
     rows: int,
     page_size: int,
-    task_slots: int,
+    prefetches: bool,
     implementation: str,
 ) -> decode_step.Shape | None:
     """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply."""
@@ -349,7 +344,7 @@ def _one_kernel(
     if not (plain and uses_kernels(implementation)):
         return None
     shape = shape_of(
-        config, groups=total // rows, rows=rows, columns=columns, page_size=page_size, task_slots=task_slots
+        config, groups=total // rows, rows=rows, columns=columns, page_size=page_size, prefetches=prefetches
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 

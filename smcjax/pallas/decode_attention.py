@@ -1,15 +1,19 @@
 """Attention inside the persistent decode step (`decode_kernel.py`): a block's share of one (group, KV head).
 
-A share is every S-th chunk of 64 slots of the group's tasks (`sharing.py`): a chunk holds one task, or several of
-single pages. The loader fills a ring of chunks by TMA, the consumer takes the online softmax of all the group's queries
-of that head over them, and when the blocks of the pair have met each merges some of the queries.
+A share is every S-th of the group's tasks (`sharing.py`), first its chunks, then its pieces, packed to chunks. Chunks
+hold nothing that the cycle writes, so they come through the weights' ring, long before the queries do; pieces through a
+ring of their own once the barrier is open. The consumer takes the online softmax of all the group's queries of that
+head over them, and when the blocks of the pair have met each merges some of the queries.
+
+The tensor core wants 64 rows. Where queries are half as many, the upper 32 rows read one chunk and the lower 32, the
+same queries again, the next: two products with all 64 rows each, of which half is kept, but one softmax.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import lanes
+from smcjax.pallas import lanes, online_softmax
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, Shape
-from smcjax.pallas.products import MASKED, QUERIES, Ref, across, interpreted_product, tensor_core_product
+from smcjax.pallas.online_softmax import Piece, Softmax
+from smcjax.pallas.products import MASKED, QUERIES, Ref, interpreted_product, tensor_core_product
+
+HALF = QUERIES // 2
+Unit = tuple[jax.Array, ...]  # (takes part, group, KV head, which of its splits, its chunks, its chunks of pieces)
 
 
 class Attention:
@@ -40,48 +48,108 @@ class Attention:
         self._shape, self._g, self._s, self._interpret = shape, operands, scratch, interpret
         self._block, self._step = block, step
         self._product = interpreted_product if interpret else tensor_core_product
+        self._exp2 = functools.partial(lanes.exp2, interpret=interpret)
 
-    # The loader's warpgroup.
+    def _unit(self) -> Unit:
+        """What this block reads.
 
-    def _unit(self) -> tuple[jax.Array, ...]:
-        """(takes part, group, KV head, which of its splits, chunks of that).
-
-        A split has every S-th chunk, because the last ones are masked and take longer.
+        Chunks go round the splits, and the chunks of pieces go on where they stop.
         """
-        shape = self._shape
+        shape, g = self._shape, self._g
         active = self._block < shape.attention_blocks
         pair = lax.div(self._block, shape.splits)
         group, head = lax.div(pair, shape.kv_heads), lax.rem(pair, shape.kv_heads)
         group = lax.min(group, shape.groups - 1)
-        count = lax.div(self._g.count[group, 0] + (shape.tasks_per_chunk - 1), shape.tasks_per_chunk)
         split = lax.rem(self._block, shape.splits)
-        return active, group, head, split, lax.div(count - split + (shape.splits - 1), shape.splits)
 
-    def start(self) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
-        """`_unit`, and the pages of its first chunk."""
+        def before(number: jax.Array) -> jax.Array:
+            """How many of the first `number` are this split's."""
+            return lax.div(number - split + (shape.splits - 1), shape.splits)
+
+        chunks = g.num_chunks[group, 0] if shape.prefetches else jnp.int32(0)
+        packed = lax.div(g.num_pieces[group, 0] + (shape.pieces_per_chunk - 1), shape.pieces_per_chunk)
+        own = before(chunks) if shape.prefetches else jnp.int32(0)
+        return active, group, head, split, own, before(chunks + packed) - own
+
+    # The weights' warpgroup.
+
+    def first_chunk(self) -> tuple[Unit, list[jax.Array]]:
+        """What `send` of every layer begins with: `_unit`, and the pages of its first chunk."""
         unit = self._unit()
-        _, group, _, split, _ = unit
-        return unit, self._pages_of(group, split)
+        return unit, self._pages(unit, jnp.int32(0))
 
-    def _pages_of(self, group: jax.Array, chunk: jax.Array) -> list[jax.Array]:
-        return [page for part in range(self._shape.tasks_per_chunk) for page in self._task(group, chunk, part)[0]]
+    def _pages(self, unit: Unit, number: jax.Array) -> list[jax.Array]:
+        """Of the block's `number`-th chunk."""
+        _, group, _, split, own, _ = unit
+        at = split + lax.clamp(0, number, lax.max(own - 1, 0)) * self._shape.splits
+        at = jnp.where(own > 0, at, 0)
+        return [self._g.chunks[group, 0, at, j] for j in range(self._shape.pieces_per_chunk)]
 
-    def load(self, layer: jax.Array, unit: tuple[jax.Array, ...], pages: list[jax.Array]) -> None:
-        """The queries, and the chunks of `unit` one after the other; `pages` are the first one's (`start`)."""
+    def send(
+        self,
+        layer: jax.Array,
+        start: tuple[Unit, list[jax.Array]],
+        t: jax.Array,
+        arrived: jax.Array,
+        wait: Callable[[jax.Array, jax.Array, int], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sends for the block's chunks: keys and values side by side in one place of the ring, or in two.
+
+        `t` counts the ring's places that were sent for and `arrived` those waited for; `wait(t, arrived, most)` makes
+        place t free and leaves fewer than `most` on their way.
+        """
+        shape, s = self._shape, self._s
+        unit, pages = start
+        active, _, head, _, own, _ = unit
+        tiles, page_size = shape.tiles_per_chunk, shape.page_size
+
+        def chunk(number: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            t, arrived, pages = carry
+            upcoming = self._pages(unit, number + 1)
+            for kind, refs in enumerate((self._g.keys, self._g.values)):
+                place, side = (t, kind) if tiles == 1 else (t + kind, 0)
+                slot = lax.rem(place, shape.ring)
+                if kind < tiles:
+                    arrived = wait(place, arrived, shape.kv_in_flight)
+                with lanes.of_layer(refs, layer, interpret=self._interpret) as ref:
+                    for j, page in enumerate(pages):
+                        target = s["chunk_smem"].at[slot, side, pl.ds(j * page_size, page_size)]
+                        plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, s["w_full"].at[slot])
+            for place in range(tiles):
+                for _ in range(shape.tile_arrivals - 2 * len(pages) // tiles):
+                    plgpu.barrier_arrive(s["w_full"].at[lax.rem(t + place, shape.ring)])
+            return t + tiles, arrived, upcoming
+
+        t, arrived, _ = lax.fori_loop(0, jnp.where(active, own, 0), chunk, (t, arrived, pages))
+        return t, arrived
+
+    # The loader's warpgroup.
+
+    def first_pieces(self) -> tuple[Unit, list[jax.Array]]:
+        """What `load` begins with: `_unit`, and the pages of its first chunk of pieces."""
+        unit = self._unit()
+        return unit, self._pages_of_pieces(unit, jnp.int32(0))
+
+    def _pages_of_pieces(self, unit: Unit, number: jax.Array) -> list[jax.Array]:
+        return [self._piece(unit, number, part)[0] for part in range(self._shape.pieces_per_chunk)]
+
+    def load(self, layer: jax.Array, unit: Unit, pages: list[jax.Array]) -> None:
+        """The queries, and the pieces of `unit` chunk by chunk; `pages` are the first one's."""
         shape = self._shape
-        active, group, head, split, chunks = unit
+        active, group, head, _, own, packed = unit
 
-        @pl.when(active & (chunks > 0))
+        @pl.when(active & (own + packed > 0))
         def _load() -> None:
-            rows = shape.group_tokens * shape.q_step
+            rows = shape.query_rows
             start = pl.multiple_of((head * shape.tokens + group * shape.group_tokens) * shape.q_step, 8)
-            plgpu.copy_gmem_to_smem(
-                self._g.q.at[pl.ds(start, rows)], self._s["q_smem"].at[pl.ds(0, rows)], self._s["q_full"]
-            )
+            for first in (0, HALF) if shape.paired else (0,):
+                plgpu.copy_gmem_to_smem(
+                    self._g.q.at[pl.ds(start, rows)], self._s["q_smem"].at[pl.ds(first, rows)], self._s["q_full"]
+                )
 
             def chunk(i: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
                 slot, again = lax.rem(i, shape.kv_ring), i >= shape.kv_ring
-                upcoming = self._pages_of(group, split + lax.min(i + 1, chunks - 1) * shape.splits)
+                upcoming = self._pages_of_pieces(unit, lax.min(i + 1, packed - 1))
                 for refs, kind in ((self._g.keys, "k"), (self._g.values, "v")):
                     free = self._s[kind + "_empty"].at[slot]
                     pl.when(again)(functools.partial(plgpu.barrier_wait, free))
@@ -91,168 +159,172 @@ class Attention:
                             plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, self._s[kind + "_full"].at[slot])
                 return upcoming
 
-            lax.fori_loop(0, chunks, chunk, pages)
+            lax.fori_loop(0, packed, chunk, pages)
 
-    def _task(self, group: jax.Array, chunk: jax.Array, part: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """(pages, first slot, rows that read it) of a part of a chunk; nobody reads what lies behind the last task."""
-        number = chunk * self._shape.tasks_per_chunk + part
-        valid = number < self._g.count[group, 0]
-        number = jnp.where(valid, number, 0)
-        *pages, place, members = (self._g.tasks[group, 0, number, field] for field in range(self._g.tasks.shape[3]))
-        return pages, place * self._shape.task_slots, jnp.where(valid, members, 0)
+    def _piece(self, unit: Unit, number: jax.Array, part: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(page, first slot, rows that read it) of a part of the block's `number`-th chunk of pieces.
+
+        Nobody reads what lies behind the last piece.
+        """
+        shape, g = self._shape, self._g
+        _, group, _, split, own, _ = unit
+        chunk = split + (own + number) * shape.splits
+        if shape.prefetches:
+            chunk -= g.num_chunks[group, 0]
+        at = chunk * shape.pieces_per_chunk + part
+        valid = at < g.num_pieces[group, 0]
+        at = jnp.where(valid, at, 0)
+        page, place, members = (g.pieces[group, 0, at, field] for field in range(3))
+        return page, place * shape.page_size, jnp.where(valid, members, 0)
 
     # The consumer's warpgroup.
 
-    def attend(self, when_idle: Callable[[], None]) -> None:
-        """Softmax over this block's share of the tasks of its (group, KV head); `when_idle()` if that is empty."""
-        shape, s = self._shape, self._s
-        active, group, _, split, chunks = self._unit()
-        scale = math.log2(math.e) / math.sqrt(shape.dim)
-        rows = plgpu.Layout.WGMMA.reduce(1)
+    def attend(self, t: jax.Array, when_idle: Callable[[], None]) -> jax.Array:
+        """Softmax over this block's share of the tasks of its (group, KV head); `when_idle()` if that is empty.
 
-        @pl.when(active & (chunks <= 0))
+        `t` counts places of the weights' ring, before and when it returns after.
+        """
+        shape, s, g = self._shape, self._s, self._g
+        unit = self._unit()
+        active, group, _, _, own, packed = unit
+
+        @pl.when(active & (own + packed <= 0))
         def _nothing() -> None:
             # Others wait for what their loader fetches after its own wait. Without one this block would run ahead: its
             # signal would open a barrier, or its share be cleared, before blocks that are still at work.
             when_idle()
             nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
-            self._g.partial_lse[self._block] = plgpu.layout_cast(nothing, rows)
+            g.partial_lse[self._block] = plgpu.layout_cast(nothing, online_softmax.ROWS)
 
-        @pl.when(active & (chunks > 0))
+        @pl.when(active & (own + packed > 0))
         def _some() -> None:
             now = self._step * shape.groups + group
-            limits = plgpu.load(self._g.limits.at[now], layout=rows, optimized=False)
-            sees, row = limits >> 5, limits & 31
-            lengths = [self._g.lengths[now * shape.rows + r] for r in range(shape.rows)]
-            width = shape.task_slots
-
-            def read(i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-                number = split + lax.min(i, chunks - 1) * shape.splits
-                return [self._task(group, number, part)[1:] for part in range(shape.tasks_per_chunk)]
-
-            def by_part(key: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
-                """The end of the part that each of a chunk's slots lies in."""
-                out = ends[-1]
-                for part in reversed(range(shape.tasks_per_chunk - 1)):
-                    out = jnp.where(key < (part + 1) * width, ends[part], out)
-                return out
-
-            # What pays with many chunks costs with few: a loop of its own for those that all queries see whole, and
-            # scores computed a chunk ahead.
-            many = shape.task_slots == CHUNK
-            masked_from = jnp.int32(0)
-            if many:
-                masked_from = lax.min(
-                    lax.div(self._g.clear[group, 0] - split + (shape.splits - 1), shape.splits), chunks
-                )
-            first_tasks = read(masked_from)
+            limits = plgpu.load(g.limits.at[now], layout=online_softmax.ROWS, optimized=False)
+            lengths = [g.lengths[now * shape.rows + r] for r in range(shape.rows)]
+            first = self._members(unit, jnp.int32(0)) if shape.prefetches else []
+            pieces = self._pieces(unit, jnp.int32(0))
             with jax.named_scope("wait q"):
                 plgpu.barrier_wait(s["q_full"])
-            q = s["q_smem"]
+            softmax = online_softmax.nothing_yet(shape.dim)
+            if shape.prefetches:
+                softmax = self._over_chunks(unit, t, limits & 31, first, softmax)
+            softmax = self._over_pieces(unit, limits, lengths, pieces, softmax)
+            g.partial[self._block], g.partial_lse[self._block] = online_softmax.result(softmax, -jnp.inf)
 
-            def slot_of(i: jax.Array) -> jax.Array:
-                return lax.rem(i, shape.kv_ring)
+        return t + jnp.where(active, own, 0) * shape.tiles_per_chunk if shape.prefetches else t
 
-            def keys(i: jax.Array) -> Ref:
-                return s["k_smem"].at[slot_of(i)].transpose((1, 0))
+    @property
+    def _scale(self) -> float:
+        return math.log2(math.e) / math.sqrt(self._shape.dim)
 
-            def arrived(i: jax.Array) -> None:
-                with jax.named_scope("wait k"):
-                    plgpu.barrier_wait(s["k_full"].at[slot_of(i)])
+    def _members(self, unit: Unit, turn: jax.Array) -> list[jax.Array]:
+        """Rows that read the chunks of a turn: one, or two of which the second may be none."""
+        shape = self._shape
+        _, group, _, split, own, _ = unit
+        chunks = [turn * 2, turn * 2 + 1] if shape.paired else [turn]
+        found = []
+        for number in chunks:
+            at = jnp.where(number < own, split + number * shape.splits, 0)
+            words = self._g.chunks[group, 0, at, shape.pieces_per_chunk + 1]
+            found.append(jnp.where(number < own, words, 0))
+        return found
 
-            def scores_of(i: jax.Array) -> jax.Array:
-                arrived(i)
-                return self._product(None, q, keys(i))
+    def _over_chunks(
+        self, unit: Unit, t: jax.Array, row: jax.Array, first: list[jax.Array], softmax: Softmax
+    ) -> Softmax:
+        """The chunks from the weights' ring, in which nothing but whole rows is masked."""
+        shape, s = self._shape, self._s
+        own, tiles = unit[4], shape.tiles_per_chunk
+        advance = functools.partial(online_softmax.advance, exp2=self._exp2, scale=self._scale)
 
-            def used(i: jax.Array, kind: str) -> None:
-                pl.when(i + shape.kv_ring < chunks)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot_of(i)]))
+        def places(number: jax.Array) -> list[jax.Array]:
+            return [lax.rem(t + number * tiles + place, shape.ring) for place in range(tiles)]
 
-            def limits_of(tasks: list[tuple[jax.Array, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
-                """Where, in each part of the chunk, what each query sees ends, and where what anyone sees does."""
-                visible, end = [], []
-                for part, (base, members) in enumerate(tasks):
-                    start = part * width
-                    visible.append(jnp.where(((members >> row) & 1) != 0, sees - base + start, 0))
-                    longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
-                    end.append(lax.clamp(start, functools.reduce(lax.max, longest) - base + start, start + width))
-                return visible, end
+        def keys(at: list[jax.Array]) -> Ref:
+            return s["chunk_smem"].at[at[0], 0].transpose((1, 0))
 
-            def clean(slot: jax.Array, end: list[jax.Array]) -> None:
-                """0 · NaN is NaN: slots that hold nothing must be zeros."""
-                full = functools.reduce(jnp.logical_and, [x == (part + 1) * width for part, x in enumerate(end)])
+        def values(at: list[jax.Array]) -> Ref:
+            return s["chunk_smem"].at[at[-1], 2 // tiles - 1]
 
-                @pl.when(jnp.logical_not(full))
-                def _clean() -> None:
-                    v = plgpu.layout_cast(s["v_smem"][slot], plgpu.Layout.WGMMA)
-                    at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-                    s["v_smem"][slot] = jnp.where(at < by_part(at, end), v, jnp.zeros_like(v))
-                    plgpu.commit_smem()
+        def wait(at: list[jax.Array]) -> None:
+            with jax.named_scope("wait chunk"):
+                for place in at:
+                    plgpu.barrier_wait(s["w_full"].at[place])
 
-            def softmax(
-                scores: jax.Array, acc: jax.Array, m: jax.Array, mass: jax.Array, visible: list[jax.Array]
-            ) -> tuple[jax.Array, ...]:
-                """Rescaled acc, new m and mass, weights; `visible` is empty where all is."""
-                scores = scores * scale
-                if visible:
-                    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                    ends = by_part(key, [across(of_part, scores.shape) for of_part in visible])
-                    scores = jnp.where(key < ends, scores, MASKED)
-                new_m = jnp.maximum(m, scores.max(axis=1))
-                alpha = jnp.exp2(m - new_m)
-                p = lanes.exp2(scores - across(new_m, scores.shape), interpret=self._interpret)
-                if visible:
-                    p = jnp.where(scores == MASKED, 0.0, p)  # a row of another branch sees nothing
-                mass = mass * alpha + p.sum(axis=1)
-                return acc * across(alpha, acc.shape), new_m, mass, p.astype(q.dtype)
+        def free(at: list[jax.Array]) -> None:
+            for place in at:
+                plgpu.barrier_arrive(s["w_empty"].at[place])
 
-            def chunk(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-                """Where there are many, the chunk whose scores are in `carry`; the next ones' come meanwhile."""
-                acc, m, mass, scores, tasks = carry
-                visible: list[jax.Array] = []
-                if masked:
-                    visible, end = limits_of(tasks)
-                    tasks = read(i + 1)  # a load from memory takes as long as a chunk
-                if not many:
-                    scores = scores_of(i)
-                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
-                elif self._interpret:
-                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
-                    acc, m, mass, p = softmax(scores, acc, m, mass, visible)
-                    scores = self._product(None, q, keys(i + 1))
-                else:
-                    pl.when(i + 1 < chunks)(lambda: arrived(i + 1))
+        def bias_of(members: jax.Array) -> jax.Array:
+            return jnp.where(((members >> row) & 1) != 0, 0.0, MASKED)
 
-                    def overlapped(upcoming: Ref) -> tuple[jax.Array, ...]:
-                        plgpu.wgmma(upcoming, q, keys(i + 1))
-                        done = lax.optimization_barrier(softmax(scores, acc, m, mass, visible))
-                        return (*done, upcoming[...])
+        def one(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            softmax, members = state
+            upcoming = self._members(unit, turn + 1)  # a load from memory takes as long as a chunk
+            at = places(turn)
+            wait(at)
+            softmax, p = advance(softmax, self._product(None, s["q_smem"], keys(at)), bias=bias_of(*members))
+            acc = self._product(softmax.acc, p, values(at))
+            free(at)
+            return softmax._replace(acc=acc), upcoming
 
-                    acc, m, mass, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, CHUNK), jnp.float32))
-                used(i + int(many), "k")
-                with jax.named_scope("wait v"):
-                    plgpu.barrier_wait(s["v_full"].at[slot_of(i)])
-                if masked:
-                    clean(slot_of(i), end)
-                acc = self._product(acc, p, s["v_smem"].at[slot_of(i)])
-                used(i, "v")
-                return acc, m, mass, scores if many else None, tasks
+        def two(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            softmax, members = state
+            upcoming = self._members(unit, turn + 1)
+            number = turn * 2
+            both = number + 1 < own
+            at, other = places(number), places(number + both.astype(jnp.int32))
+            upper = plgpu.broadcasted_iota(jnp.int32, (QUERIES, CHUNK), 0, layout=plgpu.Layout.WGMMA) < HALF
+            upper_row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.ROWS) < HALF
+            wait(at)
+            scores = self._product(None, s["q_smem"], keys(at))
+            pl.when(both)(lambda: wait(other))
+            scores = jnp.where(upper, scores, self._product(None, s["q_smem"], keys(other)))
+            above, below = (bias_of(of_half) for of_half in members)
+            softmax, p = advance(softmax, scores, bias=jnp.where(upper_row, above, below))
+            nothing = jnp.zeros_like(p)
+            acc = self._product(softmax.acc, jnp.where(upper, p, nothing), values(at))
+            acc = self._product(acc, jnp.where(upper, nothing, p), values(other))
+            free(at)
+            pl.when(both)(lambda: free(other))
+            return softmax._replace(acc=acc), upcoming
 
-            carry: tuple[Any, ...] = (
-                plgpu.layout_cast(jnp.zeros((QUERIES, shape.dim), jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), rows),
-                plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-                scores_of(jnp.int32(0)) if many else None,
-                first_tasks,
-            )
-            if many:
-                used(jnp.int32(0), "k")
-                carry = lax.fori_loop(0, masked_from, functools.partial(chunk, masked=False), carry)
-            carry = lax.fori_loop(masked_from, chunks, functools.partial(chunk, masked=True), carry)
-            acc, m, mass, *_ = carry
-            seen = mass > 0
-            mass = jnp.where(seen, mass, 1.0)
-            self._g.partial[self._block] = acc / across(mass, acc.shape)
-            self._g.partial_lse[self._block] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
+        turns, turn = (lax.div(own + 1, 2), two) if shape.paired else (own, one)
+        return lax.fori_loop(0, turns, turn, (softmax, first))[0]
+
+    def _pieces(self, unit: Unit, number: jax.Array) -> list[Piece]:
+        """The pieces of a chunk."""
+        return [Piece(*self._piece(unit, number, part)[1:]) for part in range(self._shape.pieces_per_chunk)]
+
+    def _over_pieces(
+        self, unit: Unit, limits: jax.Array, lengths: list[jax.Array], first: list[Piece], softmax: Softmax
+    ) -> Softmax:
+        """The pieces, of which each query sees what is its row's and not beyond itself."""
+        shape, s = self._shape, self._s
+        packed, width = unit[5], shape.page_size
+
+        def used(i: jax.Array, slot: jax.Array, kind: str) -> None:
+            pl.when(i + shape.kv_ring < packed)(lambda: plgpu.barrier_arrive(s[kind + "_empty"].at[slot]))
+
+        def chunk(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            softmax, pieces = state
+            slot = lax.rem(i, shape.kv_ring)
+            visible, held = online_softmax.ends_of(pieces, width, limits >> 5, limits & 31, lengths)
+            pieces = self._pieces(unit, lax.min(i + 1, packed - 1))
+            with jax.named_scope("wait k"):
+                plgpu.barrier_wait(s["k_full"].at[slot])
+            scores = self._product(None, s["q_smem"], s["k_smem"].at[slot].transpose((1, 0))) * self._scale
+            softmax, p = online_softmax.advance(softmax, online_softmax.masked(scores, visible, width), self._exp2)
+            used(i, slot, "k")
+            with jax.named_scope("wait v"):
+                plgpu.barrier_wait(s["v_full"].at[slot])
+            values = s["v_smem"].at[slot]
+            online_softmax.clean(values, held, width)
+            softmax = softmax._replace(acc=self._product(softmax.acc, p, values))
+            used(i, slot, "v")
+            return softmax, pieces
+
+        return lax.fori_loop(0, packed, chunk, (softmax, first))[0]
 
     def merge(self) -> None:
         """Weighs the splits' outputs by their log-sum-exp, each block a share of its (group, KV head)'s queries.
@@ -260,12 +332,13 @@ class Attention:
         128 elements, one or two query heads, at a time.
         """
         shape, g = self._shape, self._g
-        active, group, head, _, _ = self._unit()
+        active, group, head, *_ = self._unit()
         pair, split = lax.div(self._block, shape.splits), lax.rem(self._block, shape.splits)
         together = 128 // shape.dim
         vectors = shape.queries // together
         first, last = lax.div(split * vectors, shape.splits), lax.div((split + 1) * vectors, shape.splits)
         flat = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+        halves = (0, HALF) if shape.paired else (0,)
 
         def vector(number: jax.Array, _: None) -> None:
             query = number * together
@@ -273,12 +346,13 @@ class Attention:
             lses, outs = [], []
             for split in range(shape.splits):
                 block = pair * shape.splits + split
-                lse = jnp.broadcast_to(g.partial_lse[block, query], (128,))
-                if together == 2:
-                    other = jnp.broadcast_to(g.partial_lse[block, query + 1], (128,))
-                    lse = jnp.where(lane < shape.dim, lse, other)
-                lses.append(lse)
-                outs.append(jnp.reshape(g.partial[block, pl.ds(query, together)], (128,)))
+                for half in halves:
+                    lse = jnp.broadcast_to(g.partial_lse[block, half + query], (128,))
+                    if together == 2:
+                        other = jnp.broadcast_to(g.partial_lse[block, half + query + 1], (128,))
+                        lse = jnp.where(lane < shape.dim, lse, other)
+                    lses.append(lse)
+                    outs.append(jnp.reshape(g.partial[block, pl.ds(half + query, together)], (128,)))
             top = jnp.maximum(functools.reduce(jnp.maximum, lses), MASKED)
             weights = [jnp.exp2(lse - top) for lse in lses]
             total = jnp.maximum(functools.reduce(jnp.add, weights), 1e-30)

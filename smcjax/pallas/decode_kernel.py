@@ -5,7 +5,8 @@ one, every kernel waits for the last and starts the stream afresh. Here 132 bloc
 whole step, and three warpgroups of each share the work:
 
     weights     streams the block's share of all weight matrices through a ring in shared memory, across the
-                barriers between stages, because weights depend on nothing
+                barriers between stages, because weights depend on nothing; nor do keys and values of earlier cycles,
+                which come in their turn where there are many (`Shape.prefetches`)
     loader      waits for the grid's barrier before each stage, then fetches its activations, queries, keys and values
     consumer    multiplies, finishes (norm scale, rotary, KV write, softmax, residual, SwiGLU, sampling), signals
 
@@ -13,7 +14,7 @@ Stages of a layer, a grid-wide barrier after each, except that between `attend` 
 head wait for each other:
 
     qkv       qkv·(x∘g), times 1/rms(x); rotary; q to a buffer, k and v to their KV pages
-    attend    per (group, KV head, split): softmax over the split's share of the group's tasks, packed into chunks
+    attend    per (group, KV head, split): softmax over the split's share of the group's tasks
     merge     the splits' outputs, by their log-sum-exp
     o         x += o·attended;          x∘g for the next norm
     gate_up   silu(gate·(x∘g)/rms) ∘ (up·(x∘g)/rms)
@@ -59,12 +60,16 @@ class _Body:
         self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
         self.products = shape.products()
 
-    def __call__(self, g: Operands, *, turns_smem: Ref, **scratch: Ref) -> None:
+    def __call__(self, g: Operands, *, ring_smem: Ref, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
         names = (("x_smem", "fold_smem", "scale_smem"), ("k_smem", "v_smem", "q_smem"))
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
             self.s.update(zip(group, refs, strict=True))
+        if self.shape.prefetches:
+            self.s["w_smem"], self.s["chunk_smem"] = ring_smem
+        else:
+            self.s["w_smem"] = ring_smem
         self.block = lax.axis_index("block")
         self.step = g.step[0]
         self.attention = Attention(self.shape, g, self.s, block=self.block, step=self.step, interpret=self.interpret)
@@ -134,10 +139,14 @@ class _Body:
     def _weights(self) -> None:
         matrices = {"qkv": self.g.qkv, "o": self.g.o, "gate_up": self.g.gate_up, "down": self.g.down}
 
+        prefetched = self.attention.first_chunk() if self.shape.prefetches and "attend" in self.stages else None
+
         def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             for name in self.stages:
                 if name in matrices:
                     carry = self._stream(name, matrices[name], index, *carry)
+                elif name == "attend" and prefetched is not None:
+                    carry = self.attention.send(index, prefetched, *carry, self._claim)
             return carry
 
         carry = jnp.int32(0), jnp.int32(0)
@@ -160,33 +169,37 @@ class _Body:
         """Sends for the block's tiles of a matrix; `t` counts all that were sent for, `arrived` those waited for."""
         product, shape = self.products[name], self.shape
         first, last = self._span(product.units)
-        ring = shape.ring
 
         def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             t, arrived = carry
-            slot = lax.rem(t, ring)
-            if not self.interpret:
-                # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
-                early = (i < ring) | (name not in ("gate_up", "head"))
-                in_flight = jnp.where(early, shape.in_flight_early, shape.in_flight)
-                end = lax.max(t + 1 - in_flight, arrived)
-                lax.fori_loop(
-                    arrived, end, lambda n, _: plgpu.barrier_wait(self.s["w_full"].at[lax.rem(n, ring)]), None
-                )
-                arrived = end
-
-            @pl.when(t >= ring)
-            def _free() -> None:
-                plgpu.barrier_wait(self.s["w_empty"].at[slot])
-
+            slot = lax.rem(t, shape.ring)
+            # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
+            early = (i < shape.ring) | (name not in ("gate_up", "head"))
+            arrived = self._claim(t, arrived, jnp.where(early, shape.in_flight_early, shape.in_flight))
             with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
                 for target, row, column in self._tile(product, first, i):
                     source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
                     plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
+            for _ in range(shape.tile_arrivals - 4):
+                plgpu.barrier_arrive(self.s["w_full"].at[slot])
             return t + 1, arrived
 
         return lax.fori_loop(0, (last - first) * product.steps, tile, (t, arrived))
+
+    def _claim(self, t: jax.Array, arrived: jax.Array, in_flight: jax.Array | int) -> jax.Array:
+        """Until place t of the ring is free and less than `in_flight` are on their way; how many have arrived then."""
+        ring = self.shape.ring
+        if not self.interpret:
+            end = lax.max(t + 1 - in_flight, arrived)
+            lax.fori_loop(arrived, end, lambda n, _: plgpu.barrier_wait(self.s["w_full"].at[lax.rem(n, ring)]), None)
+            arrived = end
+
+        @pl.when(t >= ring)
+        def _free() -> None:
+            plgpu.barrier_wait(self.s["w_empty"].at[lax.rem(t, ring)])
+
+        return arrived
 
     def _tile(self, product: Product, first: jax.Array, number: jax.Array) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
@@ -204,7 +217,7 @@ class _Body:
 
         def layer(index: jax.Array, _: None) -> None:
             for name in self.stages:
-                start = self.attention.start() if name == "attend" else None  # loads that take as long as a barrier
+                start = self.attention.first_pieces() if name == "attend" else None  # take as long as a barrier
                 with jax.named_scope("barrier before " + name):
                     self._await(index, name)
                 with jax.named_scope("load for " + name):
@@ -259,7 +272,7 @@ class _Body:
             for name in self.stages:
                 if name == "attend":
                     with jax.named_scope("attend"):
-                        self.attention.attend(functools.partial(self._await, index, name))
+                        t = self.attention.attend(t, functools.partial(self._await, index, name))
                     if not self.alone:
                         with jax.named_scope("meet"):
                             self._meet(index)
@@ -508,12 +521,16 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:
-    copies = CHUNK // shape.page_size
+    copies = shape.pieces_per_chunk
     kv = (shape.kv_ring, CHUNK, shape.dim)
     x_slots = shape.x_rows // (2 * shape.tokens)
     bf16 = jnp.bfloat16
+    ring = plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=SWIZZLED)
+    if shape.prefetches:
+        chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=SWIZZLED)
+        ring = plgpu.RefUnion(ring, chunks)
     return {
-        "w_smem": plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=SWIZZLED),
+        "ring_smem": ring,
         "turns_smem": plgpu.RefUnion(
             (
                 plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=SWIZZLED),
@@ -526,12 +543,12 @@ def _scratch(shape: Shape) -> dict[str, Any]:
                 plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=SWIZZLED),
             ),
         ),
-        "w_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.ring),
+        "w_full": plgpu.Barrier(num_arrivals=shape.tile_arrivals, num_barriers=shape.ring),
         "w_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.ring),
         "x_full": plgpu.Barrier(num_arrivals=4, num_barriers=x_slots),
         "x_empty": plgpu.Barrier(num_arrivals=1, num_barriers=x_slots),
         "scale_ready": plgpu.Barrier(num_arrivals=1),
-        "q_full": plgpu.Barrier(num_arrivals=1),
+        "q_full": plgpu.Barrier(num_arrivals=2 if shape.paired else 1),
         "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
         "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.kv_ring),
         "k_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.kv_ring),

@@ -29,9 +29,10 @@ class Operands:
     inverse_temperature: Ref  # [M, 1] f32
     noise_scale: Ref  # [M, 1] f32: 0 takes the likeliest id
     forbidden: Ref  # [M, V/32] uint32: ids that may not be drawn, one bit each
-    tasks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, a chunk of 64 slots or a part of one each
-    clear: Ref  # [G, 1] int32: how many of them every query of a group sees whole; they come first
-    count: Ref  # [G, 1] int32: how many there are
+    chunks: Ref  # [G, 1, X, W + 2] int32: `smcjax.pallas.sharing`, tasks of 64 slots
+    num_chunks: Ref  # [G, 1] int32: how many there are
+    pieces: Ref  # [G, 1, X, 3] int32: tasks of a page
+    num_pieces: Ref  # [G, 1] int32: how many there are
     # From here on written:
     x: Ref  # [M, E] the residual stream
     xg: Ref  # [M, E] residual ∘ next norm's weight

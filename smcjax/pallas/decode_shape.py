@@ -36,17 +36,38 @@ class Shape:
     rows: int  # N, of a group
     group_tokens: int  # N · tokens a row
     page_size: int
-    task_slots: int  # KV slots of an attention task: CHUNK or a page
+    prefetches: bool  # KV chunks that no step of the cycle writes come with the weights, before attention's turn
     ring: int  # weight tiles in shared memory
     in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
     in_flight_early: int = 2  # the same for qkv, o, down, and until gate_up and head have filled the ring once
-    kv_ring: int = 2  # chunks
+    kv_in_flight: int = 4  # the same for KV chunks that are prefetched
+    kv_ring: int = 2  # chunks of pieces
     blocks: int = BLOCKS
 
     @property
-    def tasks_per_chunk(self) -> int:
-        """Attention tasks that are multiplied at once."""
-        return CHUNK // self.task_slots
+    def pieces_per_chunk(self) -> int:
+        """Pages that are multiplied at once, where tasks are single ones."""
+        return CHUNK // self.page_size
+
+    @property
+    def tiles_per_chunk(self) -> int:
+        """Places of the weights' ring that keys and values of a chunk take."""
+        return 2 * CHUNK * self.dim * 2 // WEIGHT_TILE
+
+    @property
+    def tile_arrivals(self) -> int:
+        """Copies that fill a place of the weights' ring, at most: four of weights."""
+        return max(4, 2 * self.pieces_per_chunk // self.tiles_per_chunk) if self.prefetches else 4
+
+    @property
+    def paired(self) -> bool:
+        """Whether two prefetched chunks are multiplied at once, each by its half of the 64 rows."""
+        return self.prefetches and self.query_rows <= QUERIES // 2
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the query buffer that a group takes."""
+        return self.group_tokens * self.q_step
 
     @property
     def per_kv_head(self) -> int:
@@ -147,12 +168,12 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.tokens in (8, 16)
         and shape.queries <= QUERIES
         and shape.queries * shape.dim % 128 == 0
-        and shape.group_tokens * shape.q_step % 8 == 0
+        and shape.query_rows % 8 == 0
         and shape.groups * shape.kv_heads <= shape.blocks
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
         and all(p.depth % (p.split * DEPTH) == 0 and _x_fits(shape, p) for p in products)
-        and shape.ring >= max(4, shape.in_flight)
+        and shape.ring >= max(4, shape.in_flight)  # two chunks of wide heads take four places
     )
 
 
@@ -182,15 +203,11 @@ def make_shape(
     rows: int,
     columns: int,
     page_size: int,
-    task_slots: int,
+    prefetches: bool,
     blocks: int = BLOCKS,
     **tuning: Any,
 ) -> Shape:
-    """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits.
-
-    Where tasks are whole chunks there are many of them, and what counts is how much KV is on its way.
-    """
-    defaults = {"ring": 0, "kv_ring": 4 if task_slots == CHUNK else 2}
+    """The shape for `groups` groups of `rows` rows of `columns` new tokens, with as deep a ring as fits."""
     shape = Shape(
         hidden=hidden,
         ffn=ffn,
@@ -204,8 +221,8 @@ def make_shape(
         rows=rows,
         group_tokens=rows * columns,
         page_size=page_size,
-        task_slots=task_slots,
-        **(defaults | tuning),
+        prefetches=prefetches,
+        **({"ring": 0} | tuning),
     )
     if shape.ring:
         return dataclasses.replace(shape, blocks=blocks)

@@ -115,6 +115,9 @@ def make_tables(
     limits = query_limits(
         positions.reshape(-1, columns), lengths.reshape(-1), rows=shape.rows, group=shape.per_kv_head, size=QUERIES
     )
+    if shape.paired:  # the second half are the same queries, which see nothing but prefetched chunks
+        half = QUERIES // 2
+        limits = limits.at[:, half:].set(limits[:, :half] & 31)
     return Tables(
         cos=by_token(cos),
         sin=by_token(sin),
@@ -151,7 +154,8 @@ def decode_step(
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
     `step` from 0 to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new
-    tokens', in chunks of 64 or a page, with one part. Weights and KV are bf16, tokens int32, log-probabilities f32.
+    tokens', with one part and chunks of 64 where the shape prefetches. Weights and KV are bf16, tokens int32,
+    log-probabilities f32.
     `supports(shape, dtype)` must hold: nothing here checks it.
 
     A jit of its own, so that a cycle's steps trace and lower the kernel once.
@@ -201,9 +205,10 @@ def make_operands(
         norms=weights.norms,
         step=jnp.asarray(step, jnp.int32).reshape(1),
         **{field.name: getattr(tables, field.name) for field in dataclasses.fields(Tables)},
-        tasks=sharing.tasks,
-        clear=sharing.clear,
-        count=sharing.count,
+        chunks=sharing.chunks,
+        num_chunks=sharing.num_chunks,
+        pieces=sharing.pieces,
+        num_pieces=sharing.num_pieces,
         x=jax.new_ref(x),
         xg=jax.new_ref((x.astype(f32) * weights.norms[0].astype(f32)).astype(bf16)),
         keys=tuple(jax.new_ref(pages) for pages in keys),

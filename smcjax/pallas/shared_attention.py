@@ -2,12 +2,12 @@
 
 The reference is `attention.py`, the plan `sharing.py`. One block serves a group, one key-value head, one part
 of the group's queries (all rows' T·G queries of a head, packed 64 to a warpgroup's product) and one share of the part's
-tasks, every S-th of them, because the last ones are masked and take longer:
+chunks, every S-th of them: first those that are tasks, then those into which its pieces are packed.
 
-    S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every task of the share
+    S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk of the share
 
-A warpgroup of its own walks the tasks and fills a ring in shared memory page by page, by TMA. The others compute, one
-for every 64 queries (a *tile*) of the part, times `subs`, which take the block's tasks in turn. Each leaves O/Σ and
+A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA. The others compute, one
+for every 64 queries (a *tile*) of the part, times `subs`, which take the block's chunks in turn. Each leaves O/Σ and
 log2 of Σ exp in f32; the second kernel merges them in a fixed order.
 """
 
@@ -26,13 +26,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas import online_softmax
+from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import (
     MASKED,
     QUERIES,
     STREAMING_MULTIPROCESSORS,
     SWIZZLED,
     Ref,
-    across,
     interpreted_product,
     tensor_core_product,
 )
@@ -46,6 +47,7 @@ MERGED = 128  # values that a block of the second kernel merges
 MOST_SHARES = 36
 
 Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
+Names = tuple[jax.Array, ...]  # pages of a chunk, or its page and its number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +79,10 @@ def _kernel(
     q_ref: Ref,  # [R, T, H, D] GMEM
     keys_ref: Ref,  # [P, B, Hkv, D] GMEM
     values_ref: Ref,  # [P, B, Hkv, D] GMEM
-    tasks_ref: Ref,  # [G, parts, tasks, W + 2] int32 GMEM: pages, chunk, rows
-    clear_ref: Ref,  # [G, parts] int32 GMEM
-    count_ref: Ref,  # [G, parts] int32 GMEM
+    chunks_ref: Ref,  # [G, parts, chunks, W + 2] int32 GMEM: pages, number, rows
+    num_chunks_ref: Ref,  # [G, parts] int32 GMEM
+    pieces_ref: Ref,  # [G, parts, pieces, 3] int32 GMEM: page, number, rows
+    num_pieces_ref: Ref,  # [G, parts] int32 GMEM
     limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
     lengths_ref: Ref,  # [R] int32 GMEM
     out_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f32 GMEM
@@ -97,13 +100,14 @@ def _kernel(
     tuning: Tuning,
     rows: int,
     chunk: int,
+    piece: int,
     product: Product,
     interpret: bool,
 ) -> None:
     _, columns, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
     group_heads = heads // kv_heads
-    per_chunk, fields = max(1, chunk // page_size), tasks_ref.shape[3]
+    per_chunk = chunk // piece
     stages, subs, tiles, warpgroups = tuning.stages, tuning.subs, tuning.tiles, tuning.warpgroups
     group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
     warpgroup = lax.axis_index("warpgroup")
@@ -117,24 +121,40 @@ def _kernel(
         part = jnp.where(beyond, p, part)
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
-    count = count_ref[group, part]
-    stop = lax.div(count - index + (splits - 1), splits)  # tasks of this share
+    settled, num_pieces = num_chunks_ref[group, part], num_pieces_ref[group, part]
+    packed = lax.div(num_pieces + (per_chunk - 1), per_chunk)
 
-    def task_of(number: jax.Array) -> jax.Array:
-        """The share's tasks, in order."""
-        return index + number * splits
+    def own(number: jax.Array) -> jax.Array:
+        """How many of the first `number` chunks are this share's."""
+        return lax.max(lax.div(number - index + (splits - 1), splits), 0)
+
+    settled_stop, stop = own(settled), own(settled + packed)
+
+    def piece_of(number: jax.Array, part_of_chunk: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(page, number, rows) of a piece of the share's `number`-th chunk; nobody reads what lies behind the last."""
+        at = (index + number * splits - settled) * per_chunk + part_of_chunk
+        valid = (at >= 0) & (at < num_pieces)
+        at = jnp.where(valid, at, 0)
+        page, place, members = (pieces_ref[group, part, at, field] for field in range(3))
+        return page, place, jnp.where(valid, members, 0)
 
     def load() -> None:
-        """Fills the ring; the next task's pages are looked up while this one's slot becomes free."""
+        """Fills the ring; the next chunk's pages are looked up while this one's slot becomes free.
 
-        def look_up(number: jax.Array) -> tuple[jax.Array, ...]:
-            task = task_of(number)
-            names = [tasks_ref[group, part, task, j] for j in range(per_chunk)]
-            if page_size > chunk:
-                names.append(tasks_ref[group, part, task, fields - 2])
-            return tuple(names)
+        Its number too, where pages are larger.
+        """
 
-        def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: tuple[jax.Array, ...]) -> None:
+        def look_up_chunk(number: jax.Array) -> Names:
+            at = index + lax.clamp(0, number, lax.max(settled_stop - 1, 0)) * splits
+            at = jnp.where(settled_stop > 0, at, 0)
+            names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
+            return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
+
+        def look_up_pieces(number: jax.Array) -> Names:
+            found = [piece_of(number, j) for j in range(per_chunk)]
+            return (found[0][0], found[0][1]) if page_size > chunk else tuple(page for page, _, _ in found)
+
+        def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: Names) -> None:
             if page_size > chunk:
                 offset = pl.multiple_of(lax.rem(names[1] * chunk, page_size), chunk)
                 page = source.at[names[0], pl.ds(offset, chunk), head]
@@ -144,8 +164,8 @@ def _kernel(
                 target = buffer.at[slot, pl.ds(j * page_size, page_size)]
                 plgpu.copy_gmem_to_smem(source.at[name, :, head], target, ready.at[slot])
 
-        def fill(number: jax.Array, names: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            following = look_up(lax.min(number + 1, stop - 1))
+        def fill(number: jax.Array, names: Names, *, look_up: Callable[[jax.Array], Names]) -> Names:
+            following = look_up(number + 1)
             slot = lax.rem(number, stages)
             again = number >= stages
             pl.when(again)(lambda: plgpu.barrier_wait(k_used.at[slot]))
@@ -161,7 +181,9 @@ def _kernel(
 
         @pl.when(stop > 0)
         def _() -> None:
-            lax.fori_loop(0, stop, fill, look_up(jnp.int32(0)))
+            pieces = look_up_pieces(settled_stop)
+            lax.fori_loop(0, settled_stop, functools.partial(fill, look_up=look_up_chunk), look_up_chunk(jnp.int32(0)))
+            lax.fori_loop(settled_stop, stop, functools.partial(fill, look_up=look_up_pieces), pieces)
             lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
 
     def compute() -> None:
@@ -194,9 +216,8 @@ def _kernel(
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
-            plgpu.Layout.WGMMA.reduce(1),
+            online_softmax.ROWS,
         )
-        visible, row = limits >> 5, limits & 31
         lengths = [lengths_ref[group * rows + r] for r in range(rows)]
         plgpu.barrier_wait(q_ready.at[warpgroup])
         q = q_smem.at[warpgroup]
@@ -216,98 +237,87 @@ def _kernel(
         def keys(turn: jax.Array) -> Ref:
             return k_smem.at[slot_of(turn)].transpose((1, 0))
 
-        def softmax(
-            turn: jax.Array, s: jax.Array, acc: jax.Array, m: jax.Array, mass: jax.Array, *, masked: bool
-        ) -> tuple[jax.Array, ...]:
-            """Rescaled acc, new m and mass, weights; where masked also the first key and the end of what is used."""
-            if masked:
-                task = task_of(turn * in_turn + sub)
-                base = tasks_ref[group, part, task, fields - 2] * chunk
-                members = tasks_ref[group, part, task, fields - 1]
-                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-                seen = jnp.where(((members >> row) & 1) != 0, visible - base, 0)
-                s = jnp.where(key < across(seen, s.shape), s * scale, MASKED)
-                new_m = jnp.maximum(m, s.max(axis=1))
-                p = jnp.exp2(s - across(new_m, s.shape))
-                end = jnp.int32(0)
-                for r in range(rows):
-                    end = jnp.where(((members >> r) & 1) != 0, lax.max(end, lengths[r]), end)
-            else:
-                base = end = jnp.int32(0)
-                new_m = jnp.maximum(m, s.max(axis=1) * scale)
-                p = jnp.exp2(s * scale - across(new_m, s.shape))
-            alpha = jnp.exp2(m - new_m)
-            mass = mass * alpha + p.sum(axis=1)
-            return acc * across(alpha, acc.shape), new_m, mass, p.astype(jnp.bfloat16), base, end
+        def members(turn: jax.Array) -> jax.Array:
+            """The rows that read a turn's chunk."""
+            at = index + lax.clamp(0, turn * in_turn + sub, lax.max(settled_stop - 1, 0)) * splits
+            return chunks_ref[group, part, jnp.where(settled_stop > 0, at, 0), per_chunk + 1]
 
-        def weigh(
-            turn: jax.Array, acc: jax.Array, p: jax.Array, base: jax.Array, end: jax.Array, *, masked: bool
-        ) -> jax.Array:
-            """acc + p · values."""
+        def pieces(turn: jax.Array) -> list[Piece]:
+            """The pieces of a turn's chunk."""
+            found = [piece_of(turn * in_turn + sub, j) for j in range(per_chunk)]
+            return [Piece(number * piece, rows_of) for _, number, rows_of in found]
+
+        def softmax_over_chunk(scores: jax.Array, so_far: Softmax, rows_of: jax.Array) -> tuple[Softmax, jax.Array]:
+            bias = jnp.where(((rows_of >> (limits & 31)) & 1) != 0, 0.0, MASKED)
+            return online_softmax.advance(so_far, scores, jnp.exp2, scale=scale, bias=bias)
+
+        def softmax_over_pieces(scores: jax.Array, so_far: Softmax, tasks: list[Piece]) -> tuple[Softmax, jax.Array]:
+            visible, _ = online_softmax.ends_of(tasks, piece, limits >> 5, limits & 31, lengths)
+            return online_softmax.advance(so_far, online_softmax.masked(scores * scale, visible, piece), jnp.exp2)
+
+        def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: list[Piece] | None) -> Softmax:
+            """With p · values; `tasks` are the pieces, some of which may hold nothing in some slots."""
             slot = slot_of(turn)
             plgpu.barrier_wait(v_ready.at[slot])
-            own = v_smem.at[slot]
-            if masked:  # 0 · NaN is NaN: slots that hold nothing for any row of the task must be zeros
-
-                @pl.when(end < base + chunk)
-                def _clean() -> None:
-                    v = plgpu.layout_cast(own[...], plgpu.Layout.WGMMA)
-                    key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + base
-                    own[...] = jnp.where(key < end, v, jnp.zeros_like(v))
-                    plgpu.commit_smem()
-
-            acc = product(acc, p, own)
+            values = v_smem.at[slot]
+            if tasks is not None:
+                _, held = online_softmax.ends_of(tasks, piece, limits >> 5, limits & 31, lengths)
+                online_softmax.clean(values, held, piece)
+            softmax = softmax._replace(acc=product(softmax.acc, p, values))
             used(v_used.at[slot])
-            return acc
+            return softmax
 
-        def step(turn: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
+        def step(turn: jax.Array, state: tuple[Any, ...], *, settled: bool) -> tuple[Any, ...]:
+            softmax, tasks = state
+            upcoming = members(turn + 1) if settled else pieces(turn + 1)  # takes as long as a chunk
             slot = slot_of(turn)
             plgpu.barrier_wait(k_ready.at[slot])
-            s = product(None, q, keys(turn))
+            scores = product(None, q, keys(turn))
             used(k_used.at[slot])
-            acc, m, mass, p, base, end = softmax(turn, s, *carry, masked=masked)
-            return weigh(turn, acc, p, base, end, masked=masked), m, mass
+            softmax, p = (softmax_over_chunk if settled else softmax_over_pieces)(scores, softmax, tasks)
+            return weigh(turn, softmax, p, None if settled else tasks), upcoming
 
-        def pipelined_step(turn: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
-            """The same with this turn's scores in `carry`; the next ones are computed while these are exponentiated."""
-            acc, m, mass, s = carry
+        def pipelined_step(turn: jax.Array, state: tuple[Any, ...], *, settled: bool) -> tuple[Any, ...]:
+            """The same with this turn's scores in `state`; the next ones are computed meanwhile."""
+            softmax, tasks, scores = state
+            upcoming = members(turn + 1) if settled else pieces(turn + 1)
+            over = softmax_over_chunk if settled else softmax_over_pieces
             more, following = turn + 1 < total, turn + 1
             pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
             if interpret:
-                acc, m, mass, p, base, end = softmax(turn, s, acc, m, mass, masked=masked)
-                s = product(None, q, keys(following))
+                softmax, p = over(scores, softmax, tasks)
+                scores = product(None, q, keys(following))
             else:
 
-                def overlapped(scores: Ref) -> tuple[jax.Array, ...]:
-                    plgpu.wgmma(scores, q, keys(following))
-                    done = softmax(turn, s, acc, m, mass, masked=masked)
-                    done = lax.optimization_barrier(done)
-                    return (*done, scores[...])
+                def overlapped(next_scores: Ref) -> tuple[Softmax, jax.Array, jax.Array]:
+                    plgpu.wgmma(next_scores, q, keys(following))
+                    done = lax.optimization_barrier(over(scores, softmax, tasks))
+                    return (*done, next_scores[...])
 
-                acc, m, mass, p, base, end, s = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, chunk), jnp.float32))
+                softmax, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, chunk), jnp.float32))
             pl.when(more)(lambda: used(k_used.at[slot_of(following)]))
-            return weigh(turn, acc, p, base, end, masked=masked), m, mass, s
+            return weigh(turn, softmax, p, None if settled else tasks), upcoming, scores
 
-        carry: tuple[jax.Array, ...] = (
-            plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
-        )
+        settled_turns = lax.min(turns(settled_stop), total)
+        first_members, first_pieces = members(jnp.int32(0)), pieces(settled_turns)
+        scores_ahead: tuple[jax.Array, ...] = ()
         if tuning.pipelined:
             zero = jnp.int32(0)
             pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
-            carry = (*carry, product(None, q, keys(zero)))
+            scores_ahead = (product(None, q, keys(zero)),)
             pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
             step = pipelined_step
-        clear = lax.min(turns(lax.div(clear_ref[group, part] - index + (splits - 1), splits)), total)
-        carry = lax.fori_loop(0, clear, functools.partial(step, masked=False), carry)
-        acc, m, mass = lax.fori_loop(clear, total, functools.partial(step, masked=True), carry)[:3]
-
-        worked = mass > 0
-        mass = jnp.where(worked, mass, 1.0)
+        softmax, _, *scores_ahead = lax.fori_loop(
+            0,
+            settled_turns,
+            functools.partial(step, settled=True),
+            (online_softmax.nothing_yet(dim), first_members, *scores_ahead),
+        )
+        softmax, *_ = lax.fori_loop(
+            settled_turns, total, functools.partial(step, settled=False), (softmax, first_pieces, *scores_ahead)
+        )
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
-        out_ref.at[place][...] = acc / across(mass, acc.shape)
-        lse_ref.at[place][...] = jnp.where(worked, m + jnp.log2(mass), 2 * MASKED)
+        out_ref.at[place][...], lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
 
     registers = REGISTERS.get(warpgroups)
 
@@ -409,7 +419,7 @@ def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
     """Whether this plan's parts are those of T = `columns` tokens a row, `group` query heads to a key-value head."""
     parts = -(-sharing.rows * columns * group // (tiles_of(sharing.rows * columns * group) * QUERIES))
     same = sharing.queries == columns * group
-    return sharing.count.shape[1] == parts and (same or parts == 1)
+    return sharing.num_pieces.shape[1] == parts and (same or parts == 1)
 
 
 def tiles_of(queries: int) -> int:
@@ -455,20 +465,20 @@ def shared_attention_mosaic(
     """Query (r, t) attends to slots 0…positions[r, t], as far as below `lengths[r]`, of the rows that were planned.
 
     `sharing` is the plan that `find_sharing` made of the rows' block table for this many queries a row; it must cover
-    `lengths`, and its settled slots must be seen by every query. What a query at or beyond `lengths` returns means
-    nothing, but is finite. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+    `lengths`, and its settled slots must be seen by every query of their rows. What a query at or beyond `lengths`
+    returns means nothing, but is finite. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.
     """
     all_rows, columns, heads, dim = q.shape
-    _, page_size, kv_heads, _ = key_pages.shape
+    kv_heads = key_pages.shape[2]
     rows, chunk = sharing.rows, sharing.chunk
     groups, group_heads = all_rows // rows, heads // kv_heads
     queries = rows * columns * group_heads
     if tuning is None:
         tuning = default_tuning(groups=groups, queries=queries, kv_heads=kv_heads, dim=dim, chunk=chunk)
-    if len(tuning.splits) != sharing.count.shape[1]:
-        raise ValueError(f"{sharing.count.shape[1]} parts in the plan, {len(tuning.splits)} in {tuning}")
+    if len(tuning.splits) != sharing.num_pieces.shape[1]:
+        raise ValueError(f"{sharing.num_pieces.shape[1]} parts in the plan, {len(tuning.splits)} in {tuning}")
     if tuning.stages % (tuning.subs * (tuning.tiles if tuning.alternates else 1)):
         raise ValueError(f"warpgroups that take turns must divide stages: {tuning}")
 
@@ -476,7 +486,7 @@ def shared_attention_mosaic(
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
     shares = sum(tuning.splits)
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
-    copies = max(1, chunk // page_size)
+    copies = sharing.pieces_per_chunk
     scratch: dict[str, Any] = {
         "q_rows": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype),
         "q_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype, transforms=SWIZZLED),
@@ -496,6 +506,7 @@ def shared_attention_mosaic(
             tuning=tuning,
             rows=rows,
             chunk=chunk,
+            piece=sharing.piece,
             product=interpreted_product if interpret else tensor_core_product,
             interpret=bool(interpret),
         ),
@@ -515,9 +526,10 @@ def shared_attention_mosaic(
         q,
         key_pages,
         value_pages,
-        sharing.tasks,
-        sharing.clear,
-        sharing.count,
+        sharing.chunks,
+        sharing.num_chunks,
+        sharing.pieces,
+        sharing.num_pieces,
         limits,
         lengths,
     )

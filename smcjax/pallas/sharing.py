@@ -1,14 +1,18 @@
-"""Who shares which KV: the tasks of an attention that reads a chunk of slots once for all rows that name its pages.
+"""Who shares which KV: the tasks of an attention that reads slots once for all rows that name their pages.
 
 The N rows of a group (the particles of a request) name mostly the same physical pages: all of them the prompt's, and
-after resampling every branch of their family tree those of its own past. A *chunk* is C consecutive slots of a row. Two
-rows share a chunk if the pages that it has in use are the same ones, and then read it in one *task*:
+after resampling every branch of their family tree those of its own past. Rows that name the same pages for the same
+slots read them in one *task*:
 
-    leader(r, c) = lowest row of the group whose pages of chunk c are those of row r
-    tasks        = the (c, r) with leader(r, c) = r, and the set of rows whose leader that is
+    leader(r, s) = lowest row of the group whose pages of slots s are those of row r
+    tasks        = the (s, r) with leader(r, s) = r, and the set of rows whose leader that is
 
-Found from block tables alone, on the device, with static shapes: a list as long as without any sharing, and how much of
-it counts. Tables change once a cycle, so one plan serves all forwards and layers of a cycle.
+There are two kinds. A *chunk* is C consecutive slots that all queries of its rows see, written before the cycle began:
+nothing in it is masked and it may be fetched at any time. What is left of a row is less than C slots and what the cycle
+itself writes: *pieces* of a page each, which a kernel packs into chunks.
+
+Found from block tables alone, on the device, with static shapes: lists as long as without any sharing, and how much of
+them counts. Tables change once a cycle, so one plan serves all forwards and layers of a cycle.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from smcjax.pallas.products import QUERIES
 
@@ -30,16 +34,22 @@ MAX_ROWS = 31  # of a group: the bits of an int32
 class Sharing:
     """The tasks of each group and *part*: queries of a group that one block of the kernel serves.
 
-    A task is W pages, its chunk's number and the set of its rows, a bit each. First come the *clear* tasks, of which
-    every query of the part sees every slot.
+    A task is W pages, its number (first slot over slots a task) and the set of its rows, a bit each.
     """
 
-    tasks: Int[Array, "G parts tasks fields"]
-    clear: Int[Array, "G parts"]  # how many of them are clear
-    count: Int[Array, "G parts"]  # how many there are
+    chunks: Int[Array, "G parts chunks W+2"]
+    num_chunks: Int[Array, "G parts"]  # how many of them there are
+    pieces: Int[Array, "G parts pieces 3"]
+    num_pieces: Int[Array, "G parts"]
     rows: int = dataclasses.field(metadata={"static": True})  # N
     queries: int = dataclasses.field(metadata={"static": True})  # of a row, for one key-value head: T·H/Hkv
     chunk: int = dataclasses.field(metadata={"static": True})  # C
+    piece: int = dataclasses.field(metadata={"static": True})  # slots of a piece: of a page, C at most
+
+    @property
+    def pieces_per_chunk(self) -> int:
+        """How many pieces are multiplied at once."""
+        return self.chunk // self.piece
 
 
 def parts_of(rows: int, queries: int, tiles: int = 2) -> list[range]:
@@ -54,7 +64,7 @@ def parts_of(rows: int, queries: int, tiles: int = 2) -> list[range]:
 def find_sharing(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
-    settled: Int[Array, " R"],
+    settled: Int[Array, " R"] | None,
     *,
     rows: int,
     queries: int,
@@ -65,61 +75,76 @@ def find_sharing(
     """The plan for groups of N = `rows` consecutive rows with `queries` queries a row and key-value head.
 
     `lengths` is how many slots of each row hold KV, or will when the plan is last used: 0 for a row that reads
-    nothing. `settled` is how many of them every query of every forward sees.
+    nothing. `settled` is how many of them every query of every forward sees; None makes pieces of everything.
     """
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows a group; a set of rows has {MAX_ROWS} bits")
-    groups = block_table.shape[0] // rows
-    per_chunk, per_page = max(1, chunk // page_size), max(1, page_size // chunk)
-    table = jnp.repeat(block_table, per_page, axis=1)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % per_chunk)))
-    pages = table.reshape(groups, rows, -1, per_chunk)
-    chunks = pages.shape[2]
-    lengths, settled = lengths.reshape(groups, rows), settled.reshape(groups, rows)
+    groups, piece = block_table.shape[0] // rows, min(chunk, page_size)
+    table = jnp.repeat(block_table, page_size // piece, axis=1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (chunk // piece))))
+    pages = table.reshape(groups, rows, -1)
+    in_parts = [np.array([row in part for row in range(rows)]) for part in parts_of(rows, queries, tiles)]
+    begin = jnp.zeros((groups, rows), jnp.int32)  # the first slot of each row that is in no chunk
+    lengths = lengths.reshape(groups, rows)
+    chunks, num_chunks = jnp.zeros((groups, len(in_parts), 1, chunk // piece + 2), jnp.int32), None
+    if settled is not None:
+        begin = jnp.minimum(settled.reshape(groups, rows), lengths) // chunk * chunk
+        chunks, num_chunks = _tasks(pages.reshape(groups, rows, -1, chunk // piece), 0 * begin, begin, chunk, in_parts)
+    pieces, num_pieces = _tasks(pages[..., None], begin, lengths, piece, in_parts)
+    return Sharing(
+        chunks=chunks,
+        num_chunks=jnp.zeros_like(num_pieces) if num_chunks is None else num_chunks,
+        pieces=pieces,
+        num_pieces=num_pieces,
+        rows=rows,
+        queries=queries,
+        chunk=chunk,
+        piece=piece,
+    )
 
-    # Pages beyond a row's end do not count: they become the trash page.
-    start = np.arange(chunks)[:, None] * chunk + np.arange(per_chunk) * page_size
-    pages = jnp.where(start < lengths[:, :, None, None], pages, 0)
-    reads = start[:, 0] < lengths[:, :, None]  # [G, N, chunks]
-    same = (pages[:, :, None] == pages[:, None]).all(-1) & reads[:, :, None] & reads[:, None]  # [G, N, N, chunks]
+
+def _tasks(
+    pages: Int[Array, "G N tasks W"],
+    begin: Int[Array, "G N"],
+    end: Int[Array, "G N"],
+    slots: int,
+    in_parts: list[np.ndarray],
+) -> tuple[Int[Array, "G parts NTasks W+2"], Int[Array, "G parts"]]:
+    """Each row's tasks of `slots` slots that hold some of `begin` to `end`, once for all rows with the same pages."""
+    groups, rows, count, _ = pages.shape
+    number = np.arange(count)
+    first = jnp.asarray(number * slots)
+    reads = (first >= begin[..., None]) & (first < end[..., None])  # [G, N, tasks]
+    same = (pages[:, :, None] == pages[:, None]).all(-1) & reads[:, :, None] & reads[:, None]  # [G, N, N, tasks]
     bit = 1 << np.arange(rows, dtype=np.int32)
-    members = jnp.sum(jnp.where(same, bit[:, None], 0), axis=2, dtype=jnp.int32)  # [G, N, chunks]
+    members = jnp.sum(jnp.where(same, bit[:, None], 0), axis=2, dtype=jnp.int32)  # [G, N, tasks]
     leads = reads & ((members & (bit - 1)[:, None]) == 0)
-
-    in_part = np.array([sum(1 << r for r in part) for part in parts_of(rows, queries, tiles)], np.int32)
-    live = jnp.sum(jnp.where(lengths > 0, bit, 0), axis=1, dtype=jnp.int32)[:, None] & in_part  # [G, parts]
-    member_of = np.array([[r in part for r in range(rows)] for part in parts_of(rows, queries, tiles)])
-    certain = jnp.min(
-        jnp.where(member_of & (lengths > 0)[:, None], settled[:, None], jnp.iinfo(jnp.int32).max), axis=2
-    )  # [G, parts]: slots that all queries of a part see
-
-    mine = leads[:, None] & ((members[:, None] & in_part[:, None, None]) != 0)  # [G, parts, N, chunks]
-    whole = (members[:, None] & live[:, :, None, None]) == live[:, :, None, None]
-    whole &= (np.arange(chunks) + 1) * chunk <= certain[:, :, None, None]
-
-    # A task's place: after the clear ones if it is not, then by chunk, then by row. Sums over what comes before it as
-    # one masked reduction each, where XLA makes a cumulative sum of many kernels.
-    kinds = jnp.stack([mine & whole, mine & ~whole])  # [2, G, parts, N, chunks]
-    row, number = np.arange(rows), np.arange(chunks)
-    lower = (row[:, None] < row)[:, :, None]  # [N (summed), N, 1]
-    within = jnp.sum(kinds[:, :, :, :, None] & lower, axis=3, dtype=jnp.int32)
-    per_chunk_tasks = jnp.sum(kinds, axis=3, dtype=jnp.int32)  # [2, G, parts, chunks]
-    before = jnp.sum(
-        jnp.where(number[:, None] < number, per_chunk_tasks[..., None], 0), axis=3, dtype=jnp.int32
-    )  # [2, G, parts, chunks]
-    num_clear, num_other = jnp.sum(per_chunk_tasks, axis=3, dtype=jnp.int32)
-    offset = jnp.stack([jnp.zeros_like(num_clear), num_clear])[..., None]
-    place = jnp.sum(jnp.where(kinds, within + (before + offset)[:, :, :, None], 0), axis=0, dtype=jnp.int32)
-    place = jnp.where(mine, place, chunks * rows)  # out of range: dropped
-
+    of_part = np.array([bit[in_part].sum() for in_part in in_parts], np.int32)
+    mine = leads[:, None] & ((members[:, None] & of_part[:, None, None]) != 0)  # [G, parts, N, tasks]
+    place, found = _places(mine)
     fields = jnp.concatenate(
         [pages, jnp.broadcast_to(number[:, None], (*members.shape, 1)), members[..., None]], axis=3, dtype=jnp.int32
-    )  # [G, N, chunks, W + 2]
-    fields = jnp.broadcast_to(fields[:, None], (*place.shape, per_chunk + 2))
-    group, part = np.ogrid[:groups, : len(in_part)]
-    tasks = jnp.zeros((groups, len(in_part), chunks * rows, per_chunk + 2), jnp.int32)
+    )  # [G, N, tasks, W + 2]
+    fields = jnp.broadcast_to(fields[:, None], (*place.shape, fields.shape[3]))
+    group, part = np.ogrid[:groups, : len(in_parts)]
+    tasks = jnp.zeros((groups, len(in_parts), rows * count, fields.shape[4]), jnp.int32)
     tasks = tasks.at[group[..., None, None], part[..., None, None], place].set(fields, mode="drop", unique_indices=True)
-    return Sharing(tasks=tasks, clear=num_clear, count=num_clear + num_other, rows=rows, queries=queries, chunk=chunk)
+    return tasks, found
+
+
+def _places(mine: Bool[Array, "G parts N tasks"]) -> tuple[Int[Array, "G parts N tasks"], Int[Array, "G parts"]]:
+    """Where each task goes, by its number and then its row, out of range where there is none; and how many there are.
+
+    Sums over what comes before it as one masked reduction each, where XLA makes a cumulative sum of many kernels.
+    """
+    _, _, rows, count = mine.shape
+    row, number = np.arange(rows), np.arange(count)
+    lower = (row[:, None] < row)[:, :, None]  # [N (summed), N, 1]
+    within = jnp.sum(mine[:, :, :, None] & lower, axis=2, dtype=jnp.int32)
+    by_number = jnp.sum(mine, axis=2, dtype=jnp.int32)  # [G, parts, tasks]
+    before = jnp.sum(jnp.where(number[:, None] < number, by_number[..., None], 0), axis=2, dtype=jnp.int32)
+    place = jnp.where(mine, within + before[:, :, None], rows * count)
+    return place, jnp.sum(by_number, axis=2, dtype=jnp.int32)
 
 
 def query_limits(

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding import next_token
-from smcjax.decoding.next_token import Head, norms_of, shape_of, task_slots_of, tasks_of, weights_of
+from smcjax.decoding.next_token import Head, norms_of, prefetches, shape_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
@@ -126,7 +126,7 @@ def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
         rows=problem.rows,
         columns=problem.columns,
         page_size=PAGE,
-        task_slots=task_slots_of(problem.table, PAGE),
+        prefetches=prefetches(problem.table),
         **tuning,
     )
 
@@ -244,9 +244,9 @@ def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypat
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config, where, blocks = CASES[case]
     problem, params = make_problem(config, **where), random_params(config)
-    shape = kernel_shape(problem, ring=3, blocks=blocks)
-    assert shape.tasks_per_chunk == (1 if by_chunks else 4)
-    assert ds.supports(dataclasses.replace(shape, ring=4), jnp.bfloat16)
+    shape = kernel_shape(problem, ring=4, blocks=blocks)
+    assert shape.prefetches == by_chunks
+    assert ds.supports(shape, jnp.bfloat16)
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
 
 
@@ -257,10 +257,13 @@ def test_the_noise_is_that_of_jax_random() -> None:
     np.testing.assert_allclose(ours, jax.random.gumbel(key, (4096,)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("by_chunks", [False, True])
 @pytest.mark.parametrize(
     ("name", "rows", "columns"), [("llama-3.2-1b", 8, 1), ("llama-3.2-1b", 8, 2), ("llama-3.1-8b", 1, 1)]
 )
-def test_lowers_to_cuda(name: str, rows: int, columns: int) -> None:
+def test_lowers_to_cuda(name: str, rows: int, columns: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_chunks:
+        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config = dataclasses.replace(SHAPES[name], num_layers=3)
     problem = make_problem(dataclasses.replace(TINY, num_layers=1), groups=1, rows=rows, columns=columns, context=40)
     struct = jax.ShapeDtypeStruct

@@ -44,8 +44,8 @@ def plan(
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: int, tiles: int, seed: int) -> None:
-    """In each part, each of its rows' slots lies in exactly one task of that row, on the row's own page; no sharable
-    chunk is read twice; clear tasks come first and every query of the part sees all of their slots."""
+    """In each part, each of its rows' slots lies in exactly one task of that row, on the row's own page; what two rows
+    both read by chunks or both by pieces is not read twice; of a chunk every slot is settled for all of its rows."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, WIDTH * page_size + 1, GROUPS * ROWS) * rng.integers(0, 2, GROUPS * ROWS)
     if rng.random() < 0.5:
@@ -55,42 +55,52 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
     arrays = (jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
     found = jax.tree.map(np.asarray, plan(*arrays, queries, page_size, chunk, tiles))
     span = min(page_size, chunk)
+    assert found.pieces_per_chunk * span == chunk
 
     for group in range(GROUPS):
         mine = range(group * ROWS, (group + 1) * ROWS)
         for index, part in enumerate(parts_of(ROWS, queries, tiles)):
-            tasks = found.tasks[group, index, : found.count[group, index]]
             covered: dict[tuple[int, int], int] = {}
-            reads = set()
-            for place, (*pages, number, members) in enumerate(tasks.tolist()):
-                rows = [r for r in range(ROWS) if members >> r & 1]
-                assert set(rows) & set(part)
-                assert (number, tuple(pages)) not in reads
-                reads.add((number, tuple(pages)))
-                for r in rows:
-                    length = lengths[mine[r]]
-                    for slot in range(number * chunk, min((number + 1) * chunk, length)):
-                        assert table[mine[r], slot // page_size] == pages[(slot - number * chunk) // span]
-                        covered[r, slot] = covered.get((r, slot), 0) + 1
-                if place < found.clear[group, index]:
-                    live = {r for r in part if lengths[mine[r]]}
-                    assert live <= set(rows)
-                    assert all((number + 1) * chunk <= settled[mine[r]] for r in live)
+            kinds = (
+                (found.chunks, found.num_chunks, chunk),
+                (found.pieces, found.num_pieces, span),
+            )
+            for tasks, count, slots in kinds:
+                reads = set()
+                numbers = []
+                for *pages, number, members in tasks[group, index, : count[group, index]].tolist():
+                    rows = [r for r in range(ROWS) if members >> r & 1]
+                    assert set(rows) & set(part)
+                    assert (number, tuple(pages)) not in reads
+                    reads.add((number, tuple(pages)))
+                    numbers.append((number, rows[0]))
+                    for r in rows:
+                        length, end = lengths[mine[r]], (number + 1) * slots
+                        assert slots == span or end <= settled[mine[r]]
+                        for slot in range(number * slots, min(end, length)):
+                            assert table[mine[r], slot // page_size] == pages[(slot - number * slots) // span]
+                            covered[r, slot] = covered.get((r, slot), 0) + 1
+                assert numbers == sorted(numbers)
             assert set(covered.values()) <= {1}
             assert {(r, s) for r, s in covered if r in part} == {(r, s) for r in part for s in range(lengths[mine[r]])}
 
 
 def test_a_common_prompt_is_read_once() -> None:
-    """Eight rows of 200 slots, 128 of them common: two tasks of all rows, then two of each row."""
+    """Eight rows of 200 slots, 128 of them common, 191 settled: two chunks of all rows, then each row's own pages."""
     table = np.zeros((8, 16), np.int32)
     table[:, :8] = np.arange(1, 9)
     table[:, 8:13] = np.arange(9, 49).reshape(8, 5)
     lengths = jnp.full(8, 200)
-    found = find_sharing(jnp.asarray(table), lengths, lengths - 9, rows=8, queries=4, page_size=16, chunk=64, tiles=2)
-    assert found.clear.tolist() == [[2]]
-    assert found.count.tolist() == [[2 + 2 * 8]]
-    assert found.tasks[0, 0, :2, -1].tolist() == [255, 255]
-    assert found.tasks[0, 0, :2, :4].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    terms = {"rows": 8, "queries": 4, "page_size": 16, "chunk": 64, "tiles": 2}
+    found = find_sharing(jnp.asarray(table), lengths, lengths - 9, **terms)
+    assert found.num_chunks.tolist() == [[2]]
+    assert found.chunks[0, 0, :2].tolist() == [[1, 2, 3, 4, 0, 255], [5, 6, 7, 8, 1, 255]]
+    assert found.num_pieces.tolist() == [[8 * 5]]
+    assert found.pieces[0, 0, :2].tolist() == [[9, 8, 1], [14, 8, 2]]
+    by_pieces = find_sharing(jnp.asarray(table), lengths, None, **terms)
+    assert by_pieces.num_chunks.tolist() == [[0]]
+    assert by_pieces.num_pieces.tolist() == [[8 + 8 * 5]]
+    assert by_pieces.pieces[0, 0, :2].tolist() == [[1, 0, 255], [2, 1, 255]]
 
 
 def test_parts() -> None:

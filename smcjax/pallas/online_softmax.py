@@ -1,0 +1,118 @@
+"""What attention kernels do with a chunk's scores, in the registers of one warpgroup: softmax as they come, and masks.
+
+    m' = max(m, s),  p = 2^(s − m'),  Σ' = Σ·2^(m − m') + Σ p,  O' = O·2^(m − m') + p·V
+
+with scores s in base 2, so times log2(e)/√D. A chunk that all of its rows see whole takes one bias a query, 0 or
+`MASKED`; one of *pieces* (`sharing.py`), each with rows and an end of its own, a mask of every score.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.products import MASKED, QUERIES, Ref, across
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value a query, as products leave their rows
+
+
+class Softmax(NamedTuple):
+    """What is known of the softmax of 64 queries so far."""
+
+    acc: jax.Array  # [64, D] f32: O
+    m: jax.Array  # [64] f32
+    mass: jax.Array  # [64] f32: Σ
+
+
+def nothing_yet(dim: int) -> Softmax:
+    """Before the first chunk. m lies between masked scores and all others, so that masked ones weigh 0 at once."""
+    return Softmax(
+        plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((QUERIES,), MASKED / 2, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS),
+    )
+
+
+def advance(
+    so_far: Softmax,
+    scores: jax.Array,
+    exp2: Callable[[jax.Array], jax.Array],
+    *,
+    scale: float = 1.0,
+    bias: jax.Array | None = None,
+) -> tuple[Softmax, jax.Array]:
+    """With these scores, times `scale` and plus a query's `bias`: all but p·V, and p in bf16."""
+    acc, m, mass = so_far
+    top = scores.max(axis=1)
+    if scale != 1.0:
+        top = top * scale
+        scores = scores * scale
+    if bias is not None:
+        top = top + bias
+    new_m = jnp.maximum(m, top)
+    p = exp2(scores + across(-new_m if bias is None else bias - new_m, scores.shape))
+    alpha = jnp.exp2(m - new_m)
+    return Softmax(acc * across(alpha, acc.shape), new_m, mass * alpha + p.sum(axis=1)), p.astype(jnp.bfloat16)
+
+
+def result(softmax: Softmax, empty: float) -> tuple[jax.Array, jax.Array]:
+    """O/Σ, and log2 of Σ exp: `empty` for queries that saw nothing."""
+    seen = softmax.mass > 0
+    mass = jnp.where(seen, softmax.mass, 1.0)
+    return softmax.acc / across(mass, softmax.acc.shape), jnp.where(seen, softmax.m + jnp.log2(mass), empty)
+
+
+class Piece(NamedTuple):
+    """One of the pieces of a chunk."""
+
+    first: jax.Array  # its first slot in the rows that read it
+    members: jax.Array  # these rows, a bit each
+
+
+def ends_of(
+    pieces: Sequence[Piece], width: int, sees: jax.Array, row: jax.Array, lengths: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Where in the chunk what a query sees of each piece ends, and where what any row holds of it does.
+
+    Pieces are `width` slots. Query i is of row `row[i]` and sees `sees[i]` slots of it; row r holds `lengths[r]`.
+    """
+    visible, held = [], []
+    for part, (first, members) in enumerate(pieces):
+        start = part * width
+        visible.append(jnp.where(((members >> row) & 1) != 0, sees - first + start, 0))
+        longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
+        held.append(lax.clamp(start, functools.reduce(lax.max, longest) - first + start, start + width))
+    return visible, held
+
+
+def _by_piece(slot: jax.Array, ends: Sequence[jax.Array], width: int) -> jax.Array:
+    """The end of the piece that each slot of a chunk lies in."""
+    out = ends[-1]
+    for part in reversed(range(len(ends) - 1)):
+        out = jnp.where(slot < (part + 1) * width, ends[part], out)
+    return out
+
+
+def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int) -> jax.Array:
+    """The scores of the slots that their query sees, `MASKED` elsewhere."""
+    slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where(slot < _by_piece(slot, [across(end, scores.shape) for end in visible], width), scores, MASKED)
+
+
+def clean(values: Ref, held: Sequence[jax.Array], width: int) -> None:
+    """Zeros in the slots of a chunk that hold nothing: 0 · NaN is NaN."""
+    full = functools.reduce(jnp.logical_and, [end == (part + 1) * width for part, end in enumerate(held)])
+
+    @pl.when(jnp.logical_not(full))
+    def _clean() -> None:
+        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+        slot = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(slot < _by_piece(slot, held, width), v, jnp.zeros_like(v))
+        plgpu.commit_smem()
