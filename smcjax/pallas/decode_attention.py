@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes, online_softmax
 from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import CHUNK, Shape
+from smcjax.pallas.decode_shape import CHUNK, Shape, Which
 from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, Ref, interpreted_product, tensor_core_product
 
@@ -88,12 +88,13 @@ class Attention:
     def send(
         self,
         layer: jax.Array,
+        half: Which,
         start: tuple[Unit, list[jax.Array]],
         t: jax.Array,
         arrived: jax.Array,
         wait: Callable[[jax.Array, jax.Array, int], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Sends for the block's chunks: keys and values side by side in one place of the ring, or in two.
+        """Sends for the block's chunks in a layer's first half: keys and values in one place of the ring, or in two.
 
         `t` counts the ring's places that were sent for and `arrived` those waited for; `wait(t, arrived, most)` makes
         place t free and leaves fewer than `most` on their way.
@@ -120,7 +121,7 @@ class Attention:
                     plgpu.barrier_arrive(s["w_full"].at[lax.rem(t + place, shape.ring)])
             return t + tiles, arrived, upcoming
 
-        t, arrived, _ = lax.fori_loop(0, jnp.where(active, own, 0), chunk, (t, arrived, pages))
+        t, arrived, _ = lax.fori_loop(0, jnp.where(active & (half == 0), own, 0), chunk, (t, arrived, pages))
         return t, arrived
 
     # The loader's warpgroup.
@@ -179,10 +180,15 @@ class Attention:
 
     # The consumer's warpgroup.
 
-    def attend(self, t: jax.Array, when_idle: Callable[[], None]) -> jax.Array:
+    def places(self) -> jax.Array:
+        """How many places of the weights' ring a layer's chunks take."""
+        active, *_, own, _ = self._unit()
+        return jnp.where(active, own, 0) * self._shape.tiles_per_chunk
+
+    def attend(self, t: jax.Array, when_idle: Callable[[], None]) -> None:
         """Softmax over this block's share of the tasks of its (group, KV head); `when_idle()` if that is empty.
 
-        `t` counts places of the weights' ring, before and when it returns after.
+        `t` counts places of the weights' ring.
         """
         shape, s, g = self._shape, self._s, self._g
         unit = self._unit()
@@ -210,8 +216,6 @@ class Attention:
                 softmax = self._over_chunks(unit, t, limits & 31, first, softmax)
             softmax = self._over_pieces(unit, limits, lengths, pieces, softmax)
             g.partial[self._block], g.partial_lse[self._block] = online_softmax.result(softmax, -jnp.inf)
-
-        return t + jnp.where(active, own, 0) * shape.tiles_per_chunk if shape.prefetches else t
 
     @property
     def _scale(self) -> float:

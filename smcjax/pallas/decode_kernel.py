@@ -45,12 +45,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.pallas import lanes
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Product, Shape
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Turn, Which
 from smcjax.pallas.noise import gumbel
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
+HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
+
+
+def _when(condition: Any, do: Callable[[], None]) -> None:
+    """`do()` where a condition holds, which may be known when this is traced."""
+    if isinstance(condition, bool):
+        if condition:
+            do()
+    else:
+        pl.when(condition)(do)
 
 
 class _Body:
@@ -58,7 +68,7 @@ class _Body:
 
     def __init__(self, shape: Shape, stages: tuple[str, ...], with_head: bool, interpret: bool) -> None:
         self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
-        self.products = shape.products()
+        self.turns = shape.turns()
 
     def __call__(self, g: Operands, *, ring_smem: Ref, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
@@ -85,18 +95,35 @@ class _Body:
 
     # Order of stages, the same for all three.
 
-    def _span(self, units: int) -> tuple[jax.Array, jax.Array]:
+    def _over_halves(self, do: Callable[[Any, Which, Any], Any], carry: Any) -> Any:
+        """`do(layer, half, carry)` for both halves of each layer, as many as there are stages of."""
+        halves = [half for half, names in enumerate(HALVES) if set(names) & set(self.stages)]
+        if len(halves) == 1:
+            return lax.fori_loop(0, self.layers, lambda layer, carry: do(layer, halves[0], carry), carry)
+        if not halves:
+            return carry
+        return lax.fori_loop(0, 2 * self.layers, lambda i, carry: do(i >> 1, i & 1, carry), carry)
+
+    def _has(self, turn: str, half: Which) -> bool:
+        """Whether this turn of a half is among the stages."""
+        names = self.turns[turn].names
+        return (names[half] if isinstance(half, int) else names[0]) in self.stages
+
+    def _span(self, units: Any) -> tuple[jax.Array, jax.Array]:
         """This block's units. To give the first blocks one each took a step longer (docs/performance.md)."""
         return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
+
+    def _units(self, turn: str, half: Which) -> tuple[jax.Array, jax.Array]:
+        return self._span(self.turns[turn].pick(half, lambda product: product.units))
 
     def _signals(self, name: str) -> int:
         """How many blocks take part in a stage."""
         shape = self.shape
         if name == "attend":
             return shape.attention_blocks
-        return min(shape.blocks, self.products[name].units)
+        return min(shape.blocks, shape.products()[name].units)
 
-    def _await(self, layer: Any, name: str) -> None:
+    def _await(self, layer: Any, turn: str, half: Which = 0) -> None:
         """Until every block has finished the stages before this one.
 
         Signals count for any stage. But a block takes part in one only after this wait, so none is given before all
@@ -105,7 +132,9 @@ class _Body:
         if self.alone:
             return
         signals = [self._signals(stage) for stage in self.stages]
-        number = layer * sum(signals) + sum(signals[: self.stages.index(name)])
+        names = self.turns[turn].names if turn in self.turns else (turn,)
+        before = [sum(signals[: self.stages.index(name)]) if name in self.stages else 0 for name in names]
+        number = layer * sum(signals) + (before[half] if isinstance(half, int) else jnp.where(half == 0, *before))
 
         @pl.when(number > 0)
         def _wait() -> None:
@@ -113,16 +142,12 @@ class _Body:
 
         lanes.proxy_fence(interpret=self.interpret)
 
-    def _finish(self, name: str) -> None:
+    def _finish(self, takes_part: jax.Array) -> None:
         """This block has finished a stage, if it took part."""
         if self.alone:
             return
-        if name == "attend":
-            takes_part = self.block < self._signals(name)
-        else:
-            first, last = self._span(self.products[name].units)
-            takes_part = first < last
-        pl.when(takes_part)(lambda: plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu"))
+        with jax.named_scope("signal"):
+            pl.when(takes_part)(lambda: plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu"))
 
     def _meet(self, layer: jax.Array) -> None:
         """Until the blocks of this (group, KV head) have written their shares of the layer's attention."""
@@ -137,23 +162,21 @@ class _Body:
     # The weights' warpgroup.
 
     def _weights(self) -> None:
-        matrices = {"qkv": self.g.qkv, "o": self.g.o, "gate_up": self.g.gate_up, "down": self.g.down}
+        attends = self.shape.prefetches and "attend" in self.stages
+        prefetched = self.attention.first_chunk() if attends else None
 
-        prefetched = self.attention.first_chunk() if self.shape.prefetches and "attend" in self.stages else None
-
-        def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            for name in self.stages:
-                if name in matrices:
-                    carry = self._stream(name, matrices[name], index, *carry)
-                elif name == "attend" and prefetched is not None:
-                    carry = self.attention.send(index, prefetched, *carry, self._claim)
+        def half_layer(layer: Any, half: Which, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            if self._has("of_x", half):
+                carry = self._stream("of_x", (self.g.qkv, self.g.gate_up), layer, half, *carry)
+            if prefetched is not None:
+                carry = self.attention.send(layer, half, prefetched, *carry, self._claim)
+            if self._has("of_stage", half):
+                carry = self._stream("of_stage", (self.g.o, self.g.down), layer, half, *carry)
             return carry
 
-        carry = jnp.int32(0), jnp.int32(0)
-        if self.stages:
-            carry = lax.fori_loop(0, self.layers, layer, carry)
+        carry = self._over_halves(half_layer, (jnp.int32(0), jnp.int32(0)))
         if self.with_head:
-            carry = self._stream("head", self.g.head, jnp.int32(0), *carry)
+            carry = self._stream("head", (self.g.head,), jnp.int32(0), 0, *carry)
         # Wait until the ring has drained: a barrier must not die with an arrival to come.
         t, _ = carry
         ring = self.shape.ring
@@ -164,20 +187,34 @@ class _Body:
         lax.fori_loop(lax.max(t - ring, 0), t, drain, None)
 
     def _stream(
-        self, name: str, refs: Sequence[Ref], layer: jax.Array, t: jax.Array, arrived: jax.Array
+        self,
+        turn: str,
+        matrices: Sequence[Sequence[Ref]],
+        layer: jax.Array,
+        half: Which,
+        t: jax.Array,
+        arrived: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Sends for the block's tiles of a matrix; `t` counts all that were sent for, `arrived` those waited for."""
-        product, shape = self.products[name], self.shape
-        first, last = self._span(product.units)
+        shape = self.shape
+        products = self.turns[turn]
+        first, last = self._units(turn, half)
+        steps = products.pick(half, lambda product: product.steps)
+        if isinstance(half, int):
+            refs, index = matrices[half], layer
+        else:
+            refs, index = [ref for each in matrices for ref in each], half * len(matrices[0]) + layer
 
         def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             t, arrived = carry
             slot = lax.rem(t, shape.ring)
             # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
-            early = (i < shape.ring) | (name not in ("gate_up", "head"))
-            arrived = self._claim(t, arrived, jnp.where(early, shape.in_flight_early, shape.in_flight))
-            with lanes.of_layer(refs, layer, interpret=self.interpret) as ref:
-                for target, row, column in self._tile(product, first, i):
+            late = i >= shape.ring
+            if turn != "head":
+                late &= jnp.bool_(turn == "of_x") & (half == 1)
+            arrived = self._claim(t, arrived, jnp.where(late, shape.in_flight, shape.in_flight_early))
+            with lanes.of_layer(refs, index, interpret=self.interpret) as ref:
+                for target, row, column in self._tile(products, half, steps, first, i):
                     source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
                     plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
@@ -185,15 +222,16 @@ class _Body:
                 plgpu.barrier_arrive(self.s["w_full"].at[slot])
             return t + 1, arrived
 
-        return lax.fori_loop(0, (last - first) * product.steps, tile, (t, arrived))
+        return lax.fori_loop(0, (last - first) * steps, tile, (t, arrived))
 
     def _claim(self, t: jax.Array, arrived: jax.Array, in_flight: jax.Array | int) -> jax.Array:
         """Until place t of the ring is free and less than `in_flight` are on their way; how many have arrived then."""
         ring = self.shape.ring
         if not self.interpret:
-            end = lax.max(t + 1 - in_flight, arrived)
-            lax.fori_loop(arrived, end, lambda n, _: plgpu.barrier_wait(self.s["w_full"].at[lax.rem(n, ring)]), None)
-            arrived = end
+            for _ in range(2):  # a place is taken at a time, so two converge; a loop would be unrolled further
+                late = arrived <= t - in_flight
+                pl.when(late)(functools.partial(plgpu.barrier_wait, self.s["w_full"].at[lax.rem(arrived, ring)]))
+                arrived = arrived + late.astype(jnp.int32)
 
         @pl.when(t >= ring)
         def _free() -> None:
@@ -201,46 +239,62 @@ class _Body:
 
         return arrived
 
-    def _tile(self, product: Product, first: jax.Array, number: jax.Array) -> list[tuple[int, jax.Array, jax.Array]]:
+    def _tile(
+        self, turn: Turn, half: Which, steps: Any, first: jax.Array, number: jax.Array
+    ) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
-        unit, step = first + lax.div(number, product.steps), lax.rem(number, product.steps)
+        unit, step = first + lax.div(number, steps), lax.rem(number, steps)
+        part_length = turn.pick(half, lambda product: product.part)
         return [
-            ((part * product.pieces + piece) * TILE, start, part * product.part + step * DEPTH)
-            for part in range(product.split)
-            for piece, start in enumerate(product.tiles(unit))
+            ((part * turn.pieces + piece) * TILE, start, part * part_length + step * DEPTH)
+            for part in range(turn.split)
+            for piece, start in enumerate(turn.rows(half, unit))
         ]
 
     # The loader's warpgroup.
 
     def _loader(self) -> None:
-        sources = {"qkv": self.g.xg, "o": self.g.attended, "gate_up": self.g.xg, "down": self.g.h}
+        def half_layer(layer: Any, half: Which, _: None) -> None:
+            if self._has("of_x", half):
+                with jax.named_scope("barrier before qkv or gate_up"):
+                    self._await(layer, "of_x", half)
+                with jax.named_scope("load for qkv or gate_up"):
+                    self._load_x("of_x", (self.g.xg, self.g.xg), half, scaled=True)
+            if "attend" in self.stages:
+                _when(half == 0, functools.partial(attend, layer))
+            if self._has("of_stage", half):
+                with jax.named_scope("barrier before o or down"):
+                    self._await(layer, "of_stage", half)
+                with jax.named_scope("load for o or down"):
+                    self._load_x("of_stage", (self.g.attended, self.g.h), half, scaled=False)
 
-        def layer(index: jax.Array, _: None) -> None:
-            for name in self.stages:
-                start = self.attention.first_pieces() if name == "attend" else None  # take as long as a barrier
-                with jax.named_scope("barrier before " + name):
-                    self._await(index, name)
-                with jax.named_scope("load for " + name):
-                    if start is not None:
-                        self.attention.load(index, *start)
-                    elif name in sources:
-                        self._load_x(self.products[name], sources[name], scaled=name in ("qkv", "gate_up"))
+        def attend(layer: Any) -> None:
+            start = self.attention.first_pieces()  # loads that take as long as a barrier
+            with jax.named_scope("barrier before attend"):
+                self._await(layer, "attend")
+            with jax.named_scope("load for attend"):
+                self.attention.load(layer, *start)
 
-        if self.stages:
-            lax.fori_loop(0, self.layers, layer, None)
+        self._over_halves(half_layer, None)
         if self.with_head:
             if self.stages:
                 self._await(jnp.int32(self.layers), self.stages[0])
-            self._load_x(self.products["head"], self.g.xg, scaled=True)
+            self._load_x("head", (self.g.xg,), 0, scaled=True)
 
-    def _x_slots(self, product: Product) -> int:
-        return self.shape.x_rows // (product.split * self.shape.tokens)
+    def _x_slots(self, turn: str) -> int:
+        return self.shape.x_rows // (self.turns[turn].split * self.shape.tokens)
 
-    def _load_x(self, product: Product, source: Ref, *, scaled: bool) -> None:
+    def _load_x(self, turn: str, sources: tuple[Ref, ...], half: Which, *, scaled: bool) -> None:
         """The activations of a product, in tiles that face the weight tiles; and 1/rms."""
-        first, last = self._span(product.units)
-        tokens, slots = self.shape.tokens, self._x_slots(product)
-        rows = product.split * tokens
+        products = self.turns[turn]
+        first, last = self._units(turn, half)
+        tokens, slots = self.shape.tokens, self._x_slots(turn)
+        rows = products.split * tokens
+        part_length = products.pick(half, lambda product: product.part)
+        if isinstance(half, int) or sources[0] is sources[-1]:
+            refs, index = (sources[half if isinstance(half, int) else 0],), jnp.int32(0)
+        else:
+            refs, index = sources, half
 
         @pl.when(first < last)
         def _load() -> None:
@@ -251,16 +305,17 @@ class _Body:
                 def _free() -> None:
                     plgpu.barrier_wait(self.s["x_empty"].at[slot])
 
-                for part in range(product.split):
-                    columns = pl.ds(pl.multiple_of(part * product.part + step * DEPTH, DEPTH), DEPTH)
-                    target = pl.ds(pl.multiple_of(slot * rows + part * tokens, 8), tokens)
-                    plgpu.copy_gmem_to_smem(
-                        source.at[:, columns], self.s["x_smem"].at[target], self.s["x_full"].at[slot]
-                    )
-                for _unused in range(4 - product.split):  # the barrier counts four arrivals whatever the split
+                with lanes.of_layer(refs, index, interpret=self.interpret) as source:
+                    for part in range(products.split):
+                        columns = pl.ds(pl.multiple_of(part * part_length + step * DEPTH, DEPTH), DEPTH)
+                        target = pl.ds(pl.multiple_of(slot * rows + part * tokens, 8), tokens)
+                        plgpu.copy_gmem_to_smem(
+                            source.at[:, columns], self.s["x_smem"].at[target], self.s["x_full"].at[slot]
+                        )
+                for _unused in range(4 - products.split):  # the barrier counts four arrivals whatever the split
                     plgpu.barrier_arrive(self.s["x_full"].at[slot])
 
-            lax.fori_loop(0, product.steps, tile, None)
+            lax.fori_loop(0, products.pick(half, lambda product: product.steps), tile, None)
             if scaled:
                 lanes.inverse_rms(self.g.x, self.s["scale_smem"], self.shape.eps, interpret=self.interpret)
                 plgpu.barrier_arrive(self.s["scale_ready"])
@@ -268,60 +323,67 @@ class _Body:
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
-        def layer(index: jax.Array, t: jax.Array) -> jax.Array:
-            for name in self.stages:
-                if name == "attend":
-                    with jax.named_scope("attend"):
-                        t = self.attention.attend(t, functools.partial(self._await, index, name))
-                    if not self.alone:
-                        with jax.named_scope("meet"):
-                            self._meet(index)
-                        with jax.named_scope("merge"):
-                            self.attention.merge()
-                elif name == "merge":  # of its own where there are no semaphores
-                    self.attention.merge()
-                else:
-                    early, finish = (getattr(self, f"_{part}_{name}") for part in ("early", "finish"))
-                    with jax.named_scope(name):
-                        t, _ = self._multiply(
-                            self.products[name],
-                            functools.partial(finish, index),
-                            t,
-                            None,
-                            functools.partial(early, index),
-                        )
-                with jax.named_scope("signal"):
-                    self._finish(name)
+        attention = self.attention
+
+        def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
+            if self._has("of_x", half):
+                with jax.named_scope("qkv or gate_up"):
+                    finish = functools.partial(self._finish_of_x, layer, half)
+                    t, _ = self._multiply("of_x", half, finish, t, None, functools.partial(self._early_of_x, half))
+                first, last = self._units("of_x", half)
+                self._finish(first < last)
+            if "attend" in self.stages:
+                _when(half == 0, lambda: attend(layer, t))
+                t = t + jnp.where(half == 0, attention.places(), 0)
+            if "merge" in self.stages:  # of its own where there are no semaphores
+                attention.merge()
+            if self._has("of_stage", half):
+                with jax.named_scope("o or down"):
+                    early = functools.partial(self._early_of_stage, layer, half)
+                    t, _ = self._multiply("of_stage", half, self._finish_of_stage, t, None, early)
+                first, last = self._units("of_stage", half)
+                self._finish(first < last)
             return t
 
-        t = jnp.int32(0)
-        if self.stages:
-            t = lax.fori_loop(0, self.layers, layer, t)
+        def attend(layer: Any, t: jax.Array) -> None:
+            with jax.named_scope("attend"):
+                attention.attend(t, functools.partial(self._await, layer, "attend"))
+            if not self.alone:
+                with jax.named_scope("meet"):
+                    self._meet(layer)
+                with jax.named_scope("merge"):
+                    attention.merge()
+            self._finish(self.block < self._signals("attend"))
+
+        t = self._over_halves(half_layer, jnp.int32(0))
         if self.with_head:
             self._sample(t)
 
     def _multiply(
         self,
-        product: Product,
+        turn: str,
+        half: Which,
         finish: Callable[..., Any],
         t: jax.Array,
         state: Any,
-        early: Callable[[jax.Array], Any] = lambda unit: None,
+        early: Callable[[jax.Array], Any],
     ) -> tuple[jax.Array, Any]:
         """All units of this block: `finish(unit, first of them, early(unit), tiles, state)` each.
 
         `early` loads what `finish` needs while the tensor core is at work.
         """
-        first, last = self._span(product.units)
-        tokens, slots, ring = self.shape.tokens, self._x_slots(product), self.shape.ring
+        product = self.turns[turn]
+        first, last = self._units(turn, half)
+        steps = product.pick(half, lambda product: product.steps)
+        tokens, slots, ring = self.shape.tokens, self._x_slots(turn), self.shape.ring
         rows = product.split * tokens
-        resident = product.steps <= slots
+        single = product.single(self.shape.blocks)
 
         def free(number: jax.Array, t: jax.Array) -> None:
             plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
-            if not resident:
+            if single:
 
-                @pl.when(number + slots < product.steps)
+                @pl.when(number + slots < steps)
                 def _free_x() -> None:
                     plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(number, slots)])
 
@@ -332,15 +394,9 @@ class _Body:
             def accumulate(acc: Ref) -> jax.Array:
                 def step(number: jax.Array, _: None) -> None:
                     slot, x_slot = lax.rem(t + number, ring), lax.rem(number, slots)
-                    if resident:
-
-                        @pl.when(index == first)
-                        def _arrived() -> None:
-                            with jax.named_scope("wait x"):
-                                plgpu.barrier_wait(self.s["x_full"].at[x_slot])
-                    else:
-                        with jax.named_scope("wait x"):
-                            plgpu.barrier_wait(self.s["x_full"].at[x_slot])
+                    with jax.named_scope("wait x"):
+                        arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
+                        _when(single or index == first, arrived)
                     with jax.named_scope("wait w"):
                         plgpu.barrier_wait(self.s["w_full"].at[slot])
                     x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
@@ -348,21 +404,18 @@ class _Body:
                     plgpu.wgmma_wait(1)
                     pl.when(number > 0)(lambda: free(number - 1, t + number - 1))
 
-                lax.fori_loop(0, product.steps, step, None)
+                lax.fori_loop(0, steps, step, None)
                 return acc[...]
 
             acc = pl.run_scoped(accumulate, plgpu.ACC((64, rows), jnp.float32))
-            t = t + product.steps
-            free(jnp.int32(product.steps - 1), t - 1)
+            t = t + steps
+            free(jnp.asarray(steps - 1, jnp.int32), t - 1)
             with jax.named_scope("finish"):
                 return t, finish(index, first, loaded, self._fold(product, acc), state)
 
-        # A streamed x is read by one unit only.
-        if not resident:
-            assert -(-product.units // self.shape.blocks) == 1, "x must be resident where a block has several units"
         return lax.fori_loop(first, last, unit, (t, state))
 
-    def _fold(self, product: Product, acc: jax.Array) -> list[jax.Array]:
+    def _fold(self, product: Turn, acc: jax.Array) -> list[jax.Array]:
         """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
         tokens, scratch = self.shape.tokens, self.s["fold_smem"]
         for part in range(product.split):
@@ -393,21 +446,28 @@ class _Body:
 
     def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head, column of its first half) of a unit of the qkv product."""
-        first, _ = self.products["qkv"].tiles(unit)
+        first, _ = self.turns["of_x"].products[0].tiles(unit)
         return lax.div(first, self.shape.dim), lax.rem(first, self.shape.dim)
 
-    def _early_qkv(self, layer: jax.Array, unit: jax.Array) -> Any:
+    def _early_of_x(self, half: Which, unit: jax.Array) -> Any:
+        if isinstance(half, int) and half == 1:
+            return None
+        # Of gate_up too, which does not use it.
         _, column = self._place_in_head(unit)
         row = self.step * self.shape.tokens
         return self._gather(self.g.cos, row, 1, column), self._gather(self.g.sin, row, 1, column)
 
-    def _finish_qkv(
-        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    def _finish_of_x(
+        self, layer: Any, half: Which, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
     ) -> None:
+        a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
+        _when(half == 0, lambda: self._finish_qkv(layer, unit, loaded, a, b))
+        _when(half == 1, lambda: self._finish_gate_up(unit, a, b))
+
+    def _finish_qkv(self, layer: Any, unit: jax.Array, angles: Any, a: jax.Array, b: jax.Array) -> None:
         shape, g = self.shape, self.g
         head, column = self._place_in_head(unit)
-        cos, sin = loaded
-        a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
+        cos, sin = angles
 
         def rotated() -> tuple[jax.Array, jax.Array]:
             return a * cos - b * sin, b * cos + a * sin
@@ -433,39 +493,22 @@ class _Body:
         def _value() -> None:
             write(g.values, head - shape.heads - shape.kv_heads, (a, b))
 
-    def _early_residual(self, norm: Any, starts: tuple[Any, ...]) -> Any:
-        return [(self._gather(self.g.x, 0, 1, start), self._gather(self.g.norms, norm, 0, start)) for start in starts]
+    def _finish_gate_up(self, unit: jax.Array, gate: jax.Array, up: jax.Array) -> None:
+        self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
-    def _finish_residual(self, starts: tuple[Any, ...], loaded: Any, tiles: list[jax.Array]) -> None:
-        for start, tile, (x, weight) in zip(starts, tiles, loaded, strict=True):
+    def _early_of_stage(self, layer: Any, half: Which, unit: jax.Array) -> Any:
+        """For each tile its first row, the residual and the next norm's weight."""
+        norm = 2 * layer + 1 + half
+        starts = self.turns["of_stage"].products[0].tiles(unit)
+        return [
+            (start, self._gather(self.g.x, 0, 1, start), self._gather(self.g.norms, norm, 0, start)) for start in starts
+        ]
+
+    def _finish_of_stage(self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None) -> None:
+        for tile, (start, x, weight) in zip(tiles, loaded, strict=True):
             x = _round(x.astype(jnp.float32) + _round(tile))
             self._scatter(self.g.x, 0, 1, start, x)
             self._scatter(self.g.xg, 0, 1, start, x * weight.astype(jnp.float32))
-
-    def _early_o(self, layer: jax.Array, unit: jax.Array) -> Any:
-        return self._early_residual(2 * layer + 1, self.products["o"].tiles(unit))
-
-    def _finish_o(
-        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
-    ) -> None:
-        self._finish_residual(self.products["o"].tiles(unit), loaded, tiles)
-
-    def _early_down(self, layer: jax.Array, unit: jax.Array) -> Any:
-        return self._early_residual(2 * layer + 2, self.products["down"].tiles(unit))
-
-    def _finish_down(
-        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
-    ) -> None:
-        self._finish_residual(self.products["down"].tiles(unit), loaded, tiles)
-
-    def _early_gate_up(self, layer: jax.Array, unit: jax.Array) -> None:
-        return None
-
-    def _finish_gate_up(
-        self, layer: jax.Array, unit: jax.Array, first: jax.Array, loaded: None, tiles: list[jax.Array], _: None
-    ) -> None:
-        gate, up = (_round(tile) for tile in self._scaled(unit, first, tiles))
-        self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
@@ -510,7 +553,7 @@ class _Body:
             tile_of(MASKED, jnp.float32),
             tile_of(0.0, jnp.float32),
         )
-        _, (best, best_id, best_logit, top, mass) = self._multiply(self.products["head"], finish, t, start, early)
+        _, (best, best_id, best_logit, top, mass) = self._multiply("head", 0, finish, t, start, early)
         for ref, value in zip(g.found, (best, best_id, best_logit, top, mass), strict=True):
             self._scatter(ref, 0, 1, self.block * TILE, value)
 

@@ -111,13 +111,20 @@ class Shape:
             first = lax.div(unit, per_head) * self.dim + lax.rem(unit, per_head) * TILE
             return first, first + half
 
+        o, down = _plain((inner, self.ffn), self.hidden, self.blocks)
         return {
             "qkv": Product(self.hidden, (self.heads + 2 * self.kv_heads) * half // TILE, head_pair),
-            "o": _plain(inner, self.hidden, self.blocks),
+            "o": o,
             "gate_up": Product(self.hidden, self.ffn // TILE, lambda unit: (unit * TILE, self.ffn + unit * TILE)),
-            "down": _plain(self.ffn, self.hidden, self.blocks),
+            "down": down,
             "head": Product(self.hidden, self.vocab // 32, lambda unit: (unit * 32, unit * 32 + TILE)),
         }
+
+    def turns(self) -> dict[str, Turn]:
+        """The same by what they read: the normed residual, what the stage before leaves, the last residual."""
+        products = self.products()
+        turns = {"of_x": ("qkv", "gate_up"), "of_stage": ("o", "down"), "head": ("head",)}
+        return {turn: Turn(names, tuple(products[name] for name in names)) for turn, names in turns.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +152,59 @@ class Product:
         return self.part // DEPTH
 
 
-def _plain(depth: int, out: int, blocks: int) -> Product:
+Which = Any  # an int, or a jax.Array of a number that is known when the kernel runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One or two products of a layer that run through the same code, which divide their units in the same way.
+
+    A step's machine code passes through the instruction caches once a layer, which is why there is one for both.
+    """
+
+    names: tuple[str, ...]
+    products: tuple[Product, ...]
+
+    def __post_init__(self) -> None:
+        assert len({product.pieces for product in self.products}) == 1
+
+    @property
+    def pieces(self) -> int:
+        """Of both."""
+        return self.products[0].pieces
+
+    @property
+    def split(self) -> int:
+        """Of both."""
+        return self.products[0].split
+
+    def pick(self, which: Which, of: Callable[[Product], Any]) -> Any:
+        """`of` the product that is meant."""
+        values = [of(product) for product in self.products]
+        if isinstance(which, int):
+            return values[which]
+        if all(isinstance(value, int) and value == values[0] for value in values):
+            return values[0]
+        return jnp.where(which == 0, *values)
+
+    def rows(self, which: Which, unit: Any) -> list[Any]:
+        """First rows of a unit's tiles."""
+        return [self.pick(which, lambda product: product.tiles(unit)[i]) for i in range(self.pieces)]  # noqa: B023
+
+    def single(self, blocks: int) -> bool:
+        """Whether no block has more than one unit of either."""
+        return max(product.units for product in self.products) <= blocks
+
+
+def _plain(depths: tuple[int, ...], out: int, blocks: int) -> list[Product]:
     """Consecutive rows, by 16 or by 32: whichever loads the busiest block less."""
 
     def busiest(rows: int) -> int:
         return -(-(out // rows) // blocks) * rows
 
-    if busiest(16) < busiest(32) and depth % (4 * DEPTH) == 0:
-        return Product(depth, out // 16, lambda unit: (unit * 16,), pieces=1)
-    return Product(depth, out // 32, lambda unit: (unit * 32, unit * 32 + TILE))
+    if busiest(16) < busiest(32) and all(depth % (4 * DEPTH) == 0 for depth in depths):
+        return [Product(depth, out // 16, lambda unit: (unit * 16,), pieces=1) for depth in depths]
+    return [Product(depth, out // 32, lambda unit: (unit * 32, unit * 32 + TILE)) for depth in depths]
 
 
 def supports(shape: Shape, dtype: Any) -> bool:
@@ -172,15 +223,16 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.groups * shape.kv_heads <= shape.blocks
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
-        and all(p.depth % (p.split * DEPTH) == 0 and _x_fits(shape, p) for p in products)
+        and all(product.depth % (product.split * DEPTH) == 0 for product in products)
+        and all(_x_fits(shape, turn) for turn in shape.turns().values())
         and shape.ring >= max(4, shape.in_flight)  # two chunks of wide heads take four places
     )
 
 
-def _x_fits(shape: Shape, product: Product) -> bool:
+def _x_fits(shape: Shape, turn: Turn) -> bool:
     """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least)."""
-    slots = shape.x_rows // (product.split * shape.tokens)
-    return product.steps <= slots or (slots >= 2 and product.units <= shape.blocks)
+    slots = shape.x_rows // (turn.split * shape.tokens)
+    return all(product.steps <= slots for product in turn.products) or (slots >= 2 and turn.single(shape.blocks))
 
 
 def _turns(shape: Shape) -> int:

@@ -343,7 +343,7 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
             for word in words:
                 for bits in (arith.shli(word, _c(16)), arith.andi(word, mu.c(-65536, _i32()))):
                     value = arith.bitcast(_f32(), bits)
-                    total = arith.addf(total, arith.mulf(value, value))
+                    total = mu.inline_ptx("fma.rn.f32 $0, $1, $1, $2;", value, total, result_types=_f32())
             for distance in (16, 8, 4, 2, 1):
                 total = arith.addf(total, mu.shfl_bfly(total, distance))
             mean = arith.addf(arith.mulf(total, mu.c(1.0 / width, _f32())), mu.c(eps, _f32()))
