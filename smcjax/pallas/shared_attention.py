@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,23 @@ from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 
 MOST_TILES = 16  # of 64 queries, of a group and key-value head
 SHARED_MEMORY = 224 * 1024  # of a block, for tiles
-MERGED = 128  # values that a block of the second kernel merges
+MERGED = 256  # values that a block of the second kernel merges, or half: so few blocks that all run at once
 # Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
 # minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
 MOST_SHARES = 36
 
 Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
+
+
+class Counts(NamedTuple):
+    """Of a part's and of a share's tasks."""
+
+    settled: jax.Array  # chunks of the part
+    num_pieces: jax.Array  # pieces of the part
+    own_settled: jax.Array  # chunks of the share
+    own: jax.Array  # the same with those that pieces are packed into
+
+
 Names = tuple[jax.Array, ...]  # pages of a chunk, or its page and its number
 
 
@@ -121,19 +132,21 @@ def _kernel(
         part = jnp.where(beyond, p, part)
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
-    settled, num_pieces = num_chunks_ref[group, part], num_pieces_ref[group, part]
-    packed = lax.div(num_pieces + (per_chunk - 1), per_chunk)
 
-    def own(number: jax.Array) -> jax.Array:
-        """How many of the first `number` chunks are this share's."""
-        return lax.max(lax.div(number - index + (splits - 1), splits), 0)
+    def read_counts() -> Counts:
+        settled, num_pieces = num_chunks_ref[group, part], num_pieces_ref[group, part]
+        packed = lax.div(num_pieces + (per_chunk - 1), per_chunk)
 
-    settled_stop, stop = own(settled), own(settled + packed)
+        def own(number: jax.Array) -> jax.Array:
+            """How many of the first `number` chunks are this share's."""
+            return lax.max(lax.div(number - index + (splits - 1), splits), 0)
 
-    def piece_of(number: jax.Array, part_of_chunk: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return Counts(settled, num_pieces, own(settled), own(settled + packed))
+
+    def piece_of(counts: Counts, number: jax.Array, part_of_chunk: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(page, number, rows) of a piece of the share's `number`-th chunk; nobody reads what lies behind the last."""
-        at = (index + number * splits - settled) * per_chunk + part_of_chunk
-        valid = (at >= 0) & (at < num_pieces)
+        at = (index + number * splits - counts.settled) * per_chunk + part_of_chunk
+        valid = (at >= 0) & (at < counts.num_pieces)
         at = jnp.where(valid, at, 0)
         page, place, members = (pieces_ref[group, part, at, field] for field in range(3))
         return page, place, jnp.where(valid, members, 0)
@@ -143,6 +156,8 @@ def _kernel(
 
         Its number too, where pages are larger.
         """
+        counts = read_counts()
+        settled_stop, stop = counts.own_settled, counts.own
 
         def look_up_chunk(number: jax.Array) -> Names:
             at = index + lax.clamp(0, number, lax.max(settled_stop - 1, 0)) * splits
@@ -151,7 +166,7 @@ def _kernel(
             return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
 
         def look_up_pieces(number: jax.Array) -> Names:
-            found = [piece_of(number, j) for j in range(per_chunk)]
+            found = [piece_of(counts, number, j) for j in range(per_chunk)]
             return (found[0][0], found[0][1]) if page_size > chunk else tuple(page for page, _, _ in found)
 
         def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: Names) -> None:
@@ -213,16 +228,16 @@ def _kernel(
             source = q_ref.at[lax.div(pair, columns), lax.rem(pair, columns), pl.ds(head * group_heads, group_heads)]
             target = q_rows.at[warpgroup, pl.ds(i * group_heads, group_heads)]
             plgpu.copy_gmem_to_smem(source, target, q_ready.at[warpgroup])
+        # What is read from here to the queries' arrival takes as long as they do.
+        counts = read_counts()
+        settled_stop, stop = counts.own_settled, counts.own
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
             online_softmax.ROWS,
         )
         lengths = [lengths_ref[group * rows + r] for r in range(rows)]
-        plgpu.barrier_wait(q_ready.at[warpgroup])
         q = q_smem.at[warpgroup]
-        q[...] = plgpu.layout_cast(q_rows[warpgroup], plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
         scale = math.log2(math.e) / math.sqrt(dim)
 
         def turns(end: jax.Array) -> jax.Array:
@@ -244,7 +259,7 @@ def _kernel(
 
         def pieces(turn: jax.Array) -> list[Piece]:
             """The pieces of a turn's chunk."""
-            found = [piece_of(turn * in_turn + sub, j) for j in range(per_chunk)]
+            found = [piece_of(counts, turn * in_turn + sub, j) for j in range(per_chunk)]
             return [Piece(number * piece, rows_of) for _, number, rows_of in found]
 
         def softmax_over_chunk(scores: jax.Array, so_far: Softmax, rows_of: jax.Array) -> tuple[Softmax, jax.Array]:
@@ -258,7 +273,8 @@ def _kernel(
         def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: list[Piece] | None) -> Softmax:
             """With p · values; `tasks` are the pieces, some of which may hold nothing in some slots."""
             slot = slot_of(turn)
-            plgpu.barrier_wait(v_ready.at[slot])
+            with jax.named_scope("wait v"):
+                plgpu.barrier_wait(v_ready.at[slot])
             values = v_smem.at[slot]
             if tasks is not None:
                 _, held = online_softmax.ends_of(tasks, piece, limits >> 5, limits & 31, lengths)
@@ -283,7 +299,8 @@ def _kernel(
             upcoming = members(turn + 1) if settled else pieces(turn + 1)
             over = softmax_over_chunk if settled else softmax_over_pieces
             more, following = turn + 1 < total, turn + 1
-            pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
+            with jax.named_scope("wait k"):
+                pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
             if interpret:
                 softmax, p = over(scores, softmax, tasks)
                 scores = product(None, q, keys(following))
@@ -300,10 +317,15 @@ def _kernel(
 
         settled_turns = lax.min(turns(settled_stop), total)
         first_members, first_pieces = members(jnp.int32(0)), pieces(settled_turns)
+        with jax.named_scope("wait q"):
+            plgpu.barrier_wait(q_ready.at[warpgroup])
+        q[...] = plgpu.layout_cast(q_rows[warpgroup], plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
         scores_ahead: tuple[jax.Array, ...] = ()
         if tuning.pipelined:
             zero = jnp.int32(0)
-            pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
+            with jax.named_scope("wait first k"):
+                pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
             scores_ahead = (product(None, q, keys(zero)),)
             pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
             step = pipelined_step
@@ -317,7 +339,8 @@ def _kernel(
             settled_turns, total, functools.partial(step, settled=False), (softmax, first_pieces, *scores_ahead)
         )
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
-        out_ref.at[place][...], lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
+        with jax.named_scope("leave"):
+            out_ref.at[place][...], lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
 
     registers = REGISTERS.get(warpgroups)
 
@@ -325,19 +348,21 @@ def _kernel(
     def _load() -> None:
         if registers and not interpret:
             plgpu.set_max_registers(registers[1], action="decrease")
-        load()
+        with jax.named_scope("load"):
+            load()
 
     @pl.when(warpgroup < warpgroups)
     def _compute() -> None:
         if registers and not interpret:
             plgpu.set_max_registers(registers[0], action="increase")
-        compute()
+        with jax.named_scope("compute"):
+            compute()
 
 
 def _merge_kernel(
-    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64·D / 128, 128] f32 GMEM
+    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64·D / merged, merged] f32 GMEM
     lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
-    out_ref: Ref,  # [R·T·H·D / 128, 128] GMEM
+    out_ref: Ref,  # [R·T·H·D / merged, merged] GMEM
     *,
     tuning: Tuning,
     rows: int,
@@ -345,12 +370,12 @@ def _merge_kernel(
     dim: int,
     group_heads: int,
 ) -> None:
-    """128 consecutive values of the output: Σ over shares of each one's, weighted by its part of the softmax."""
-    kv_heads = parts_ref.shape[3]
+    """Consecutive values of the output: Σ over shares of each one's, weighted by its part of the softmax."""
+    kv_heads, merged = parts_ref.shape[3], out_ref.shape[1]
     block = lax.axis_index("block")
-    together = MERGED // dim  # heads that these values belong to; all of one key-value head
+    together = merged // dim  # heads that these values belong to; all of one key-value head
     heads = kv_heads * group_heads
-    query = lax.div(block * MERGED, dim)  # among all R·T·H
+    query = block * together  # among all R·T·H
     pair, head = lax.div(query, heads), lax.rem(query, heads)
     group, pair = lax.div(pair, rows * columns), lax.rem(pair, rows * columns)
     kv_head = lax.div(head, group_heads)
@@ -384,12 +409,12 @@ def _merge_kernel(
     top = [functools.reduce(jnp.maximum, x) for x in lse]
     weight = [[jnp.exp2(x - top[i]) for x in lse[i]] for i in range(together)]
     scaled = [[w / functools.reduce(jnp.add, ws) for w in ws] for ws in weight]
-    total = jnp.zeros((MERGED,), jnp.float32)
-    lane = lax.broadcasted_iota(jnp.int32, (MERGED,), 0)
+    total = jnp.zeros((merged,), jnp.float32)
+    lane = lax.broadcasted_iota(jnp.int32, (merged,), 0)
     for j, value in enumerate(values):
-        factor = jnp.broadcast_to(scaled[0][j], (MERGED,))
+        factor = jnp.broadcast_to(scaled[0][j], (merged,))
         for i in range(1, together):
-            factor = jnp.where(lane >= i * dim, jnp.broadcast_to(scaled[i][j], (MERGED,)), factor)
+            factor = jnp.where(lane >= i * dim, jnp.broadcast_to(scaled[i][j], (merged,)), factor)
         total = total + factor * value
     out_ref[block] = total.astype(out_ref.dtype)
 
@@ -407,7 +432,7 @@ def applies(
         and head_dim in (64, 128)
         and num_heads % num_kv_heads == 0
         and QUERIES % group == 0
-        and group % (MERGED // head_dim) == 0
+        and group * head_dim % (MERGED // 2) == 0
         and page_size % 8 == 0
         and (64 % page_size == 0 or page_size % 64 == 0)
         and 1 < rows <= MAX_ROWS
@@ -533,14 +558,15 @@ def shared_attention_mosaic(
         limits,
         lengths,
     )
-    blocks = q.size // MERGED
+    merged_at_once = MERGED if group_heads * dim % MERGED == 0 else MERGED // 2
+    blocks = q.size // merged_at_once
     merged = plgpu.kernel(
         functools.partial(_merge_kernel, tuning=tuning, rows=rows, columns=columns, dim=dim, group_heads=group_heads),
-        out_type=jax.ShapeDtypeStruct((blocks, MERGED), q.dtype),
+        out_type=jax.ShapeDtypeStruct((blocks, merged_at_once), q.dtype),
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="shared_attention_merge",
-    )(parts.reshape(*place[:-1], QUERIES * dim // MERGED, MERGED), lse)
+    )(parts.reshape(*place[:-1], QUERIES * dim // merged_at_once, merged_at_once), lse)
     return merged.reshape(q.shape)

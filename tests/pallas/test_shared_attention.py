@@ -108,9 +108,10 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
     np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
 
 
-def test_two_warpgroups_in_turn() -> None:
-    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills."""
-    poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2)
+@pytest.mark.parametrize("group", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_warpgroups_in_turn(group: int) -> None:
+    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills; merged by 256 and 128."""
+    poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2, group=group)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=2, stages=2))
 
 
