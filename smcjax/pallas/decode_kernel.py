@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.pallas import lanes
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Turn, Which
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which
 from smcjax.pallas.noise import gumbel
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref
 
@@ -68,7 +68,7 @@ class _Body:
 
     def __init__(self, shape: Shape, stages: tuple[str, ...], with_head: bool, interpret: bool) -> None:
         self.shape, self.stages, self.with_head, self.interpret = shape, stages, with_head, interpret
-        self.turns = shape.turns()
+        self.sites = shape.sites()
 
     def __call__(self, g: Operands, *, ring_smem: Ref, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
@@ -104,17 +104,17 @@ class _Body:
             return carry
         return lax.fori_loop(0, 2 * self.layers, lambda i, carry: do(i >> 1, i & 1, carry), carry)
 
-    def _has(self, turn: str, half: Which) -> bool:
-        """Whether this turn of a half is among the stages."""
-        names = self.turns[turn].names
+    def _has(self, site: str, half: Which) -> bool:
+        """Whether this site's product of a half is among the stages."""
+        names = self.sites[site].names
         return (names[half] if isinstance(half, int) else names[0]) in self.stages
 
     def _span(self, units: Any) -> tuple[jax.Array, jax.Array]:
         """This block's units. To give the first blocks one each took a step longer (docs/performance.md)."""
         return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
 
-    def _units(self, turn: str, half: Which) -> tuple[jax.Array, jax.Array]:
-        return self._span(self.turns[turn].pick(half, lambda product: product.units))
+    def _units(self, site: str, half: Which) -> tuple[jax.Array, jax.Array]:
+        return self._span(self.sites[site].pick(half, lambda product: product.units))
 
     def _signals(self, name: str) -> int:
         """How many blocks take part in a stage."""
@@ -123,7 +123,7 @@ class _Body:
             return shape.attention_blocks
         return min(shape.blocks, shape.products()[name].units)
 
-    def _await(self, layer: Any, turn: str, half: Which = 0) -> None:
+    def _await(self, layer: Any, site: str, half: Which = 0) -> None:
         """Until every block has finished the stages before this one.
 
         Signals count for any stage. But a block takes part in one only after this wait, so none is given before all
@@ -132,7 +132,7 @@ class _Body:
         if self.alone:
             return
         signals = [self._signals(stage) for stage in self.stages]
-        names = self.turns[turn].names if turn in self.turns else (turn,)
+        names = self.sites[site].names if site in self.sites else (site,)
         before = [sum(signals[: self.stages.index(name)]) if name in self.stages else 0 for name in names]
         number = layer * sum(signals) + (before[half] if isinstance(half, int) else jnp.where(half == 0, *before))
 
@@ -188,7 +188,7 @@ class _Body:
 
     def _stream(
         self,
-        turn: str,
+        site: str,
         matrices: Sequence[Sequence[Ref]],
         layer: jax.Array,
         half: Which,
@@ -197,8 +197,8 @@ class _Body:
     ) -> tuple[jax.Array, jax.Array]:
         """Sends for the block's tiles of a matrix; `t` counts all that were sent for, `arrived` those waited for."""
         shape = self.shape
-        products = self.turns[turn]
-        first, last = self._units(turn, half)
+        products = self.sites[site]
+        first, last = self._units(site, half)
         steps = products.pick(half, lambda product: product.steps)
         if isinstance(half, int):
             refs, index = matrices[half], layer
@@ -210,8 +210,8 @@ class _Body:
             slot = lax.rem(t, shape.ring)
             # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
             late = i >= shape.ring
-            if turn != "head":
-                late &= jnp.bool_(turn == "of_x") & (half == 1)
+            if site != "head":
+                late &= jnp.bool_(site == "of_x") & (half == 1)
             arrived = self._claim(t, arrived, jnp.where(late, shape.in_flight, shape.in_flight_early))
             with lanes.of_layer(refs, index, interpret=self.interpret) as ref:
                 for target, row, column in self._tile(products, half, steps, first, i):
@@ -240,15 +240,15 @@ class _Body:
         return arrived
 
     def _tile(
-        self, turn: Turn, half: Which, steps: Any, first: jax.Array, number: jax.Array
+        self, site: Site, half: Which, steps: Any, first: jax.Array, number: jax.Array
     ) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
         unit, step = first + lax.div(number, steps), lax.rem(number, steps)
-        part_length = turn.pick(half, lambda product: product.part)
+        part_length = site.pick(half, lambda product: product.part)
         return [
-            ((part * turn.pieces + piece) * TILE, start, part * part_length + step * DEPTH)
-            for part in range(turn.split)
-            for piece, start in enumerate(turn.rows(half, unit))
+            ((part * site.pieces + piece) * TILE, start, part * part_length + step * DEPTH)
+            for part in range(site.split)
+            for piece, start in enumerate(site.rows(half, unit))
         ]
 
     # The loader's warpgroup.
@@ -281,14 +281,14 @@ class _Body:
                 self._await(jnp.int32(self.layers), self.stages[0])
             self._load_x("head", (self.g.xg,), 0, scaled=True)
 
-    def _x_slots(self, turn: str) -> int:
-        return self.shape.x_rows // (self.turns[turn].split * self.shape.tokens)
+    def _x_slots(self, site: str) -> int:
+        return self.shape.x_rows // (self.sites[site].split * self.shape.tokens)
 
-    def _load_x(self, turn: str, sources: tuple[Ref, ...], half: Which, *, scaled: bool) -> None:
+    def _load_x(self, site: str, sources: tuple[Ref, ...], half: Which, *, scaled: bool) -> None:
         """The activations of a product, in tiles that face the weight tiles; and 1/rms."""
-        products = self.turns[turn]
-        first, last = self._units(turn, half)
-        tokens, slots = self.shape.tokens, self._x_slots(turn)
+        products = self.sites[site]
+        first, last = self._units(site, half)
+        tokens, slots = self.shape.tokens, self._x_slots(site)
         rows = products.split * tokens
         part_length = products.pick(half, lambda product: product.part)
         if isinstance(half, int) or sources[0] is sources[-1]:
@@ -361,7 +361,7 @@ class _Body:
 
     def _multiply(
         self,
-        turn: str,
+        site: str,
         half: Which,
         finish: Callable[..., Any],
         t: jax.Array,
@@ -372,10 +372,10 @@ class _Body:
 
         `early` loads what `finish` needs while the tensor core is at work.
         """
-        product = self.turns[turn]
-        first, last = self._units(turn, half)
+        product = self.sites[site]
+        first, last = self._units(site, half)
         steps = product.pick(half, lambda product: product.steps)
-        tokens, slots, ring = self.shape.tokens, self._x_slots(turn), self.shape.ring
+        tokens, slots, ring = self.shape.tokens, self._x_slots(site), self.shape.ring
         rows = product.split * tokens
         single = product.single(self.shape.blocks)
 
@@ -415,7 +415,7 @@ class _Body:
 
         return lax.fori_loop(first, last, unit, (t, state))
 
-    def _fold(self, product: Turn, acc: jax.Array) -> list[jax.Array]:
+    def _fold(self, product: Site, acc: jax.Array) -> list[jax.Array]:
         """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
         tokens, scratch = self.shape.tokens, self.s["fold_smem"]
         for part in range(product.split):
@@ -446,7 +446,7 @@ class _Body:
 
     def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head, column of its first half) of a unit of the qkv product."""
-        first, _ = self.turns["of_x"].products[0].tiles(unit)
+        first, _ = self.sites["of_x"].products[0].tiles(unit)
         return lax.div(first, self.shape.dim), lax.rem(first, self.shape.dim)
 
     def _early_of_x(self, half: Which, unit: jax.Array) -> Any:
@@ -499,7 +499,7 @@ class _Body:
     def _early_of_stage(self, layer: Any, half: Which, unit: jax.Array) -> Any:
         """For each tile its first row, the residual and the next norm's weight."""
         norm = 2 * layer + 1 + half
-        starts = self.turns["of_stage"].products[0].tiles(unit)
+        starts = self.sites["of_stage"].products[0].tiles(unit)
         return [
             (start, self._gather(self.g.x, 0, 1, start), self._gather(self.g.norms, norm, 0, start)) for start in starts
         ]

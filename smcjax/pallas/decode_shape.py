@@ -120,11 +120,11 @@ class Shape:
             "head": Product(self.hidden, self.vocab // 32, lambda unit: (unit * 32, unit * 32 + TILE)),
         }
 
-    def turns(self) -> dict[str, Turn]:
+    def sites(self) -> dict[str, Site]:
         """The same by what they read: the normed residual, what the stage before leaves, the last residual."""
         products = self.products()
-        turns = {"of_x": ("qkv", "gate_up"), "of_stage": ("o", "down"), "head": ("head",)}
-        return {turn: Turn(names, tuple(products[name] for name in names)) for turn, names in turns.items()}
+        sites = {"of_x": ("qkv", "gate_up"), "of_stage": ("o", "down"), "head": ("head",)}
+        return {site: Site(names, tuple(products[name] for name in names)) for site, names in sites.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +156,8 @@ Which = Any  # an int, or a jax.Array of a number that is known when the kernel 
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """One or two products of a layer that run through the same code, which divide their units in the same way.
+class Site:
+    """A place in the code: one or two products of a layer that run through it, which divide their units the same way.
 
     A step's machine code passes through the instruction caches once a layer, which is why there is one for both.
     """
@@ -224,15 +224,15 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
         and all(product.depth % (product.split * DEPTH) == 0 for product in products)
-        and all(_x_fits(shape, turn) for turn in shape.turns().values())
+        and all(_x_fits(shape, site) for site in shape.sites().values())
         and shape.ring >= max(4, shape.in_flight)  # two chunks of wide heads take four places
     )
 
 
-def _x_fits(shape: Shape, turn: Turn) -> bool:
+def _x_fits(shape: Shape, site: Site) -> bool:
     """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least)."""
-    slots = shape.x_rows // (turn.split * shape.tokens)
-    return all(product.steps <= slots for product in turn.products) or (slots >= 2 and turn.single(shape.blocks))
+    slots = shape.x_rows // (site.split * shape.tokens)
+    return all(product.steps <= slots for product in site.products) or (slots >= 2 and site.single(shape.blocks))
 
 
 def _turns(shape: Shape) -> int:

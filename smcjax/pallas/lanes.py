@@ -247,8 +247,8 @@ def _chosen(values: Sequence[ir.Value], index: ir.Value) -> ir.Value:
 def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) -> Iterator[Ref]:
     """A reference that stands for refs[layer] as the source of the TMA copies made within.
 
-    All `refs` have one shape, so their copies differ in the descriptor only. Descriptors of one kind are made here one
-    after the other, and the layer's is found by its distance: no branch for each layer, whose code would grow with the
+    Their tiles have one shape, so copies differ in the descriptor only. Descriptors of one kind are made here one after
+    the other, and the layer's is found by its distance: no branch for each layer, whose code would grow with the
     model. Copies look descriptors up through the launch context, so that is where the choice is made.
     """
     if interpret or len(refs) == 1:
