@@ -359,10 +359,12 @@ class Engine:
         )
         if running.certain is not None:
             answer = output.outputs[0]
-            if running.aborted and len(answer.token_ids) < len(running.certain.token_ids):  # it had begun again
+            if len(answer.token_ids) < len(running.certain.token_ids) and (running.aborted or output.error is not None):
+                # It had begun again, or failed: what its reader has got is what there is.
                 text, token_ids = running.certain.text, running.certain.token_ids
-                answer = dataclasses.replace(answer, text=text, token_ids=token_ids, logprobs=None)
-                output = dataclasses.replace(output, outputs=[answer])
+                answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
+                metrics = dataclasses.replace(output.metrics, generated_tokens=len(token_ids))
+                output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
             self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
         return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,6 +55,27 @@ def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str,
         assert sick.metrics()["kv_pages_free"] == sick.metrics()["kv_pages_total"]
         with_logprobs = sick.generate(bad, SamplingParams(logprobs=1), use_tqdm=False)[0]
         assert with_logprobs.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.slow
+def test_a_stream_that_fails_ends_with_what_it_said(pair: Pair, plain: LLM, tmp_path: Path) -> None:
+    """The target gives NaN once it has said a certain token: what was streamed before is the output's, and no more."""
+    prompt = {"prompt_token_ids": [70, 71, 72]}
+    healthy = plain.generate(prompt, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    at = next(i for i, token in enumerate(healthy[:-1]) if i >= 2 and token not in [70, 71, 72, *healthy[:i]])
+    config, params = load_checkpoint(pair.target, dtype="float32")
+    broken = dataclasses.replace(params, embed=params.embed.at[healthy[at]].set(np.nan))
+    save_checkpoint(config, broken, tmp_path, dtype="float32")
+    write_tokenizer(tmp_path)
+    with LLM(str(tmp_path), decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2) as sick:
+        chunks = list(sick.generate_stream(prompt, PARAMS))
+    output = chunks[-1].output
+    assert output is not None
+    assert output.error is not None
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].token_ids == [token for chunk in chunks for token in chunk.token_ids] == healthy[: at + 1]
+    assert output.outputs[0].text == "".join(chunk.text for chunk in chunks)
+    assert output.metrics.generated_tokens == at + 1
 
 
 @pytest.mark.parametrize("where", ["join", "prefill", "step", "leave", "observe"])
