@@ -176,15 +176,19 @@ def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
         "queue": [one.output.metrics.queue_seconds for one in ended],
         "itl": [b - a for one in ended for (a, _), (b, _) in itertools.pairwise(one.received)],
         "tpot": [
-            (one.ended - one.received[0][0]) / (len(one.output.outputs[0].token_ids) - one.received[0][1])
+            (one.ended - one.received[0][0]) / (len(one.output.outputs[0].token_ids) - 1)
             for one in ended
-            if len(one.output.outputs[0].token_ids) > one.received[0][1]
+            if len(one.output.outputs[0].token_ids) > 1
         ],
         "e2el": [one.ended - one.arrived for one in ended],
     }
     for name, seconds in samples.items():
         ms = 1e3 * np.array(seconds)
-        numbers: dict[str, Callable[[], Any]] = {"mean": ms.mean, "median": functools.partial(np.median, ms)}
+        numbers: dict[str, Callable[[], Any]] = {
+            "mean": ms.mean,
+            "median": functools.partial(np.median, ms),
+            "std": ms.std,
+        }
         numbers |= {f"p{p}": functools.partial(np.percentile, ms, p) for p in PERCENTILES}
         result |= {f"{of}_{name}_ms": float(number()) if seconds else None for of, number in numbers.items()}
     return result

@@ -99,8 +99,9 @@ def run_serving(args: argparse.Namespace) -> int:
     models = shape_models(args)
     engine = make_engine(models, load)
     results = []
-    for rate in args.rates:
-        at_rate = dataclasses.replace(load, request_rate=rate)
+    for number, rate in enumerate(args.rates):
+        # Other prompts at each rate: the last one's KV is in the prefix cache.
+        at_rate = dataclasses.replace(load, request_rate=rate, seed=load.seed + 2 + number)
         with tqdm(total=load.num_prompts, desc=f"{rate:g} requests/s", dynamic_ncols=True) as bar:
             results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
     print(markdown(results))

@@ -30,6 +30,7 @@ class AsyncLLM:
         self._readers: dict[str, asyncio.Queue[StreamChunk | Exception]] = {}
         self._arriving: deque[Request] = deque()
         self._leaving: deque[str] = deque()
+        self._followed: set[str] = set()  # the thread's: requests that the engine has taken in for a reader
         self._busy = False  # whether the engine has more to do
         self._pump: asyncio.Task[None] | None = None  # runs while there is anything to do
         self._closed = False
@@ -91,7 +92,7 @@ class AsyncLLM:
         """Steps as long as there is anything to do."""
         while not self._closed and (self._arriving or self._leaving or self._busy):
             try:
-                chunks = await asyncio.to_thread(self._round)
+                chunks, gone = await asyncio.to_thread(self._round)
             except Exception as error:  # it has ended everything in flight
                 still_to_come = {request.request_id for request in self._arriving}
                 for name in self._readers.keys() - still_to_come:
@@ -101,28 +102,39 @@ class AsyncLLM:
                 for chunk in some:
                     if name in self._readers:
                         self._readers[name].put_nowait(chunk)
+            for name in gone & self._readers.keys():
+                lost = RuntimeError(f"request {name} is gone: an error elsewhere ended everything in flight.")
+                self._readers[name].put_nowait(lost)
 
     # In the thread.
 
-    def _round(self) -> dict[str, list[StreamChunk]]:
-        """One step; what it has for the readers, by request."""
+    def _round(self) -> tuple[dict[str, list[StreamChunk]], set[str]]:
+        """One step; what it has for the readers, by request, and which requests the engine has lost.
+
+        It loses them where a step fails that somebody else took, with the `LLM` that he shares with the readers.
+        """
         with self.llm.turn:
             self._busy = False  # also where what follows fails: nothing is in flight then
             engine = self._exchange()
             if engine.busy:
                 self.llm.advance(engine)
             self._busy = engine.busy
-            return {name: engine.chunks(name) for name in list(self._readers)}
+            gone = {name for name in self._followed if not engine.follows(name)}
+            self._followed -= gone
+            return {name: engine.chunks(name) for name in list(self._readers)}, gone
 
     def _exchange(self) -> Any:
         """Takes in who has arrived and lets go who has left; returns the engine."""
+        arriving = [self._arriving.popleft() for _ in range(len(self._arriving))]  # also where the LLM is closed
         engine = self.llm.engine
-        while self._arriving:
-            engine.add_request(self._arriving.popleft(), stream=True)
+        for request in arriving:
+            engine.add_request(request, stream=True)
+            self._followed.add(request.request_id)
         while self._leaving:
             name = self._leaving.popleft()
             engine.abort(name)
             engine.forget(name)
+            self._followed.discard(name)
         return engine
 
     def _metrics(self) -> dict[str, float]:

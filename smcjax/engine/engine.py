@@ -152,6 +152,10 @@ class Engine:
         chunks, self._streams[request_id] = self._streams[request_id], []
         return chunks
 
+    def follows(self, request_id: str) -> bool:
+        """Whether this request's stream is kept: from `add_request` until `forget`, if no error comes between."""
+        return request_id in self._streams
+
     def forget(self, request_id: str) -> None:
         """Nobody reads this request's stream any more."""
         self._streams.pop(request_id, None)
@@ -271,7 +275,7 @@ class Engine:
         began = time.perf_counter()
         self.runner.compile(sizes, program, self._scheduler.ready | ({self.runner.size} - {0}), progress)
         for running in (*self._running.values(), *self._preempted.values()):
-            running.times.began += time.perf_counter() - began
+            running.times.compiled += time.perf_counter() - began
         self._scheduler.ready.update(sizes)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
@@ -322,7 +326,7 @@ class Engine:
         if kind == "cycle":
             running.infos.append(value)
         elif not running.times.first_seen:
-            running.times.first_seen = time.perf_counter()
+            running.times.first_seen = time.perf_counter() - running.times.compiled
         if running.certain is not None:
             self._stream(running.certain, running.group.request, kind, value)
         if value.done:

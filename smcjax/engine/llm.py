@@ -223,8 +223,6 @@ class LLM:
         one nothing before the end. A reader who stops iterating aborts the request. Raises ValueError at once for a
         request that cannot run.
         """
-        if not isinstance(prompt, str | Mapping):
-            raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
         with self.turn:
             self.engine.add_request(request, stream=True)
@@ -281,6 +279,8 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
+        if not isinstance(prompt, str | Mapping):
+            raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         with self._numbering:
             request = self._request(0, prompt, params)
             self._counter += 1
@@ -308,9 +308,10 @@ class LLM:
         limit = limit_of(token_ids, params, self.max_model_len)
         pages = worst_case_pages(len(token_ids), limit, self._rows, self.page_size)
         if pages > self.num_pages - 1:
+            rows = "n_candidates" if self._smc is None else "n_particles"
+            fewer = "max_tokens" if self._rows == 1 else f"max_tokens or {rows}"
             raise ValueError(
-                f"it may need {pages} KV pages and there are {self.num_pages - 1}; "
-                "raise num_pages, or lower max_tokens or n_particles."
+                f"it may need {pages} KV pages and there are {self.num_pages - 1}; raise num_pages, or lower {fewer}."
             )
         seed = params.seed if params.seed is not None else (self._seed + self._counter + index) & MAX_SEED
         return Request(

@@ -23,9 +23,15 @@ class Times:
     """When things happened to a request, by the host's clock; 0: not yet."""
 
     arrived: float
-    began: float  # first admitted; later by what was compiled since then
-    first_seen: float = 0.0  # its first tokens
+    began: float  # first admitted
+    first_seen: float = 0.0  # its first tokens, earlier by what was compiled before
     ended: float = 0.0
+    compiled: float = 0.0  # seconds since it began in which programs were compiled
+
+    @property
+    def seconds(self) -> float:
+        """From its first admission to its end, but for compilations."""
+        return self.ended - self.began - self.compiled
 
 
 def assemble(
@@ -83,7 +89,7 @@ def assemble(
             resamples=0 if smc is None else sum(bool(info.resampled) for info in infos),
             generated_tokens=len(completion.token_ids),
             drafted=len(infos) * _drafts_a_cycle(decoding),
-            seconds=times.ended - times.began,
+            seconds=times.seconds,
             mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
             queue_seconds=times.began - times.arrived,
             first_token_seconds=max(times.first_seen - times.began, 0.0),
@@ -133,7 +139,7 @@ def aborted_in_the_queue(
             resamples=0,
             generated_tokens=len(token_ids),
             drafted=0,
-            seconds=0.0 if times is None else times.ended - times.began,
+            seconds=0.0 if times is None else times.seconds,
             queue_seconds=0.0 if times is None else times.began - times.arrived,
             preemptions=preemptions,
         ),

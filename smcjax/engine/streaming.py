@@ -93,6 +93,7 @@ class CertainText:
         self._tried = 0  # length of the window when it last ended in the middle of a character
         self._open = ""  # text that may yet be the beginning of a stop string
         self._stopped = False  # a stop string is there: the end says where it is cut
+        self._held: list[int] = []  # tokens that wait for their text, in which a stop string may be
 
     @property
     def text(self) -> str:
@@ -130,8 +131,17 @@ class CertainText:
         if self._stopped:
             return "", []
         self._said.append(text)
+        fresh, self._held = self._held + fresh, []
+        if self._request.params.stop_strings and self._undecoded:
+            self._held = fresh
+            return text, []
         self.token_ids += fresh
         return text, fresh
+
+    @property
+    def _undecoded(self) -> bool:
+        """Whether the text of some tokens has not been looked at yet."""
+        return bool(self._waiting) or len(self._window) > max(self._tried, self._clean)
 
     def _decoded(self, fresh: list[int]) -> str:
         """What these tokens add to the text, up to its last whole character."""

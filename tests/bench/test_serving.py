@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smcjax.bench import serving
 from smcjax.bench.cycle import Models
 from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 from smcjax.cli.main import main
+from smcjax.engine.requests import Request
 from smcjax.smc import SMC
 
 TINY = Models("tiny-target", "tiny-draft")
@@ -56,16 +58,27 @@ def test_figures(decoding: SMC | None) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["-N", "2", "-K", "2", "--num-prompts", "3", "--input-len", "9", "--output-len", "7", "--max-num-seqs", "2"]
     assert main(["bench", "throughput", *SHAPES, *small, "--json"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["completed"] == 3
     assert last["request_rate"] == "inf"
     plot = tmp_path / "latency.svg"
+    prompts: list[tuple[int, ...]] = []
+    make = serving.make_requests
+
+    def remembering(models: Models, load: Load) -> list[tuple[float, Request]]:
+        requests = make(models, load)
+        prompts.extend(tuple(request.token_ids) for _, request in requests)
+        return requests
+
+    monkeypatch.setattr(serving, "make_requests", remembering)
     assert main(["bench", "latency", *SHAPES, *small, "--rates", "50", "100", "--plot", str(plot)]) == 0
     assert capsys.readouterr().out.count("\n| ") == 2
     assert "<svg" in plot.read_text()
+    # Warm-up and two rates: no prompt is in the prefix cache when its time is taken.
+    assert len(set(prompts)) == len(prompts) == 2 + 3 + 3
 
 
 @pytest.mark.parametrize(

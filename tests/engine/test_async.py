@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -65,6 +67,9 @@ def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch)
         async with make(pair) as served:
             with pytest.raises(ValueError, match="the prompt is empty"):
                 served.generate("")
+            for prompt in (5, None, ["a", "b"], [[1, 2]]):
+                with pytest.raises(ValueError, match="prompt must be text or"):
+                    served.generate(prompt)  # type: ignore[arg-type]
             before = await read(served, 2)
             with monkeypatch.context() as patch:
                 patch.setattr(Engine, "_collect", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
@@ -72,6 +77,51 @@ def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch)
             assert [str(result) for result in results] == ["broken"] * 3
             assert len(set(map(id, results))) == 3
             assert (await read(served, 2)).outputs == before.outputs
+
+    asyncio.run(session())
+
+
+def test_an_error_in_another_threads_step_reaches_the_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes the step that fails ends everything in flight, and nobody may wait for ever for what was in it."""
+    original = Engine._collect
+
+    def fail_beside(engine: Engine, last: int) -> list[RequestOutput]:
+        if threading.current_thread().name != "beside":
+            time.sleep(0.02)  # so that the reader is still there
+            return original(engine, last)
+        monkeypatch.setattr(Engine, "_collect", original)
+        raise RuntimeError("broken")
+
+    async def session() -> None:
+        async with make(pair) as served:
+            before = await read(served, 2)
+
+            def beside() -> None:
+                with served.llm.turn, pytest.raises(RuntimeError, match="broken"):
+                    served.llm.advance(served.llm.engine)
+
+            reader = asyncio.create_task(read(served, 15))
+            monkeypatch.setattr(Engine, "_collect", fail_beside)
+            while not served.llm.engine._running:
+                await asyncio.sleep(0.001)
+            thread = threading.Thread(target=beside, name="beside")
+            thread.start()
+            (result,) = await asyncio.wait_for(asyncio.gather(reader, return_exceptions=True), 60)
+            await asyncio.to_thread(thread.join)
+            assert isinstance(result, RuntimeError)
+            assert "is gone: an error elsewhere" in str(result)
+            assert (await read(served, 2)).outputs == before.outputs
+
+    asyncio.run(session())
+
+
+def test_a_closed_llm_tells_new_readers(pair: Pair) -> None:
+    async def session() -> None:
+        served = make(pair)
+        served.llm.close()
+        with pytest.raises(ValueError, match="this LLM is closed"):
+            await asyncio.wait_for(read(served, 1), 60)
+        await served.close()
 
     asyncio.run(session())
 

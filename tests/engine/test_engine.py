@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -121,6 +122,23 @@ def test_a_cycle_is_enqueued_before_the_last_one_is_read(tight: LLM, lag: int, m
         assert min(ahead[events.index("cycle") : last]) == 1
 
 
+def test_a_compilation_in_flight_is_in_nobodys_times(tight: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ran while half a second went into compiling has neither queued nor run for that time."""
+    engine, seconds = tight.engine, 0.5
+    first, began = add(tight, 10), time.perf_counter()
+    assert engine.step() == []
+    compile_nothing = engine.runner.compile
+    slow = iter([seconds])
+    monkeypatch.setattr(
+        engine.runner, "compile", lambda *args: (time.sleep(next(slow, 0.0)), compile_nothing(*args))[1]
+    )
+    add(tight, 11)
+    metrics = drain(engine)[first].metrics
+    elapsed = time.perf_counter() - began
+    assert 0 < metrics.first_token_seconds <= metrics.seconds <= elapsed - seconds
+    assert metrics.queue_seconds + metrics.seconds <= elapsed - seconds
+
+
 def test_aborted_at_any_time(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
     for steps in range(6):
         first, second, third = (add(tight, number) for number in (10, 11, 3))
@@ -160,6 +178,7 @@ def machine(llm: LLM, alone: list[tuple[Any, ...]]) -> Callable[[], RuleBasedSta
         def step(self, count: int) -> None:
             for _ in range(count):
                 self.ended |= {output.request_id: output for output in llm.engine.step()}
+                sound(llm.engine)
 
         @rule(which=st.integers(0, 1000))
         def abort(self, which: int) -> None:
@@ -192,7 +211,7 @@ def machine(llm: LLM, alone: list[tuple[Any, ...]]) -> Callable[[], RuleBasedSta
 def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]) -> None:
     tight.warm_up(use_tqdm=False)
     before = tight.metrics()["compilations"]
-    run = settings(max_examples=100, stateful_step_count=100, deadline=None, print_blob=True)
+    run = settings(max_examples=105, stateful_step_count=100, deadline=None, print_blob=True)
     run_state_machine_as_test(machine(tight, alone), settings=run)
     tight.engine._lag = int(jax.default_backend() != "cpu")
     assert tight.metrics()["compilations"] == before
