@@ -49,10 +49,11 @@ class Problem:
     sharing: Sharing
     pages: int
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Of `make_operands`, between weights and KV."""
-        return self.tokens, 0, self.tables, self.sharing
+    def operands(self, params: Params, keys: Any, values: Any) -> ds.Operands:
+        """Of a launch."""
+        weights = weights_of(params, norms_of(params))
+        begin = ds.embedded(weights.embed, weights.norms[0], self.tokens)
+        return ds.make_operands(self.shape, weights, begin, 0, self.tables, self.sharing, keys, values)
 
 
 def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Problem:
@@ -108,9 +109,7 @@ def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, val
 
     @jax.jit
     def run(params: Params, keys: Any, values: Any) -> dict[str, jax.Array]:
-        operands = ds.make_operands(
-            problem.shape, weights_of(params, norms_of(params)), *problem.arguments, keys, values
-        )
+        operands = problem.operands(params, keys, values)
         after: dict[str, jax.Array] = {"x0": operands.x[...]}
         leaves = {"qkv": "q", "attend": "partial", "merge": "attended", "o": "x", "gate_up": "h", "down": "x"}
         if together:
@@ -234,9 +233,7 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
     keys, values = pools(config, problem.pages)
 
     def step(params: Params, keys: Any, values: Any) -> Any:
-        operands = ds.make_operands(
-            problem.shape, weights_of(params, norms_of(params)), *problem.arguments, keys, values
-        )
+        operands = problem.operands(params, keys, values)
         launches(problem.shape, operands)
         return operands.x[...], *(tuple(map(jax.freeze, refs)) for refs in (operands.keys, operands.values))
 

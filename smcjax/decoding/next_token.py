@@ -104,6 +104,7 @@ class Drawn(NamedTuple):
     # Where the whole law was asked for, one of:
     logits: Float[Array, "R V"] | None = None  # whose softmax it is
     head: Head | None = None  # from which `law_logits` makes these
+    following: decode_step.Embedded | None = None  # where the next step begins if it runs in one kernel
 
 
 def sample(
@@ -293,12 +294,14 @@ def next_token(
     law: Law,
     *,
     plan: Plan,
+    begin: decode_step.Embedded | None = None,
     copies: Copies | None = None,
     implementation: str = "auto",
 ) -> tuple[Drawn, KVCache]:
     """A token for each row after the T new ones of this step, and the cache with their KV written.
 
-    `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`. What `sample` says of
+    `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`; `begin` what
+    `beginning` says of the tokens. What `sample` says of
     the token holds. `tokens` int32; the log-probability is f32.
     """
     if steps.one_kernel is not None and plan.one_kernel is not None:
@@ -306,9 +309,12 @@ def next_token(
         if copies is not None:
             cache = cache.copy_pages(copies, implementation="mosaic")
         weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks
-        done = decode_step.decode_step(shape, weights, tokens, step, tables, tasks, cache.keys, cache.values)
+        if begin is None:
+            begin = decode_step.embedded(weights.embed, weights.norms[0], tokens)
+        done = decode_step.decode_step(shape, weights, begin, step, tables, tasks, cache.keys, cache.values)
         head = Head.of(params, done.residual, config.rms_norm_eps) if plan.keeps_laws else None
-        return Drawn(done.token, done.logprob, head=head), KVCache(keys=done.keys, values=done.values)
+        drawn = Drawn(done.token, done.logprob, head=head, following=done.following)
+        return drawn, KVCache(keys=done.keys, values=done.values)
     hidden, cache = paged_hidden_states(
         config,
         params,
@@ -324,6 +330,15 @@ def next_token(
     logits = unembed(params, hidden[:, -1])
     keys, number = steps.keys[step], steps.token_number[step]
     return sample(law, keys, number, logits, keep_logits=plan.keeps_laws), cache
+
+
+def beginning(params: Params, steps: Steps, drawn: Drawn) -> decode_step.Embedded | None:
+    """Where those of `steps` begin whose only new tokens were drawn so; None where they go layer by layer."""
+    if steps.one_kernel is None:
+        return None
+    if drawn.following is not None:
+        return drawn.following
+    return decode_step.embedded(params.embed, params.layers[0].attn_norm, drawn.token)
 
 
 def _one_kernel(

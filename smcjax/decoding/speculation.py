@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.next_token import Drawn, Law, Steps, law_logits, next_token, plan, prepare
+from smcjax.decoding.next_token import Drawn, Law, Steps, beginning, law_logits, next_token, plan, prepare
 from smcjax.decoding.prefill import leaders_of, prefill_chunk
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
 from smcjax.decoding.sequences import Bounded, Requests, Sequences
@@ -30,6 +30,7 @@ from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import Params
 from smcjax.pallas import plan_sharing
+from smcjax.pallas.decode_step import Embedded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +223,8 @@ def _reach(program: PairProgram, state: PairState) -> tuple[Int[Array, " R"], In
     return jnp.where(state.live, end, 0), frontier_at
 
 
-DraftCarry = tuple[KVCache, jax.Array, jax.Array]  # and the newest draft, and how many of the steps were taken
+# The newest draft, where the next step begins with it (`beginning`), and how many of the steps were taken.
+DraftCarry = tuple[KVCache, jax.Array, Embedded | None, jax.Array]
 
 
 @jax.named_scope("propose")
@@ -278,7 +280,12 @@ def propose(
         )
 
     def forward(
-        cache: KVCache, tokens: jax.Array, steps: Steps, step: int | jax.Array, copies: Copies | None = None
+        cache: KVCache,
+        tokens: jax.Array,
+        steps: Steps,
+        step: int | jax.Array,
+        begin: Embedded | None = None,
+        copies: Copies | None = None,
     ) -> tuple[Drawn, KVCache]:
         return next_token(
             config,
@@ -290,6 +297,7 @@ def propose(
             step,
             law,
             plan=together,
+            begin=begin,
             copies=copies,
             implementation=program.implementation,
         )
@@ -307,7 +315,7 @@ def propose(
         positions = jnp.concatenate([positions - 1, positions], axis=1)
         pages = jnp.concatenate([previous, pages], axis=1)
     head = prepared(jnp.zeros(1, jnp.int32), positions[None], pages[None])
-    first, cache = forward(state.memory.draft, tokens, head, 0, copies)
+    first, cache = forward(state.memory.draft, tokens, head, 0, copies=copies)
 
     def whole(drawn: Drawn, first_column: int) -> Drawn:
         """Drawn by column [C, R, …], with logits where there is only what makes them: one product for all."""
@@ -319,7 +327,7 @@ def propose(
 
     def joined(others: Drawn | None) -> Drafts:
         """By row, the first column before the others, which come by column."""
-        drawn = jax.tree.map(lambda leaf: leaf[None], first)
+        drawn = jax.tree.map(lambda leaf: leaf[None], first._replace(following=None))
         if others is not None:
             if (drawn.head is None) != (others.head is None):  # the two come by different ways
                 drawn, others = whole(drawn, 0), whole(others, 1)
@@ -335,16 +343,16 @@ def propose(
     rest = prepared(columns, ahead.T[:, :, None], _pages(program, state, ahead).T[:, :, None])
 
     def draft_one(carry: DraftCarry, _: None) -> tuple[DraftCarry, Drawn]:
-        cache, token, step = carry
-        drawn, cache = forward(cache, token[:, None], rest, step)
-        return (cache, drawn.token, step + 1), drawn
+        cache, token, begin, step = carry
+        drawn, cache = forward(cache, token[:, None], rest, step, begin)
+        return (cache, drawn.token, drawn.following, step + 1), drawn._replace(following=None)
 
     # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
     unroll = rest.one_kernel is not None
-    carry = (cache, first.token, jnp.int32(0))
-    (cache, token, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
+    carry = (cache, first.token, beginning(params, rest, first), jnp.int32(0))
+    (cache, token, begin, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
     if after:
-        _, cache = forward(cache, token[:, None], rest, gamma - 1)
+        _, cache = forward(cache, token[:, None], rest, gamma - 1, begin)
     return joined(others), cache
 
 

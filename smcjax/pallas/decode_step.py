@@ -11,21 +11,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from smcjax.pallas.decode_conclude import Embedded, Found, conclude, embedded, padded_candidates
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
-from smcjax.pallas.products import MASKED, QUERIES
+from smcjax.pallas.products import QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
 __all__ = [
     "CHUNK",
     "LAYER_STAGES",
     "Draws",
+    "Embedded",
     "Operands",
     "Shape",
     "Tables",
     "Weights",
     "decode_step",
+    "embedded",
     "launch",
     "make_operands",
     "make_shape",
@@ -82,6 +85,7 @@ class Stepped(NamedTuple):
 
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]
+    following: Embedded  # where the next step begins, whose only new tokens are these
     residual: Float[Array, "R E"]  # after the last layer, before the final norm: of the token that was last
     keys: tuple[Float[Array, "P B Hkv D"], ...]
     values: tuple[Float[Array, "P B Hkv D"], ...]
@@ -142,7 +146,7 @@ def _padded(shape: Shape, x: jax.Array) -> jax.Array:
 def decode_step(
     shape: Shape,
     weights: Weights,
-    tokens: Int[Array, "R T"],
+    begin: Embedded,
     step: Int[Array, ""] | int,
     tables: Tables,
     sharing: Sharing,
@@ -153,25 +157,29 @@ def decode_step(
 ) -> Stepped:
     """Next token of each row after its T new ones, its log-probability under softmax(logits / temperature), and the KV.
 
-    `step` from 0 to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new
-    tokens', with one part and chunks of 64 where the shape prefetches. Weights and KV are bf16, tokens int32,
-    log-probabilities f32.
+    `begin` is the new tokens, row by row: `embedded`, or what an earlier step says of those that it drew. `step` from 0
+    to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new tokens', with
+    one part and chunks of 64 where the shape prefetches. Weights and KV are bf16, log-probabilities f32.
     `supports(shape, dtype)` must hold: nothing here checks it.
 
     A jit of its own, so that a cycle's steps trace and lower the kernel once.
     """
-    operands = make_operands(shape, weights, tokens, step, tables, sharing, keys, values)
+    operands = make_operands(shape, weights, begin, step, tables, sharing, keys, values)
     if interpret is None:
         launch(shape, operands, stages=LAYER_STAGES, with_head=True)
     else:
         _launch_by_stage(shape, operands, interpret)
-    token, logprob = _conclude(*(ref[...] for ref in operands.found))
-    rows, columns = tokens.shape
-    last = slice(columns - 1, rows * columns, columns)
+    rows, columns = shape.groups * shape.rows, shape.group_tokens // shape.rows
+    found = Found(*(ref[...] for ref in operands.found))
+    candidates = shape.blocks * TILE
+    token, logprob, following = conclude(
+        found, weights.embed, weights.norms, count=candidates, rows=rows, columns=columns, interpret=interpret
+    )
     return Stepped(
-        token=token[last],
-        logprob=logprob[last],
-        residual=operands.x[...][last],
+        token=token,
+        logprob=logprob,
+        following=following,
+        residual=operands.x[...][columns - 1 : rows * columns : columns],
         keys=tuple(map(jax.freeze, operands.keys)),
         values=tuple(map(jax.freeze, operands.values)),
     )
@@ -180,7 +188,7 @@ def decode_step(
 def make_operands(
     shape: Shape,
     weights: Weights,
-    tokens: Int[Array, "R T"],
+    begin: Embedded,
     step: Int[Array, ""] | int,
     tables: Tables,
     sharing: Sharing,
@@ -190,11 +198,11 @@ def make_operands(
     """What a launch reads and writes, for the arguments of `decode_step`."""
     padded = shape.tokens
     bf16, f32 = weights.embed.dtype, jnp.float32
+    candidates = padded_candidates(shape.blocks * TILE)
 
     def scratch(*dims: int, dtype: Any = bf16) -> Any:
         return jax.new_ref(lax.empty(dims, dtype))
 
-    x = _padded(shape, weights.embed[tokens].reshape(1, -1, shape.hidden))[0]
     shares = shape.groups * shape.kv_heads * shape.splits
     return Operands(
         qkv=weights.qkv,
@@ -209,8 +217,8 @@ def make_operands(
         num_chunks=sharing.num_chunks,
         pieces=sharing.pieces,
         num_pieces=sharing.num_pieces,
-        x=jax.new_ref(x),
-        xg=jax.new_ref((x.astype(f32) * weights.norms[0].astype(f32)).astype(bf16)),
+        x=jax.new_ref(begin.x),
+        xg=jax.new_ref(begin.xg),
         keys=tuple(jax.new_ref(pages) for pages in keys),
         values=tuple(jax.new_ref(pages) for pages in values),
         q=scratch(shape.kv_heads * padded * shape.q_step, shape.dim),
@@ -218,7 +226,7 @@ def make_operands(
         partial_lse=scratch(shares, QUERIES, dtype=f32),
         attended=scratch(padded, shape.heads * shape.dim),
         h=scratch(padded, shape.ffn),
-        found=tuple(scratch(padded, shape.blocks * TILE, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
+        found=tuple(scratch(padded, candidates, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
     )
 
 
@@ -232,30 +240,3 @@ def _launch_by_stage(shape: Shape, operands: Operands, interpret: Any) -> None:
         for stage in ("qkv", "attend", "merge", "o", "gate_up", "down"):
             run(dataclasses.replace(operands, **own), stages=(stage,), with_head=False)
     run(operands, stages=(), with_head=True)
-
-
-def _conclude(
-    best: Float[Array, "M n"],
-    ids: Int[Array, "M n"],
-    logit: Float[Array, "M n"],
-    top: Float[Array, "M n"],
-    mass: Float[Array, "M n"],
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    """Token and log-probability from what the blocks found among their ids; ties go to the lowest id.
-
-    One reduction of all five: one kernel.
-    """
-
-    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b
-        first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
-        top = jnp.maximum(top_a, top_b)
-        mass = mass_a * jnp.exp(top_a - top) + mass_b * jnp.exp(top_b - top)
-        chosen = (jnp.where(first, x, y) for x, y in ((best_a, best_b), (id_a, id_b), (logit_a, logit_b)))
-        return (*chosen, top, mass)
-
-    operands = (best, ids, logit, top, mass)
-    nothing = (-jnp.inf, jnp.iinfo(jnp.int32).max, -jnp.inf, MASKED, 0.0)
-    start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(nothing, operands, strict=True))
-    _, token, logit, top, mass = lax.reduce(operands, start, better, (1,))
-    return token, logit - top - jnp.log(mass)

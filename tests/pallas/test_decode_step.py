@@ -148,10 +148,11 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, l
     # The second of three steps, of which the others are elsewhere.
     slots = np.where(live[:, None], problem.write_pages, 0) * PAGE + problem.positions % PAGE
     steps = (jnp.stack([0 * x, x, 0 * x]) for x in map(jnp.asarray, (cos, sin, problem.positions, slots)))
+    weights = weights_of(params, norms_of(params))
     return ds.decode_step(
         shape,
-        weights_of(params, norms_of(params)),
-        jnp.asarray(problem.tokens),
+        weights,
+        ds.embedded(weights.embed, weights.norms[0], jnp.asarray(problem.tokens)),
         1,
         ds.make_tables(shape, *steps, problem.draws),
         sharing,
@@ -184,7 +185,7 @@ def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCa
 
 def check(problem: Problem, params: Any, got: Any) -> None:
     """Tokens, log-probabilities and the new tokens' keys and values agree to a few roundings."""
-    token, logprob, residual, keys, values = got
+    token, logprob, following, residual, keys, values = got
     logits, perturbed, cache = reference(problem, params)
     finite = np.where(np.isfinite(logits), logits, 0.0)
     tolerance = 8 * ROUNDING * np.abs(finite).max()
@@ -202,6 +203,9 @@ def check(problem: Problem, params: Any, got: Any) -> None:
     picked = np.take_along_axis(np.asarray(perturbed), np.asarray(token)[:, None], axis=1)[:, 0]
     assert (picked >= np.asarray(perturbed).max(axis=1) - 2 * tolerance).all(), "a token that is not nearly the best"
     np.testing.assert_allclose(logprob, log_softmax_at(logits, token), atol=2 * tolerance)
+    begin = ds.embedded(params.embed, params.layers[0].attn_norm, token)
+    for ours, theirs in zip(following, begin, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
     pages, slots = problem.write_pages, problem.positions % PAGE
     for ours, theirs in ((keys, cache.keys), (values, cache.values)):
         for a, b in zip(ours, theirs, strict=True):
@@ -330,9 +334,9 @@ def test_one_launch_equals_a_launch_a_stage(
     shape = kernel_shape(problem)
 
     def results() -> Any:
-        token, logprob, _, keys, values = jax.jit(lambda params: run(problem, params, shape, live_groups=live_groups))(
-            params
-        )
+        token, logprob, _, _, keys, values = jax.jit(
+            lambda params: run(problem, params, shape, live_groups=live_groups)
+        )(params)
         live = slice(0, live_groups * rows)
         # The trash page holds whichever dead row came last.
         return token[live], logprob[live], [pages[1:] for pages in (*keys, *values)]

@@ -1,0 +1,175 @@
+"""From one decode step to the next: each row's token, its log-probability and its embedding, in one small launch.
+
+The blocks of a step (`decode_kernel.py`) leave what they found among their own ids. Per row, with c over that:
+
+    token    = the id of the largest perturbed logit; of equal ones the lowest
+    logprob  = logit(token) − LSE,   LSE = m + log Σ_c mass_c · exp(top_c − m),   m = max_c top_c
+    x, x∘g   = embedding of the token, which is where the next step begins, and that times its first norm's weight
+
+One block a row; the reference is `conclude_reference`, which XLA makes three launches of.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from smcjax.pallas.products import MASKED, Ref
+
+VECTOR = 4  # candidates that each of 128 threads loads at once
+WHOLE = 128 * VECTOR  # candidates come in multiples of these
+NO_ID = jnp.iinfo(jnp.int32).max
+
+
+class Found(NamedTuple):
+    """What the blocks of a step found, `count` candidates a token and then whatever was there up to a `WHOLE`."""
+
+    best: Float[Array, "M n"]  # largest perturbed logit
+    ids: Int[Array, "M n"]  # its id
+    logit: Float[Array, "M n"]  # its logit
+    top: Float[Array, "M n"]  # largest logit
+    mass: Float[Array, "M n"]  # Σ exp(logit − top)
+
+
+class Embedded(NamedTuple):
+    """Where a step begins: M tokens, padded to a multiple of 8."""
+
+    x: Float[Array, "M E"]
+    xg: Float[Array, "M E"]  # times the first norm's weight
+
+
+class Concluded(NamedTuple):
+    """What a step comes to."""
+
+    token: Int[Array, " R"]
+    logprob: Float[Array, " R"]
+    following: Embedded  # the R tokens
+
+
+def padded_tokens(count: int) -> int:
+    """M for this many tokens."""
+    return -(-count // 8) * 8
+
+
+def padded_candidates(count: int) -> int:
+    """n for this many candidates."""
+    return -(-count // WHOLE) * WHOLE
+
+
+def embedded(embed: Float[Array, "V E"], norm: Float[Array, " E"], tokens: Int[Array, "*shape"]) -> Embedded:
+    """The beginning of a step over these tokens, row by row; zeros beyond them."""
+    x = embed[tokens.reshape(-1)]
+    x = jnp.pad(x, ((0, padded_tokens(x.shape[0]) - x.shape[0]), (0, 0)))
+    return Embedded(x, (x.astype(jnp.float32) * norm.astype(jnp.float32)).astype(x.dtype))
+
+
+def conclude_reference(
+    found: Found, embed: Float[Array, "V E"], norm: Float[Array, " E"], *, count: int, rows: int, columns: int
+) -> Concluded:
+    """As `conclude`, by one reduction of all five."""
+
+    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b
+        first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
+        top = jnp.maximum(top_a, top_b)
+        mass = mass_a * jnp.exp(top_a - top) + mass_b * jnp.exp(top_b - top)
+        chosen = (jnp.where(first, x, y) for x, y in ((best_a, best_b), (id_a, id_b), (logit_a, logit_b)))
+        return (*chosen, top, mass)
+
+    operands = tuple(x[columns - 1 : rows * columns : columns, :count] for x in found)
+    nothing = (-jnp.inf, NO_ID, -jnp.inf, MASKED, 0.0)
+    start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(nothing, operands, strict=True))
+    _, token, logit, top, mass = lax.reduce(operands, start, better, (1,))
+    return Concluded(token, logit - top - jnp.log(mass), embedded(embed, norm, token))
+
+
+def _kernel(
+    best_ref: Ref,  # [M, n] f32 GMEM, as all that follow
+    ids_ref: Ref,  # [M, n] int32
+    logit_ref: Ref,  # [M, n] f32
+    top_ref: Ref,  # [M, n] f32
+    mass_ref: Ref,  # [M, n] f32
+    embed_ref: Ref,  # [V, E] bf16
+    norms_ref: Ref,  # [norms, E] bf16
+    token_ref: Ref,  # [R] int32
+    logprob_ref: Ref,  # [R] f32
+    x_ref: Ref,  # [M', E] bf16
+    xg_ref: Ref,  # [M', E] bf16
+    *,
+    count: int,
+    rows: int,
+    columns: int,
+) -> None:
+    row = lax.axis_index("row")
+    width, hidden = best_ref.shape[1], embed_ref.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=VECTOR)
+    of_hidden = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(8, hidden // 128))
+    norm = plgpu.load(norms_ref.at[0], layout=of_hidden).astype(jnp.float32)
+
+    @pl.when(row < rows)
+    def _conclude() -> None:
+        at = row * columns + columns - 1
+        best, ids, logit, top, mass = (
+            plgpu.load(ref.at[at], layout=layout) for ref in (best_ref, ids_ref, logit_ref, top_ref, mass_ref)
+        )
+        left = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) < count
+        best = jnp.where(left, best, -jnp.inf)
+        first = left & (best == jnp.max(best))
+        token = jnp.min(jnp.where(first, ids, NO_ID))
+        # One of NaN only has no largest: an id that exists.
+        token = lax.clamp(0, token, embed_ref.shape[0] - 1)
+        x = plgpu.load(embed_ref.at[token], layout=of_hidden)
+        chosen = jnp.max(jnp.where(first & (ids == token), logit, -jnp.inf))
+        top = jnp.where(left, top, MASKED)
+        most = jnp.max(top)
+        total = jnp.sum(jnp.where(left, mass * jnp.exp(top - most), 0.0))
+        token_ref[row] = token
+        logprob_ref[row] = chosen - most - jnp.log(total)
+        x_ref[row] = x
+        xg_ref[row] = (x.astype(jnp.float32) * norm).astype(xg_ref.dtype)
+
+    @pl.when(row >= rows)
+    def _pad() -> None:
+        zeros = plgpu.layout_cast(jnp.zeros((hidden,), x_ref.dtype), of_hidden)
+        x_ref[row] = zeros
+        xg_ref[row] = zeros
+
+
+def conclude(
+    found: Found,
+    embed: Float[Array, "V E"],
+    norms: Float[Array, "norms E"],
+    *,
+    count: int,
+    rows: int,
+    columns: int,
+    interpret: Any = None,
+) -> Concluded:
+    """Of the last of each row's T = `columns` tokens; `count` candidates each. `norms[0]` is the first norm's weight.
+
+    A log-probability is NaN where a logit is. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    padded = padded_tokens(rows)
+    out = jax.ShapeDtypeStruct((padded, embed.shape[1]), embed.dtype)
+    token, logprob, x, xg = plgpu.kernel(
+        functools.partial(_kernel, count=count, rows=rows, columns=columns),
+        out_type=[
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            out,
+            out,
+        ],
+        grid=(padded,),
+        grid_names=("row",),
+        interpret=interpret,
+        kernel_name="conclude_step",
+    )(*found, embed, norms)
+    return Concluded(token, logprob, Embedded(x, xg))
