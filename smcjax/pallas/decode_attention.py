@@ -313,7 +313,8 @@ class Attention:
         def chunk(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             softmax, pieces = state
             slot = lax.rem(i, shape.kv_ring)
-            visible, held = online_softmax.ends_of(pieces, width, limits >> 5, limits & 31, lengths)
+            visible = online_softmax.visible_ends(pieces, width, limits >> 5, limits & 31)
+            held = online_softmax.held_ends(pieces, width, lengths)
             pieces = self._pieces(unit, lax.min(i + 1, packed - 1))
             with jax.named_scope("wait k"):
                 plgpu.barrier_wait(s["k_full"].at[slot])

@@ -76,20 +76,23 @@ class Piece(NamedTuple):
     members: jax.Array  # these rows, a bit each
 
 
-def ends_of(
-    pieces: Sequence[Piece], width: int, sees: jax.Array, row: jax.Array, lengths: Sequence[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Where in the chunk what a query sees of each piece ends, and where what any row holds of it does.
+def visible_ends(pieces: Sequence[Piece], width: int, sees: jax.Array, row: jax.Array) -> list[jax.Array]:
+    """Where in the chunk what a query sees of each piece ends.
 
-    Pieces are `width` slots. Query i is of row `row[i]` and sees `sees[i]` slots of it; row r holds `lengths[r]`.
+    Pieces are `width` slots. Query i is of row `row[i]` and sees `sees[i]` slots of it.
     """
-    visible, held = [], []
+    starts = ((part * width, *one) for part, one in enumerate(pieces))
+    return [jnp.where(((members >> row) & 1) != 0, sees - first + start, 0) for start, first, members in starts]
+
+
+def held_ends(pieces: Sequence[Piece], width: int, lengths: Sequence[jax.Array]) -> list[jax.Array]:
+    """Where in the chunk what any row holds of each piece ends; row r holds `lengths[r]`."""
+    held = []
     for part, (first, members) in enumerate(pieces):
         start = part * width
-        visible.append(jnp.where(((members >> row) & 1) != 0, sees - first + start, 0))
         longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
         held.append(lax.clamp(start, functools.reduce(lax.max, longest) - first + start, start + width))
-    return visible, held
+    return held
 
 
 def _by_piece(slot: jax.Array, ends: Sequence[jax.Array], width: int) -> jax.Array:

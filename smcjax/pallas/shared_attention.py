@@ -46,6 +46,9 @@ MERGED = 256  # values that a block of the second kernel merges, or half: so few
 # minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
 MOST_SHARES = 36
 
+MOST_STAGES = 10
+PIPELINED_STAGES = 3  # four are 1% slower, five 2%
+
 Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
 
 
@@ -58,6 +61,7 @@ class Counts(NamedTuple):
     own: jax.Array  # the same with those that pieces are packed into
 
 
+Lengths = list[jax.Array] | None  # of a group's rows; None where a chunk is a task
 Names = tuple[jax.Array, ...]  # pages of a chunk, or its page and its number
 
 
@@ -236,7 +240,6 @@ def _kernel(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
             online_softmax.ROWS,
         )
-        lengths = [lengths_ref[group * rows + r] for r in range(rows)]
         q = q_smem.at[warpgroup]
         scale = math.log2(math.e) / math.sqrt(dim)
 
@@ -267,37 +270,37 @@ def _kernel(
             return online_softmax.advance(so_far, scores, jnp.exp2, scale=scale, bias=bias)
 
         def softmax_over_pieces(scores: jax.Array, so_far: Softmax, tasks: list[Piece]) -> tuple[Softmax, jax.Array]:
-            visible, _ = online_softmax.ends_of(tasks, piece, limits >> 5, limits & 31, lengths)
+            visible = online_softmax.visible_ends(tasks, piece, limits >> 5, limits & 31)
             return online_softmax.advance(so_far, online_softmax.masked(scores * scale, visible, piece), jnp.exp2)
 
-        def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: list[Piece] | None) -> Softmax:
-            """With p · values; `tasks` are the pieces, some of which may hold nothing in some slots."""
+        def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: Any, lengths: Lengths) -> Softmax:
+            """With p · values, where `tasks` are pieces of values that may lack some slots."""
             slot = slot_of(turn)
             with jax.named_scope("wait v"):
                 plgpu.barrier_wait(v_ready.at[slot])
             values = v_smem.at[slot]
-            if tasks is not None:
-                _, held = online_softmax.ends_of(tasks, piece, limits >> 5, limits & 31, lengths)
-                online_softmax.clean(values, held, piece)
+            if lengths is not None:
+                online_softmax.clean(values, online_softmax.held_ends(tasks, piece, lengths), piece)
             softmax = softmax._replace(acc=product(softmax.acc, p, values))
             used(v_used.at[slot])
             return softmax
 
-        def step(turn: jax.Array, state: tuple[Any, ...], *, settled: bool) -> tuple[Any, ...]:
+        def step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
+            """Over a chunk that is a task, or with the rows' `lengths` one of pieces."""
             softmax, tasks = state
-            upcoming = members(turn + 1) if settled else pieces(turn + 1)  # takes as long as a chunk
+            upcoming = (members if lengths is None else pieces)(turn + 1)  # takes as long as a chunk
             slot = slot_of(turn)
             plgpu.barrier_wait(k_ready.at[slot])
             scores = product(None, q, keys(turn))
             used(k_used.at[slot])
-            softmax, p = (softmax_over_chunk if settled else softmax_over_pieces)(scores, softmax, tasks)
-            return weigh(turn, softmax, p, None if settled else tasks), upcoming
+            softmax, p = (softmax_over_chunk if lengths is None else softmax_over_pieces)(scores, softmax, tasks)
+            return weigh(turn, softmax, p, tasks, lengths), upcoming
 
-        def pipelined_step(turn: jax.Array, state: tuple[Any, ...], *, settled: bool) -> tuple[Any, ...]:
+        def pipelined_step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
             """The same with this turn's scores in `state`; the next ones are computed meanwhile."""
             softmax, tasks, scores = state
-            upcoming = members(turn + 1) if settled else pieces(turn + 1)
-            over = softmax_over_chunk if settled else softmax_over_pieces
+            upcoming = (members if lengths is None else pieces)(turn + 1)
+            over = softmax_over_chunk if lengths is None else softmax_over_pieces
             more, following = turn + 1 < total, turn + 1
             with jax.named_scope("wait k"):
                 pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
@@ -313,10 +316,10 @@ def _kernel(
 
                 softmax, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, chunk), jnp.float32))
             pl.when(more)(lambda: used(k_used.at[slot_of(following)]))
-            return weigh(turn, softmax, p, None if settled else tasks), upcoming, scores
+            return weigh(turn, softmax, p, tasks, lengths), upcoming, scores
 
         settled_turns = lax.min(turns(settled_stop), total)
-        first_members, first_pieces = members(jnp.int32(0)), pieces(settled_turns)
+        first_members = members(jnp.int32(0))
         with jax.named_scope("wait q"):
             plgpu.barrier_wait(q_ready.at[warpgroup])
         q[...] = plgpu.layout_cast(q_rows[warpgroup], plgpu.Layout.WGMMA)
@@ -329,15 +332,12 @@ def _kernel(
             scores_ahead = (product(None, q, keys(zero)),)
             pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
             step = pipelined_step
-        softmax, _, *scores_ahead = lax.fori_loop(
-            0,
-            settled_turns,
-            functools.partial(step, settled=True),
-            (online_softmax.nothing_yet(dim), first_members, *scores_ahead),
-        )
-        softmax, *_ = lax.fori_loop(
-            settled_turns, total, functools.partial(step, settled=False), (softmax, first_pieces, *scores_ahead)
-        )
+        start = (online_softmax.nothing_yet(dim), first_members, *scores_ahead)
+        softmax, _, *scores_ahead = lax.fori_loop(0, settled_turns, step, start)
+        # Read only now: held through the first loop, these would be registers that it does not have.
+        over_pieces = functools.partial(step, lengths=[lengths_ref[group * rows + r] for r in range(rows)])
+        start = (softmax, pieces(settled_turns), *scores_ahead)
+        softmax, *_ = lax.fori_loop(settled_turns, total, over_pieces, start)
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
         with jax.named_scope("leave"):
             out_ref.at[place][...], lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
@@ -464,7 +464,8 @@ def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk:
     subs = 2 if in_block == 1 else 1
     in_turn = in_block if work[-1] == 1 < in_block else subs  # warpgroups that take tasks in turn
     ring = SHARED_MEMORY - 2 * in_block * subs * QUERIES * dim * 2
-    stages = min(10, ring // (4 * chunk * dim))
+    most = MOST_STAGES if in_block == 1 else PIPELINED_STAGES
+    stages = min(most, ring // (4 * chunk * dim))
     return Tuning(
         splits=tuple(splits),
         tiles=in_block,
