@@ -1,5 +1,15 @@
 """Errors that users see. Bad input raises `ValueError`; what is wrong with a directory on disk has its own name."""
 
+from collections.abc import Collection
+
 
 class CheckpointError(ValueError):
     """A model directory that cannot be used; the message is one sentence that names the file and the mend."""
+
+
+class RequestsLost(RuntimeError):
+    """Requests that were in flight when a step failed, which ends them all; to whoever waits for these."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        which = f"request {next(iter(names))} is" if len(names) == 1 else f"requests {', '.join(sorted(names))} are"
+        super().__init__(f"{which} gone: an error elsewhere ended everything in flight.")

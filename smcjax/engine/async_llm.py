@@ -17,6 +17,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.outputs import StreamChunk
 from smcjax.engine.requests import Prompt, Request, params_for_each
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.errors import RequestsLost
 
 
 class AsyncLLM:
@@ -103,8 +104,7 @@ class AsyncLLM:
                     if name in self._readers:
                         self._readers[name].put_nowait(chunk)
             for name in gone & self._readers.keys():
-                lost = RuntimeError(f"request {name} is gone: an error elsewhere ended everything in flight.")
-                self._readers[name].put_nowait(lost)
+                self._readers[name].put_nowait(RequestsLost({name}))
 
     # In the thread.
 

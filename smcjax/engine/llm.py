@@ -26,6 +26,7 @@ from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
@@ -338,7 +339,8 @@ class LLM:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
                     with self.turn:
                         if all(self._awaited[request_id] is None for request_id in missing):
-                            self._require_busy(engine, missing)
+                            if not engine.busy:
+                                raise RequestsLost(missing)
                             self.advance(engine)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
@@ -354,10 +356,6 @@ class LLM:
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
-
-    def _require_busy(self, engine: Engine, awaited: set[str]) -> None:
-        if not engine.busy:
-            raise RuntimeError(f"requests {sorted(awaited)} are gone: an error elsewhere ended everything in flight.")
 
     def _let_go(self) -> None:
         """Aborts streams that nobody holds any more. The caller has the `turn`, and no step is in progress."""
@@ -384,7 +382,8 @@ class _Chunks(Iterator[StreamChunk]):
                 with self._llm.turn:
                     self._ready += engine.chunks(self._request_id)
                     if not self._ready:
-                        self._llm._require_busy(engine, {self._request_id})
+                        if not engine.busy:
+                            raise RequestsLost({self._request_id})
                         self._llm.advance(engine)
         except BaseException:
             self.close()
