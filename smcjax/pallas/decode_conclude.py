@@ -6,7 +6,7 @@ The blocks of a step (`decode_kernel.py`) leave what they found among their own 
     logprob  = logit(token) − LSE,   LSE = m + log Σ_c mass_c · exp(top_c − m),   m = max_c top_c
     x, x∘g   = embedding of the token, which is where the next step begins, and that times its first norm's weight
 
-One block a row; the reference is `conclude_reference`, which XLA makes three launches of.
+One block a row; the reference is `conclude_reference`, which XLA makes two launches of.
 """
 
 from __future__ import annotations
