@@ -8,6 +8,7 @@ KV is synthetic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,11 +24,40 @@ from smcjax.bench.cycle import (
     require_room,
 )
 from smcjax.engine.programs import enable_compilation_cache
+from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
 CONTEXTS = (256, 4096, 16_384, 32_768)
 REQUESTS = (2, 4, 8, 16, 32)
 REQUESTS_CONTEXT = 1024
+
+
+def synthetic_case(
+    decoding: SMC | Rejection | None,
+    groups: int,
+    context: int,
+    private: int = 0,
+    *,
+    page_size: int,
+    implementation: str,
+    windows: int,
+    cycles: int,
+) -> Case:
+    """A case on random KV, in a max_model_len that has room for the cycles: a multiple of 256, at least 1,024."""
+    advance = 1 if decoding is None else decoding.tokens_per_cycle
+    room = (WARMUP + cycles) * advance + 1
+    return Case(
+        decoding,
+        groups=groups,
+        context=context,
+        private=private,
+        max_model_len=max(1024, -(-(context + room) // 256) * 256),
+        page_size=page_size,
+        implementation=implementation,
+        synthetic_kv=True,
+        windows=windows,
+        cycles_per_window=cycles,
+    )
 
 
 def standard_cases(
@@ -49,22 +79,9 @@ def standard_cases(
     resampling, so that case never resamples (ess_threshold=0); the program is the same.
     """
 
-    def case(decoding: SMC | None, groups: int, context: int, private: int = 0) -> Case:
-        advance = 1 if decoding is None else decoding.tokens_per_cycle
-        room = (WARMUP + cycles) * advance + 1
-        return Case(
-            decoding,
-            groups=groups,
-            context=context,
-            private=private,
-            max_model_len=max(1024, -(-(context + room) // 256) * 256),
-            page_size=page_size,
-            implementation=implementation,
-            synthetic_kv=True,
-            windows=windows,
-            cycles_per_window=cycles,
-        )
-
+    case = functools.partial(
+        synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
+    )
     base = SMC(n_particles=n_particles, gamma=gamma)
     cases = [case(base, 1, context) for context in contexts]
     if len(contexts) > 1:

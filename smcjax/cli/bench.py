@@ -1,4 +1,9 @@
-"""`smcjax bench`: measuring. `cycle` and `table` time a decoding step against the roofline, on random weights."""
+"""`smcjax bench`: measuring. `cycle` and `table` time a decoding step against the roofline, on random weights.
+
+`acceptance` times exact decoders, SMC and the target alone likewise. Their tokens/s depend on how many drafts are
+accepted, which random weights do not tell: it is stated for assumed rates. The row with one candidate stands for
+verification by token and by block, whose forwards are the same.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from smcjax.cli import bench_engine
-from smcjax.cli.bench_options import add_shape_options, check_numbers, shape_decoding, shape_models
+from smcjax.cli.bench_options import add_shape_options, check_numbers, check_plot, shape_decoding, shape_models
 from smcjax.cli.options import DECODINGS, add_debug_option
 
 if TYPE_CHECKING:
@@ -20,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
     benchmarks = parser.add_subparsers(
-        dest="benchmark", metavar="cycle|table|throughput|latency|engine|decoders", required=True
+        dest="benchmark", metavar="cycle|table|acceptance|throughput|latency|engine|decoders", required=True
     )
 
     cycle = benchmarks.add_parser(
@@ -46,17 +51,39 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table.add_argument("--requests", type=int, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
     table.add_argument("--requests-context", type=int, default=1024, metavar="T", help="of several requests (1024)")
     table.set_defaults(run=run_table)
+
+    acceptance = benchmarks.add_parser(
+        "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
+    )
+    _add_common_options(acceptance, windows=5, cycles=16, sizes=False)
+    acceptance.add_argument("--gammas", type=int, nargs="+", default=[4, 8], metavar="K", help="draft tokens (4 8)")
+    acceptance.add_argument(
+        "--candidates", type=int, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
+    )
+    acceptance.add_argument("--particles", type=int, nargs="*", default=[4, 8, 16], metavar="N", help="of SMC (4 8 16)")
+    acceptance.add_argument(
+        "--acceptance",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.6, 0.7, 0.8, 0.9, 0.95],
+        metavar="A",
+        help="assumed rates: that a draft position accepts, all candidates together (0.5 0.6 0.7 0.8 0.9 0.95)",
+    )
+    acceptance.add_argument("--requests", type=int, default=1, help="groups in one batch (1)")
+    acceptance.add_argument("--context", type=int, default=256, help="prompt tokens (256)")
+    acceptance.add_argument("--plot", metavar="FILE", help="tokens/s over acceptance: .svg, .png or .pdf")
+    acceptance.set_defaults(run=run_acceptance)
     bench_engine.add_parsers(benchmarks)
 
 
-def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int) -> None:
-    add_shape_options(parser)
+def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int, sizes: bool = True) -> None:
+    add_shape_options(parser, sizes=sizes)
     parser.add_argument(
         "--windows", type=int, default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
     )
     parser.add_argument("--cycles", type=int, default=cycles, help=f"cycles a window ({cycles})")
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the roofline; default: the datasheet's")
-    parser.add_argument("--json", action="store_true", help="one JSON line last")
+    parser.add_argument("--json", action="store_true", help="JSON last: one line, of acceptance one a row")
     add_debug_option(parser)
 
 
@@ -80,7 +107,7 @@ def run_cycle(args: argparse.Namespace) -> int:
     )
     if args.compare:
         return _compare(args)
-    result = bench_cycle(shape_models(args), case, bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9)
+    result = bench_cycle(shape_models(args), case, bandwidth=_bandwidth(args))
     print(table(result, args.target_shape, args.draft_shape))
     if args.json:
         print(json.dumps(dataclasses.asdict(result)))
@@ -127,20 +154,67 @@ def run_table(args: argparse.Namespace) -> int:
         windows=args.windows,
         cycles=args.cycles,
     )
-    bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
-    results = run_cases(
-        shape_models(args), cases, bandwidth=bandwidth, on_result=lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    first = results[0]
-    print(
-        f"{first.device}, {first.bandwidth / 1e12:.2f} TB/s, {first.flop_rate / 1e12:.0f} TFLOP/s; "
-        f"{_models_named(first, args.draft_shape, args.target_shape)}, random weights, synthetic KV, "
-        f"page {first.page_size}, {_implementation(first)}\n"
-    )
+    results = run_cases(shape_models(args), cases, bandwidth=_bandwidth(args), on_result=_heard)
+    print(f"{_conditions(results[0], args)}\n")
     print(markdown(results))
     if args.json:
         print(json.dumps([dataclasses.asdict(result) for result in results]))
     return 0
+
+
+def run_acceptance(args: argparse.Namespace) -> int:
+    """Times exact decoders, SMC and the target alone; a table, a plot and JSON lines on request."""
+    from pathlib import Path
+
+    from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
+    from smcjax.bench.table import run_cases
+
+    check_numbers(args)
+    for rate in args.acceptance:
+        if not 0 <= rate <= 1:
+            raise ValueError(f"--acceptance must be rates from 0 to 1, got {rate}.")
+    check_plot(args)
+    cases = acceptance_cases(
+        args.particles,
+        args.gammas,
+        args.candidates,
+        requests=args.requests,
+        context=args.context,
+        page_size=args.page_size,
+        implementation=args.implementation,
+        windows=args.windows,
+        cycles=args.cycles,
+    )
+    results = run_cases(shape_models(args), cases, bandwidth=_bandwidth(args), on_result=_heard)
+    rows = rows_of(results, args.acceptance)
+    requests = "1 request" if args.requests == 1 else f"{args.requests} requests"
+    print(f"{_conditions(results[-1], args)}; {requests}, context {args.context:,}\n\n{ASSUMPTION}\n")
+    print(markdown(rows))
+    if args.json:
+        for row in rows:
+            print(json.dumps({"target": args.target_shape, "draft": args.draft_shape, **row}))
+    if args.plot is not None:
+        from smcjax.viz.acceptance import draw_acceptance
+
+        draw_acceptance(rows, Path(args.plot))
+    return 0
+
+
+def _bandwidth(args: argparse.Namespace) -> float | None:
+    return None if args.bandwidth is None else args.bandwidth * 1e9
+
+
+def _heard(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _conditions(result: CycleResult, args: argparse.Namespace) -> str:
+    """What the rows of a table share."""
+    return (
+        f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s; "
+        f"{_models_named(result, args.draft_shape, args.target_shape)}, random weights, synthetic KV, "
+        f"page {result.page_size}, {_implementation(result)}"
+    )
 
 
 def _models_named(result: CycleResult, draft: str, target: str) -> str:

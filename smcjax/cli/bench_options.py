@@ -27,17 +27,23 @@ LIMITS = {
     "output_len": 1 << 20,
     "max_num_seqs": 4096,
     "num_problems": 1_000_000,
+    "gammas": 64,
+    "particles": 1024,
+    "candidates": 1024,
 }
 
 
-def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Whose shapes, held how, and how many rows and drafts."""
+def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) -> None:
+    """Whose shapes, held how, and, with `sizes`, how many rows and drafts."""
     parser.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
     parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
     parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", help="int8: the draft's weights (default: bfloat16)")
-    parser.add_argument("-N", "--n-particles", type=int, default=8, help="particles, or candidates of rejection (8)")
-    parser.add_argument("-K", "--gamma", type=int, default=8)
+    if sizes:
+        parser.add_argument(
+            "-N", "--n-particles", type=int, default=8, help="particles, or candidates of rejection (8)"
+        )
+        parser.add_argument("-K", "--gamma", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument(
         "--implementation",

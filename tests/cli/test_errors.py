@@ -82,6 +82,10 @@ USAGE: list[tuple[list[str], str]] = [
     (["bench", "decoders", "--seed", "-1"], "--seed must be"),
     (["bench", "decoders", "--temperature", "0"], "which SMC does not decode"),
     (["bench", "latency", "--plot", "/tmp/x/"], "--plot must"),
+    (["bench", "acceptance", "--acceptance", "1.01"], "--acceptance must be rates from 0 to 1, got 1.01"),
+    (["bench", "acceptance", "--acceptance", "high"], "--acceptance"),
+    (["bench", "acceptance", "--gammas"], "--gammas"),
+    (["bench", "acceptance", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
 ]
 
 
