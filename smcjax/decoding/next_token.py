@@ -300,9 +300,8 @@ def next_token(
 ) -> tuple[Drawn, KVCache]:
     """A token for each row after the T new ones of this step, and the cache with their KV written.
 
-    `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`; `begin` what
-    `beginning` says of the tokens. What `sample` says of
-    the token holds. `tokens` int32; the log-probability is f32.
+    `step` from 0 to K − 1 is which of `steps`, which were prepared with this `plan` and `law`; `begin` what `beginning`
+    says of the tokens. What `sample` says of the token holds. `tokens` int32; the log-probability is f32.
     """
     if steps.one_kernel is not None and plan.one_kernel is not None:
         shape, tables = steps.one_kernel
