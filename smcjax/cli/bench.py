@@ -14,11 +14,18 @@ import sys
 from typing import TYPE_CHECKING
 
 from smcjax.cli import bench_engine
-from smcjax.cli.bench_options import add_shape_options, check_numbers, check_plot, shape_decoding, shape_models
+from smcjax.cli.bench_options import (
+    ON_GPU,
+    add_shape_options,
+    check_numbers,
+    check_plot,
+    shape_decoding,
+    shape_models,
+)
 from smcjax.cli.options import DECODINGS, add_debug_option
 
 if TYPE_CHECKING:
-    from smcjax.bench.cycle import CycleResult
+    from smcjax.bench.cycle import CycleResult, Models
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -107,8 +114,9 @@ def run_cycle(args: argparse.Namespace) -> int:
     )
     if args.compare:
         return _compare(args)
-    result = bench_cycle(shape_models(args), case, bandwidth=_bandwidth(args))
-    print(table(result, args.target_shape, args.draft_shape))
+    models = shape_models(args)
+    result = bench_cycle(models, case, bandwidth=_bandwidth(args))
+    print(table(result, models.target, models.draft))
     if args.json:
         print(json.dumps(dataclasses.asdict(result)))
     return 0
@@ -120,8 +128,9 @@ def _compare(args: argparse.Namespace) -> int:
 
     if args.decoding == "rejection":
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
+    target, draft = args.target_shape or ON_GPU[0], args.draft_shape or ON_GPU[1]
     both = [
-        *("--target-shape", args.target_shape, "--draft-shape", args.draft_shape, "--decoding", args.decoding),
+        *("--target-shape", target, "--draft-shape", draft, "--decoding", args.decoding),
         *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
         *("--context", str(args.context), "--max-model-len", str(args.max_model_len)),
         *("--windows", str(args.windows), "--cycles", str(args.cycles)),
@@ -154,8 +163,9 @@ def run_table(args: argparse.Namespace) -> int:
         windows=args.windows,
         cycles=args.cycles,
     )
-    results = run_cases(shape_models(args), cases, bandwidth=_bandwidth(args), on_result=_heard)
-    print(f"{_conditions(results[0], args)}\n")
+    models = shape_models(args)
+    results = run_cases(models, cases, bandwidth=_bandwidth(args), on_result=_heard)
+    print(f"{_conditions(results[0], models)}\n")
     print(markdown(results))
     if args.json:
         print(json.dumps([dataclasses.asdict(result) for result in results]))
@@ -185,14 +195,15 @@ def run_acceptance(args: argparse.Namespace) -> int:
         windows=args.windows,
         cycles=args.cycles,
     )
-    results = run_cases(shape_models(args), cases, bandwidth=_bandwidth(args), on_result=_heard)
+    models = shape_models(args)
+    results = run_cases(models, cases, bandwidth=_bandwidth(args), on_result=_heard)
     rows = rows_of(results, args.acceptance)
     requests = "1 request" if args.requests == 1 else f"{args.requests} requests"
-    print(f"{_conditions(results[-1], args)}; {requests}, context {args.context:,}\n\n{ASSUMPTION}\n")
+    print(f"{_conditions(results[-1], models)}; {requests}, context {args.context:,}\n\n{ASSUMPTION}\n")
     print(markdown(rows))
     if args.json:
         for row in rows:
-            print(json.dumps({"target": args.target_shape, "draft": args.draft_shape, **row}))
+            print(json.dumps({"target": models.target, "draft": models.draft, **row}))
     if args.plot is not None:
         from smcjax.viz.acceptance import draw_acceptance
 
@@ -208,11 +219,11 @@ def _heard(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _conditions(result: CycleResult, args: argparse.Namespace) -> str:
+def _conditions(result: CycleResult, models: Models) -> str:
     """What the rows of a table share."""
     return (
         f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s; "
-        f"{_models_named(result, args.draft_shape, args.target_shape)}, random weights, synthetic KV, "
+        f"{_models_named(result, models.draft, models.target)}, random weights, synthetic KV, "
         f"page {result.page_size}, {_implementation(result)}"
     )
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from smcjax.rejection import Rejection
     from smcjax.smc import SMC
 
+ON_GPU = ("llama-3.1-8b", "llama-3.2-1b")  # the shapes of target and draft where none are named
+ON_CPU = ("tiny-target", "tiny-draft")
 LIMITS = {
     "requests": 4096,
     "context": 1 << 20,
@@ -35,8 +37,8 @@ LIMITS = {
 
 def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) -> None:
     """Whose shapes, held how, and, with `sizes`, how many rows and drafts."""
-    parser.add_argument("--target-shape", default="llama-3.1-8b", help="llama-3.1-8b; tiny-target on a CPU")
-    parser.add_argument("--draft-shape", default="llama-3.2-1b", help="llama-3.2-1b; tiny-draft on a CPU")
+    for which, on_gpu, on_cpu in zip(("target", "draft"), ON_GPU, ON_CPU, strict=True):
+        parser.add_argument(f"--{which}-shape", help=f"({on_gpu} on a GPU, {on_cpu} on a CPU)")
     parser.add_argument("--quantization", help="int8: the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", help="int8: the draft's weights (default: bfloat16)")
     if sizes:
@@ -76,7 +78,7 @@ def shape_decoding(args: argparse.Namespace) -> SMC | Rejection | None:
 
 
 def shape_models(args: argparse.Namespace) -> Models:
-    """The models that the options name."""
+    """The models that the options name, or those that this machine is good for."""
     import jax
 
     from smcjax.bench.cycle import Models
@@ -85,8 +87,10 @@ def shape_models(args: argparse.Namespace) -> Models:
     require_devices()
     if args.implementation == "mosaic" and jax.default_backend() != "gpu":
         raise ValueError("--implementation mosaic needs a Hopper GPU and there is none; use auto or xla.")
-    models = Models(args.target_shape, args.draft_shape, args.quantization, args.draft_quantization)
-    print(f"Making random weights: {args.target_shape}, {args.draft_shape} …", file=sys.stderr)
+    target, draft = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
+    named = (args.target_shape or target, args.draft_shape or draft)
+    models = Models(*named, args.quantization, args.draft_quantization)
+    print(f"Making random weights: {models.target}, {models.draft} …", file=sys.stderr)
     return models
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from smcjax import LLM, SMC, SamplingParams
@@ -184,7 +185,11 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     assert asked[0] == asked[1]
     assert asked[0][1:] == (Case(None), 5e9)
     assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
-    assert asked[2] == (Models("llama-3.1-8b", "llama-3.2-1b", None, "int8"), Case(SMC(5, 6)), None)
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = ("llama-3.1-8b", "llama-3.2-1b") if on_gpu else ("tiny-target", "tiny-draft")
+    assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6)), None)
+    assert smcjax("bench", "cycle", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b").code == 0
+    assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
 
 
 def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +208,7 @@ def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.Monkey
     assert [case.context for case in asked[0][1]] == [32, 32, 32, 32]  # N, 2N, 2K, the target alone
     assert asked[0][0].draft_quantization == "int8"
     assert "a case: 1 ms" in result.err
-    assert "llama-3.2-1b (int8) → llama-3.1-8b" in result.out
+    assert f"{asked[0][0].draft} (int8) → {asked[0][0].target}," in result.out
     lines = result.out.splitlines()
     assert sum(line.startswith("|") for line in lines) == 2 + 4
     assert len(json.loads(lines[-1])) == 4
