@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from smcjax.cli import bench_engine
 from smcjax.cli.bench_options import (
@@ -25,7 +26,7 @@ from smcjax.cli.bench_options import (
 from smcjax.cli.options import DECODINGS, add_debug_option
 
 if TYPE_CHECKING:
-    from smcjax.bench.cycle import CycleResult, Models
+    from smcjax.bench.cycle import Case, CycleResult, Models
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -149,7 +150,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def run_table(args: argparse.Namespace) -> int:
     """Times all cases and prints one markdown table."""
-    from smcjax.bench.table import CONTEXTS, REQUESTS, markdown, run_cases, standard_cases
+    from smcjax.bench.table import CONTEXTS, REQUESTS, markdown, standard_cases
 
     check_numbers(args)
     cases = standard_cases(
@@ -158,13 +159,9 @@ def run_table(args: argparse.Namespace) -> int:
         contexts=CONTEXTS if args.contexts is None else args.contexts,
         requests=REQUESTS if args.requests is None else args.requests,
         requests_context=args.requests_context,
-        page_size=args.page_size,
-        implementation=args.implementation,
-        windows=args.windows,
-        cycles=args.cycles,
+        **_how(args),
     )
-    models = shape_models(args)
-    results = run_cases(models, cases, bandwidth=_bandwidth(args), on_result=_heard)
+    models, results = _timed(args, cases)
     print(f"{_conditions(results[0], models)}\n")
     print(markdown(results))
     if args.json:
@@ -177,7 +174,6 @@ def run_acceptance(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
-    from smcjax.bench.table import run_cases
 
     check_numbers(args)
     for rate in args.acceptance:
@@ -190,13 +186,9 @@ def run_acceptance(args: argparse.Namespace) -> int:
         args.candidates,
         requests=args.requests,
         context=args.context,
-        page_size=args.page_size,
-        implementation=args.implementation,
-        windows=args.windows,
-        cycles=args.cycles,
+        **_how(args),
     )
-    models = shape_models(args)
-    results = run_cases(models, cases, bandwidth=_bandwidth(args), on_result=_heard)
+    models, results = _timed(args, cases)
     rows = rows_of(results, args.acceptance)
     requests = "1 request" if args.requests == 1 else f"{args.requests} requests"
     print(f"{_conditions(results[-1], models)}; {requests}, context {args.context:,}\n\n{ASSUMPTION}\n")
@@ -215,8 +207,21 @@ def _bandwidth(args: argparse.Namespace) -> float | None:
     return None if args.bandwidth is None else args.bandwidth * 1e9
 
 
-def _heard(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _how(args: argparse.Namespace) -> dict[str, Any]:
+    """What all cases of a run have in common."""
+    names = ("page_size", "implementation", "windows", "cycles")
+    return {name: getattr(args, name) for name in names}
+
+
+def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, list[CycleResult]]:
+    """The cases on one set of weights; a line each as they end."""
+    from smcjax.bench.table import run_cases
+
+    def heard(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    models = shape_models(args)
+    return models, run_cases(models, cases, bandwidth=_bandwidth(args), on_result=heard)
 
 
 def _conditions(result: CycleResult, models: Models) -> str:

@@ -339,9 +339,7 @@ class LLM:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
                     with self.turn:
                         if all(self._awaited[request_id] is None for request_id in missing):
-                            if not engine.busy:
-                                raise RequestsLost(missing)
-                            self.advance(engine)
+                            self.advance_for(engine, missing)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
         finally:  # also of an interruption, after which nobody waits for them
@@ -356,6 +354,12 @@ class LLM:
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
+
+    def advance_for(self, engine: Engine, awaited: set[str]) -> None:
+        """The same on behalf of those who wait for these. Raises RequestsLost where nothing is in flight any more."""
+        if not engine.busy:
+            raise RequestsLost(awaited)
+        self.advance(engine)
 
     def _let_go(self) -> None:
         """Aborts streams that nobody holds any more. The caller has the `turn`, and no step is in progress."""
@@ -382,9 +386,7 @@ class _Chunks(Iterator[StreamChunk]):
                 with self._llm.turn:
                     self._ready += engine.chunks(self._request_id)
                     if not self._ready:
-                        if not engine.busy:
-                            raise RequestsLost({self._request_id})
-                        self._llm.advance(engine)
+                        self._llm.advance_for(engine, {self._request_id})
         except BaseException:
             self.close()
             raise

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas.decode_shape import padded_tokens
 from smcjax.pallas.products import MASKED, Ref
 
 VECTOR = 4  # candidates that each of 128 threads loads at once
@@ -40,7 +41,7 @@ class Found(NamedTuple):
 
 
 class Embedded(NamedTuple):
-    """Where a step begins: M tokens, padded to a multiple of 8."""
+    """Where a step begins: M tokens, `padded_tokens` of them."""
 
     x: Float[Array, "M E"]
     xg: Float[Array, "M E"]  # times the first norm's weight
@@ -52,11 +53,6 @@ class Concluded(NamedTuple):
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]
     following: Embedded  # the R tokens
-
-
-def padded_tokens(count: int) -> int:
-    """M for this many tokens."""
-    return -(-count // 8) * 8
 
 
 def padded_candidates(count: int) -> int:

@@ -20,6 +20,11 @@ SHARED_MEMORY = 227 * 1024  # bytes that a block may have
 TILE = lanes.FEATURES
 
 
+def padded_tokens(count: int) -> int:
+    """M for this many tokens: the tensor core takes eight at a time."""
+    return -(-count // 8) * 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """All that is static. M `tokens` = G `groups` · `group_tokens`, padded to a multiple of 8."""
@@ -268,7 +273,7 @@ def make_shape(
         dim=dim,
         vocab=vocab,
         eps=eps,
-        tokens=-(-groups * rows * columns // 8) * 8,
+        tokens=padded_tokens(groups * rows * columns),
         groups=groups,
         rows=rows,
         group_tokens=rows * columns,

@@ -19,8 +19,8 @@ from smcjax.pallas.decode_conclude import (
     conclude,
     conclude_reference,
     padded_candidates,
-    padded_tokens,
 )
+from smcjax.pallas.decode_shape import padded_tokens
 
 INTERPRET = plgpu.InterpretGPUParams()
 VOCABULARY = 5000
