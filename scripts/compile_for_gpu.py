@@ -31,6 +31,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.programs import CUBLAS_PRODUCTS
+from smcjax.model.folding import fold_norms
 from smcjax.model.params import param_shapes
 from smcjax.smc.lifecycle import begin
 
@@ -63,7 +64,10 @@ def main() -> None:
         target, draft = (dataclasses.replace(config, num_layers=args.layers) for config in (target, draft))
     decoding = smc.SMC(n_particles=args.n_particles, gamma=args.gamma)
     program = smc.Program(decoding, target, draft, args.max_model_len, implementation=args.implementation)
-    params = smc.PairParams(param_shapes(target, jnp.bfloat16), param_shapes(draft, jnp.bfloat16))
+    shapes = (param_shapes(config, jnp.bfloat16) for config in (target, draft))
+    if args.implementation == "mosaic":
+        shapes = (jax.eval_shape(fold_norms, one) for one in shapes)
+    params = smc.PairParams(*shapes)
     began = time.perf_counter()
     text = compiled(program, params, args.requests, args.context)
     print(f"compiled in {time.perf_counter() - began:.1f} s")

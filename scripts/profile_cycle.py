@@ -73,7 +73,8 @@ def main() -> None:
         synthetic_kv=True,
         cycles_per_window=CYCLES,
     )
-    _report(list(profiled(Bench(models, case, models.target_params(), models.draft_params()))), args.most)
+    params = (models.target_params(args.implementation), models.draft_params(args.implementation))
+    _report(list(profiled(Bench(models, case, *params))), args.most)
 
 
 def profiled(bench: Bench) -> Iterable[Kernel]:

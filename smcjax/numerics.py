@@ -22,6 +22,7 @@ class Product(NamedTuple):
     inputs: int
     dtype: str  # of both operands
     result: str
+    added: bool = False  # to another array, within the product
 
 
 _forms: contextvars.ContextVar[Mapping[Product, Form]] = contextvars.ContextVar("forms", default={})  # noqa: B039
@@ -46,16 +47,30 @@ def product_forms(forms: Mapping[Product, Form]) -> Iterator[None]:
         _forms.reset(token)
 
 
-def product(x: Float[Array, "*shape I"], weight: Float[Array, "O I"], result: Any = None) -> Float[Array, "*shape O"]:
-    """weight · x, accumulated in f32, in the dtype `result` (None: that of x)."""
+def product(
+    x: Float[Array, "*shape I"],
+    weight: Float[Array, "O I"],
+    result: Any = None,
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+) -> Float[Array, "*shape O"]:
+    """weight · x, accumulated in f32, in the dtype `result` (None: that of x); plus `add_to`, of that dtype.
+
+    A GPU adds within the product's kernel.
+    """
     *shape, inputs = x.shape
     dtype, out = jnp.dtype(x.dtype), jnp.dtype(x.dtype if result is None else result)
     rows = 1
     for size in shape:
         rows *= size
     precision = product_precision(dtype)
-    form = _forms.get().get(Product(rows, weight.shape[0], inputs, dtype.name, out.name), precision)
+    what = Product(rows, weight.shape[0], inputs, dtype.name, out.name, add_to is not None)
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(
-        x, weight, contracted, precision=form, preferred_element_type=None if result is None else out
+    y = jax.lax.dot_general(
+        x,
+        weight,
+        contracted,
+        precision=_forms.get().get(what, precision),
+        preferred_element_type=None if result is None else out,
     )
+    return y if add_to is None else add_to + y

@@ -29,6 +29,7 @@ from smcjax.engine.batch import Batch
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.model.config import ModelConfig
+from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.rejection import Rejection
@@ -72,17 +73,18 @@ class Models:
             weights[self.draft] = weight_bytes(self.draft_config)
         require_room_for_weights(weights, "use smaller ones, such as tiny-target and tiny-draft")
 
-    def target_params(self) -> Params:
-        """Random weights of the target."""
-        return _kept(random_params(self.target_config, 0), self.quantization)
+    def target_params(self, implementation: str) -> Params:
+        """Random weights of the target, as `LLM` keeps them for this implementation."""
+        return _kept(random_params(self.target_config, 0), self.quantization, implementation)
 
-    def draft_params(self) -> Params:
-        """Random weights of the draft."""
-        return _kept(random_params(self.draft_config, 1), self.draft_quantization)
+    def draft_params(self, implementation: str) -> Params:
+        """Random weights of the draft, likewise."""
+        return _kept(random_params(self.draft_config, 1), self.draft_quantization, implementation)
 
 
-def _kept(params: Params, quantization: str | None) -> Params:
-    return params if quantization is None else quantize_params(params, consume=True)
+def _kept(params: Params, quantization: str | None, implementation: str) -> Params:
+    params = params if quantization is None else quantize_params(params, consume=True)
+    return fold_for_kernels(params, implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,7 +409,8 @@ def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -
     enable_compilation_cache()
     require_pair(models, case)
     require_room(models, case)
-    bench = Bench(models, case, models.target_params(), None if case.decoding is None else models.draft_params())
+    draft_params = None if case.decoding is None else models.draft_params(case.implementation)
+    bench = Bench(models, case, models.target_params(case.implementation), draft_params)
     bench.compile()
     return bench.measure(Rates.measure(models.target_config.dtype, bandwidth))
 

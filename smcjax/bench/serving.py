@@ -89,8 +89,8 @@ def build_engine(models: Models, load: Load) -> Engine:
     models.require_room(with_draft=load.decoding is not None)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)
-    draft_params = None if load.decoding is None else models.draft_params()
-    chosen = decoder_of(models, load.decoding, geometry, models.target_params(), draft_params)
+    draft_params = None if load.decoding is None else models.draft_params(load.implementation)
+    chosen = decoder_of(models, load.decoding, geometry, models.target_params(load.implementation), draft_params)
     runner = Runner(*chosen, pages, Programs())
     return Engine(
         runner,

@@ -97,14 +97,15 @@ def standard_cases(
 def run_cases(
     models: Models, cases: Sequence[Case], *, bandwidth: float | None = None, on_result: Callable[[str], None]
 ) -> list[CycleResult]:
-    """Times the cases in order on one set of weights; `on_result` hears one line each."""
+    """Times the cases, of one implementation, in order on one set of weights; `on_result` hears one line each."""
     enable_compilation_cache()
     with_draft = any(case.decoding is not None for case in cases)
     for case in cases:
         require_pair(models, case)
         require_room(models, case)
-    target = models.target_params()
-    draft = models.draft_params() if with_draft else None
+    (implementation,) = {case.implementation for case in cases}
+    target = models.target_params(implementation)
+    draft = models.draft_params(implementation) if with_draft else None
     rates = Rates.measure(models.target_config.dtype, bandwidth)
     results = []
     for case in cases:

@@ -210,7 +210,8 @@ def prefetches(block_table: Int[Array, "R M"]) -> bool:
 def norms_of(params: Params) -> Float[Array, "norms E"]:
     """All norms' weights in the order of a forward."""
     norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm)]
-    return jnp.stack([*norms, params.final_norm])
+    folded = jnp.ones_like(params.final_norm)
+    return jnp.stack([*(folded if norm is None else norm for norm in norms), params.final_norm])
 
 
 def weights_of(params: Params, norms: Float[Array, "norms E"]) -> decode_step.Weights:
@@ -337,7 +338,7 @@ def beginning(params: Params, steps: Steps, drawn: Drawn) -> decode_step.Embedde
         return None
     if drawn.following is not None:
         return drawn.following
-    return decode_step.embedded(params.embed, params.layers[0].attn_norm, drawn.token)
+    return decode_step.embedded(params.embed, norms_of(params)[0], drawn.token)
 
 
 def _one_kernel(

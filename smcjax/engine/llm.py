@@ -27,6 +27,8 @@ from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.errors import RequestsLost
+from smcjax.model.folding import fold_for_kernels
+from smcjax.model.params import Params
 from smcjax.model.quantize import check_quantization, quantize_params
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
@@ -120,13 +122,16 @@ class LLM:
         if draft_quantization is not None and not drafts:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
         require_devices()
-        self.models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
-        if quantization is not None:
-            target_params = quantize_params(self.models.target_params, consume=True)
-            self.models = dataclasses.replace(self.models, target_params=target_params)
-        if draft_quantization is not None and self.models.draft_params is not None:
-            draft_params = quantize_params(self.models.draft_params, consume=True)
-            self.models = dataclasses.replace(self.models, draft_params=draft_params)
+        models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
+
+        def kept(params: Params, quantization: str | None) -> Params:
+            params = params if quantization is None else quantize_params(params, consume=True)
+            return fold_for_kernels(params, implementation)
+
+        draft_params = None if models.draft_params is None else kept(models.draft_params, draft_quantization)
+        self.models = dataclasses.replace(
+            models, target_params=kept(models.target_params, quantization), draft_params=draft_params
+        )
         self.tokenizer = self.models.tokenizer
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:

@@ -219,23 +219,32 @@ class _Compiled:
         self._what, self._count = what, max(2, min(TOGETHER, RESULT_BYTES // size))
         self._weights = [weights[i % len(weights)] for i in range(self._count)]
 
-        def products(rows: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-            return [product(x, w, what.result) for x, w in zip(rows, weights, strict=True)]
+        def products(operands: list[tuple[jax.Array, ...]], weights: list[jax.Array]) -> list[jax.Array]:
+            return [
+                product(x, w, what.result, add_to=added[0] if added else None)
+                for (x, *added), w in zip(operands, weights, strict=True)
+            ]
 
         # Each has rows of its own, or XLA would make one product of them.
-        rows = [jax.ShapeDtypeStruct((what.rows, what.inputs), what.dtype)] * self._count
+        shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self._operands())
         with product_forms({what: form}):
-            self._executable = jax.jit(products).lower(rows, self._weights).compile(dict(options))
+            self._executable = jax.jit(products).lower([shapes] * self._count, self._weights).compile(dict(options))
         named = re.findall(r'"selected_algorithm":"(-?\d+)"', self._executable.as_text() or "")
         self.algorithm = "/".join(sorted(set(named)))
 
+    def _operands(self) -> list[tuple[tuple[int, int], str]]:
+        """Shapes and dtypes beside the matrix."""
+        what = self._what
+        rows = [((what.rows, what.inputs), what.dtype)]
+        return [*rows, ((what.rows, what.outputs), what.result)] if what.added else rows
+
     def seconds(self) -> float:
         """How long one product takes, among others."""
-        key, shape = jax.random.key(0), (self._what.rows, self._what.inputs)
-        rows = [jax.random.normal(jax.random.fold_in(key, i), shape, self._what.dtype) for i in range(self._count)]
-        jax.block_until_ready(self._executable(rows, self._weights))
+        keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(self._count)]
+        operands = [tuple(jax.random.normal(key, *described) for described in self._operands()) for key in keys]
+        jax.block_until_ready(self._executable(operands, self._weights))
         began = time.perf_counter()
         for _ in range(CALLS):
-            done = self._executable(rows, self._weights)
+            done = self._executable(operands, self._weights)
         jax.block_until_ready(done)
         return (time.perf_counter() - began) / (CALLS * self._count)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas import Copies, HeadNorms, copy_all_pages, rotate_and_write
+from smcjax.pallas import Copies, HeadNorms, PendingNorm, copy_all_pages, rotate_and_write
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +56,7 @@ class KVCache:
         slots: Int[Array, "R T"],
         copies: Copies | None = None,
         norms: HeadNorms | None = None,
+        pending: PendingNorm | None = None,
         *,
         implementation: str = "auto",
     ) -> tuple[Float[Array, "R T H D"], KVCache]:
@@ -74,6 +75,7 @@ class KVCache:
             slots,
             copies,
             norms,
+            pending,
             implementation=implementation,
         )
         return q, KVCache(keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values))

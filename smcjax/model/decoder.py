@@ -16,9 +16,9 @@ softmax in f32, logits f32. Layers are unrolled: separate weights beat slices of
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,17 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix, quantized_product
 from smcjax.numerics import product
-from smcjax.pallas import HeadNorms, add_rms_norm, attention, rms_norm, split_and_rotate
+from smcjax.pallas import (
+    HeadNorms,
+    PendingNorm,
+    add_rms_norm,
+    attention,
+    rms_norm,
+    split_and_rotate,
+    supports_norm,
+    swiglu,
+    uses_kernels,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +51,13 @@ class Projection:
     sin: Float[Array, "R T half"]
     num_kv_heads: int
     norms: HeadNorms | None
+    pending: PendingNorm | None  # the layer's norm, where the product was made without
 
     def heads(self) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
         """q, k, v; the first two normed where the model does so, and rotated."""
-        return split_and_rotate(self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms)
+        return split_and_rotate(
+            self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms, pending=self.pending
+        )
 
 
 # (layer index, its product) -> attention output [R, T, H, D]
@@ -52,13 +65,18 @@ Attend = Callable[[int, Projection], jax.Array]
 
 
 def linear(
-    x: Float[Array, "*shape I"], weight: Float[Array, "O I"] | QuantizedMatrix, bias: Float[Array, " O"] | None
+    x: Float[Array, "*shape I"],
+    weight: Float[Array, "O I"] | QuantizedMatrix,
+    bias: Float[Array, " O"] | None,
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
 ) -> Float[Array, "*shape O"]:
-    """weight · x + bias with f32 accumulation, in x's dtype."""
+    """add_to + weight · x + bias with f32 accumulation, in x's dtype."""
     if isinstance(weight, QuantizedMatrix):
         y = quantized_product(x, weight, x.dtype)
-        return y if bias is None else y + bias
-    y = product(x, weight)
+        y = y if add_to is None else add_to + y
+    else:
+        y = product(x, weight, add_to=add_to)
     return y if bias is None else y + bias
 
 
@@ -100,25 +118,57 @@ def hidden_states(
 
     `implementation` of what stands between the products: `smcjax.pallas.paged_attention` says which there are. Only
     "xla" can be differentiated.
+
+    With kernels, norms that `smcjax.model.folding` has folded into the products behind them are left pending: a
+    product then reads the residual stream itself, which the product before has added to, and its reader divides.
     """
     cos, sin = rope_angles(config, positions)
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
-    add_norm = functools.partial(add_rms_norm, eps=eps, implementation=implementation)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
+    leaves_pending = _leaves_pending(tokens.size, config.hidden_size, params.embed.dtype, implementation)
+
+    def pending(x: jax.Array, norm: jax.Array | None) -> PendingNorm | None:
+        return PendingNorm(x, eps) if norm is None and leaves_pending else None
+
+    def added(
+        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, norm: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x + weight · y, and what the next product reads."""
+        if pending(x, norm) is None:
+            return add_rms_norm(x, linear(y, weight, bias), norm, eps, implementation=implementation)
+        x = linear(y, weight, bias, add_to=x)
+        return x, x
 
     x = params.embed[tokens]
-    normed = rms_norm(x, norms[0], eps)
+    normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
     for index, layer in enumerate(params.layers):
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
             of_heads = HeadNorms(layer.q_norm, layer.k_norm, eps)
-        attended = attend(index, Projection(qkv, cos, sin, config.num_kv_heads, of_heads))
-        x, normed = add_norm(x, linear(attended.reshape(flat), layer.o, layer.o_bias), layer.mlp_norm)
-        gate, up = jnp.split(linear(normed, layer.gate_up, layer.gate_up_bias), 2, axis=-1)
-        x, normed = add_norm(x, linear(jax.nn.silu(gate) * up, layer.down, layer.down_bias), norms[index + 1])
+        projection = Projection(qkv, cos, sin, config.num_kv_heads, of_heads, pending(x, layer.attn_norm))
+        attended = attend(index, projection).reshape(flat)
+        x, normed = added(x, attended, layer.o, layer.o_bias, layer.mlp_norm)
+        gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+        h = gated(gate_up, pending(x, layer.mlp_norm), implementation=implementation)
+        x, normed = added(x, h, layer.down, layer.down_bias, norms[index + 1])
     return normed
+
+
+def gated(
+    gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, *, implementation: str
+) -> Float[Array, "*shape F"]:
+    """silu(gate) · up, of a product that may still lack its norm."""
+    if pending is not None:
+        return swiglu(gate_up, pending, implementation=implementation)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _leaves_pending(rows: int, width: int, dtype: Any, implementation: str) -> bool:
+    """Whether norms without weights are left to those who read the products: where our kernels do."""
+    return uses_kernels(implementation) and supports_norm(rows=rows, width=width, dtype=dtype)
 
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:

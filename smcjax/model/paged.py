@@ -61,6 +61,7 @@ def paged_hidden_states(
             slots,
             copies,
             projection.norms,
+            projection.pending,
             implementation=implementation,
         )
         return paged_attention(

@@ -24,14 +24,14 @@ Array = Any  # jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
 class LayerParams:
     """One decoder layer. Letters: ModelConfig; a `None` field is a variant that the config does not have."""
 
-    attn_norm: Array  # [E]
+    attn_norm: Array | None  # [E]; None: folded into qkv (`smcjax.model.folding`)
     qkv: Array  # [(H + 2·Hkv)·D, E]
     qkv_bias: Array | None  # [(H + 2·Hkv)·D]
     q_norm: Array | None  # [D]
     k_norm: Array | None  # [D]
     o: Array  # [E, H·D]
     o_bias: Array | None  # [E]
-    mlp_norm: Array  # [E]
+    mlp_norm: Array | None  # [E]; None: folded into gate_up
     gate_up: Array  # [2·F, E]
     gate_up_bias: Array | None  # [2·F]
     down: Array  # [E, F]

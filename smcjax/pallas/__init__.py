@@ -3,7 +3,7 @@
 from smcjax.pallas.acceptance import Acceptance, acceptance_scan
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
-from smcjax.pallas.norm import add_rms_norm, rms_norm
+from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
     IMPLEMENTATIONS,
@@ -15,6 +15,7 @@ from smcjax.pallas.paged_attention import (
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
+from smcjax.pallas.swiglu import swiglu
 from smcjax.pallas.verify_pack import verify_and_pack
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Acceptance",
     "Copies",
     "HeadNorms",
+    "PendingNorm",
     "Sharing",
     "acceptance_scan",
     "add_rms_norm",
@@ -37,6 +39,8 @@ __all__ = [
     "shared_attention_mosaic",
     "split_and_rotate",
     "supports",
+    "supports_norm",
+    "swiglu",
     "uses_kernels",
     "verify_and_pack",
 ]

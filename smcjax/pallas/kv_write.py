@@ -1,6 +1,7 @@
 """From a layer's fused product to its attention: rotary embedding, and keys and values into their pages, in one kernel.
 
-    q, k, v = split(qkv)                        optionally q, k = norm(q), norm(k), per head
+    q, k, v = split(qkv / rms(x))               where the layer's norm is pending (`smcjax.pallas.norm`)
+    q, k = norm(q), norm(k)                     per head, where the model has that
     q, k = rotate(q), rotate(k)
     pages[copy_to] = pages[copy_from]           the slots before the row's first new token: copy-on-write
     pages[page, slot] = k, v                    in place
@@ -22,7 +23,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas.norm import rms_norm
+from smcjax.pallas.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
 from smcjax.pallas.paged_attention import uses_kernels
 
 THREADS = 128  # of a warpgroup
@@ -68,9 +69,12 @@ def split_and_rotate(
     *,
     num_kv_heads: int,
     norms: HeadNorms | None = None,
+    pending: PendingNorm | None = None,
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
     """Queries, keys and values of a fused product of H + 2·Hkv heads; q and k normed where asked, and rotated."""
     heads = qkv.shape[2] - 2 * num_kv_heads
+    if pending is not None:
+        qkv = pending.divide(qkv).astype(qkv.dtype)
     q, k, v = jnp.split(qkv, [heads, heads + num_kv_heads], axis=2)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
@@ -92,12 +96,13 @@ def rotate_and_write_reference(
     slots: Int[Array, "R T"],
     copies: Copies | None = None,
     norms: HeadNorms | None = None,
+    pending: PendingNorm | None = None,
 ) -> Written:
     """Rotated queries, and the pages with the copies made and token (r, t) at slot `slots[r, t]` of `pages[r, t]`.
 
     Copies are whole pages, all read before any is written.
     """
-    q, k, v = split_and_rotate(qkv, cos, sin, num_kv_heads=key_pages.shape[2], norms=norms)
+    q, k, v = split_and_rotate(qkv, cos, sin, num_kv_heads=key_pages.shape[2], norms=norms, pending=pending)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         if copies is not None:
@@ -143,13 +148,15 @@ def _kernel(
     sin_ref: Ref,  # [R, T, D/2] f32
     pages_ref: Ref,  # [R, T] int32
     slots_ref: Ref,  # [R, T] int32
-    *refs: Ref,  # with copies: source [R], target [R]; with norms: of q [D], of k [D]; keys, values [P, B, Hkv, D]
-    # (both read and written); q [R, T, H, D]
+    *refs: Ref,  # with copies: source [R], target [R]; with a pending norm: x [R, T, E]; with norms: of q [D], of k
+    # [D]; keys, values [P, B, Hkv, D] (both read and written); q [R, T, H, D]
     copying: bool,
+    pending_eps: float | None,
     eps: float | None,
 ) -> None:
     *optional, keys_ref, values_ref, q_ref = refs
-    copy_refs, norm_refs = (optional[:2], optional[2:]) if copying else ([], optional)
+    copy_refs, optional = (optional[:2], optional[2:]) if copying else ([], optional)
+    pending_refs, norm_refs = (optional[:1], optional[1:]) if pending_eps is not None else ([], optional)
     q_norm_ref, k_norm_ref = norm_refs or (None, None)
     _, columns, heads, dim = q_ref.shape
     _, _, kv_heads, _ = keys_ref.shape
@@ -164,11 +171,11 @@ def _kernel(
         return _load(qkv_ref.at[row, index, pl.ds(start, count), part], layout)
 
     def rotated(
-        start: int, count: int, cos: jax.Array, sin: jax.Array, norm_ref: Ref | None
+        a: jax.Array, b: jax.Array, cos: jax.Array, sin: jax.Array, norm_ref: Ref | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Both halves of `count` heads from `start` on."""
-        shape = (count, half)
-        a, b = (new(start, count, part, layout).astype(jnp.float32) for part in (first, second))
+        """Both halves of some heads."""
+        shape = a.shape
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         cos, sin = _across(cos, shape, 1), _across(sin, shape, 1)
         if norm_ref is not None:
             mean = ((a * a).sum(axis=1) + (b * b).sum(axis=1)) / dim
@@ -184,11 +191,18 @@ def _kernel(
 
     def token() -> None:
         page, slot = pages_ref[row, index], slots_ref[row, index]
-        # Everything is read before anything is written: loads do not move up across stores.
+        # Everything is read before anything is written or waited for: loads do not move up across stores and barriers.
         cos, sin = (_load(ref.at[row, index], layout.reduce(0)) for ref in (cos_ref, sin_ref))
-        q = rotated(0, heads, cos, sin, q_norm_ref)
-        k = rotated(heads, kv_heads, cos, sin, k_norm_ref)
+        q_1, q_2 = (new(0, heads, part, layout) for part in (first, second))
+        k_1, k_2 = (new(heads, kv_heads, part, layout) for part in (first, second))
         v = new(heads + kv_heads, kv_heads, pl.ds(0, dim), _layout(kv_heads, dim))
+        if pending_eps is not None:
+            x = plgpu.load(pending_refs[0].at[row, index], layout=row_layout(pending_refs[0].shape[2]))
+            scale = inverse_rms(x.astype(jnp.float32), pending_eps)
+            q_1, q_2, k_1, k_2, v = (
+                (y.astype(jnp.float32) * scale).astype(q_ref.dtype) for y in (q_1, q_2, k_1, k_2, v)
+            )
+        q, k = rotated(q_1, q_2, cos, sin, q_norm_ref), rotated(k_1, k_2, cos, sin, k_norm_ref)
         for part, q_half, k_half in zip((first, second), q, k, strict=True):
             q_ref[row, index, :, part] = q_half
             keys_ref[page, slot, :, part] = k_half
@@ -238,6 +252,7 @@ def rotate_and_write(
     slots: Int[Array, "R T"],
     copies: Copies | None = None,
     norms: HeadNorms | None = None,
+    pending: PendingNorm | None = None,
     *,
     implementation: str = "auto",
 ) -> Written:
@@ -246,29 +261,34 @@ def rotate_and_write(
     Returns rotated queries [R, T, H, D] and the pages, updated in place where the caller gives them up. Of a copied
     page only the slots before the row's first written token are sure to be the source's (a row that writes nothing has
     the whole page copied). No page to copy from may be written in those slots by another row of the same call.
-    `implementation` as in `paged_attention`.
+    `pending` is the norm that the product, made of x itself, still lacks. `implementation` as in `paged_attention`.
     """
     num_kv_heads, head_dim = key_pages.shape[2:]
     num_heads = qkv.shape[-2] - 2 * num_kv_heads
     applies = key_pages.dtype == qkv.dtype and supports_write(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=key_pages.dtype
     )
+    if pending is not None:
+        rows, width = pages.size, pending.x.shape[-1]
+        applies = applies and supports_norm(rows=rows, width=width, dtype=pending.x.dtype)
     compute = rotate_and_write_reference
     if applies and uses_kernels(implementation):
         compute = rotate_and_write_mosaic
         if copies is not None and pages.shape[1] > MOST_COLUMNS:
             key_pages, value_pages = copy_pages(key_pages, copies), copy_pages(value_pages, copies)
             copies = None
-    return compute(qkv, cos, sin, key_pages, value_pages, pages, slots, copies, norms)
+    return compute(qkv, cos, sin, key_pages, value_pages, pages, slots, copies, norms, pending)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "eps"))
+@functools.partial(jax.jit, static_argnames=("interpret", "pending_eps", "eps"))
 def _rotate_and_write(
     inputs: tuple[jax.Array, ...],
     copies: Copies | None,
+    pending: tuple[jax.Array, ...],
     norm_weights: tuple[jax.Array, ...],
     pools: tuple[jax.Array, jax.Array],
     *,
+    pending_eps: float | None,
     eps: float | None,
     interpret: Any,
 ) -> Written:
@@ -280,13 +300,13 @@ def _rotate_and_write(
     # References, so that the kernel's results are its operands' buffers.
     keys_ref, values_ref = (jax.new_ref(pool) for pool in pools)
     q = plgpu.kernel(
-        functools.partial(_kernel, copying=copies is not None, eps=eps),
+        functools.partial(_kernel, copying=copies is not None, pending_eps=pending_eps, eps=eps),
         out_type=jax.ShapeDtypeStruct((rows, columns, num_heads, head_dim), pools[0].dtype),
         grid=(rows, columns + (page_size if copies is not None else 0)),
         grid_names=("row", "index"),
         interpret=interpret,
         kernel_name="rotate_and_write",
-    )(*inputs, *(copies or ()), *norm_weights, keys_ref, values_ref)
+    )(*inputs, *(copies or ()), *pending, *norm_weights, keys_ref, values_ref)
     return q, jax.freeze(keys_ref), jax.freeze(values_ref)
 
 
@@ -300,10 +320,18 @@ def rotate_and_write_mosaic(
     slots: Int[Array, "R T"],
     copies: Copies | None = None,
     norms: HeadNorms | None = None,
+    pending: PendingNorm | None = None,
     *,
     interpret: Any = None,
 ) -> Written:
     """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    weights, eps = ((norms.q, norms.k), norms.eps) if norms is not None else ((), None)
-    inputs = (qkv, cos, sin, pages, slots)
-    return _rotate_and_write(inputs, copies, weights, (key_pages, value_pages), eps=eps, interpret=interpret)
+    return _rotate_and_write(
+        (qkv, cos, sin, pages, slots),
+        copies,
+        () if pending is None else (pending.x,),
+        () if norms is None else (norms.q, norms.k),
+        (key_pages, value_pages),
+        pending_eps=None if pending is None else pending.eps,
+        eps=None if norms is None else norms.eps,
+        interpret=interpret,
+    )

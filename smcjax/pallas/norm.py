@@ -1,15 +1,18 @@
-"""Residual addition and RMS norm in one kernel: what stands between two products of a layer.
+"""RMS norm, and residual addition and RMS norm in one kernel.
 
     x ← x + y
     h = x / rms(x) · weight
 
 What is normed is the sum as it goes on, rounded to x's dtype.
+
+A norm without weights commutes with the product behind it but for a factor a row, W · (x / rms(x)) = (W · x) / rms(x),
+so a product can read x itself, and what reads the product divides: that norm is then *pending*.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +28,31 @@ MOST_ROWS = 512  # beyond, plain XLA is at the memory's speed
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
-def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*shape E"]:
-    """x / rms(x) · weight, in f32, returned in x's dtype."""
+class PendingNorm(NamedTuple):
+    """What a product of x lacks where one of x / rms(x) is meant."""
+
+    x: Float[Array, "*shape E"]
+    eps: float
+
+    def divide(self, y: Float[Array, "*shape ..."]) -> Float[Array, "*shape ..."]:
+        """y / rms(x), in f32."""
+        scale = _inverse_rms(self.x.astype(jnp.float32), self.eps)
+        return y.astype(jnp.float32) * scale.reshape(*scale.shape[:-1], *[1] * (y.ndim - self.x.ndim + 1))
+
+
+def _inverse_rms(x: Float[Array, "*shape E"], eps: float) -> Float[Array, "*shape 1"]:
+    return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float) -> Float[Array, "*shape E"]:
+    """x / rms(x) · weight, in f32, returned in x's dtype; weight None: without."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * weight
+    normed = (x32 * _inverse_rms(x32, eps)).astype(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 def add_rms_norm_reference(
-    x: Float[Array, "*shape E"], y: Float[Array, "*shape E"], weight: Float[Array, " E"], eps: float
+    x: Float[Array, "*shape E"], y: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
     """x + y, and its norm."""
     x = x + y
@@ -41,6 +60,16 @@ def add_rms_norm_reference(
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
+
+
+def row_layout(width: int) -> Any:
+    """Registers of a warpgroup for a row, a multiple of 1,024 numbers."""
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=8)
+
+
+def inverse_rms(x: Float[Array, " E"], eps: float) -> Float[Array, ""]:
+    """1/rms(x) of a row in f32, in `row_layout`."""
+    return lax.rsqrt(jnp.sum(x * x) / x.shape[0] + eps)
 
 
 def _kernel(
@@ -55,12 +84,11 @@ def _kernel(
     """One block a row."""
     row = lax.axis_index("row")
     width, dtype = x_ref.shape[1], x_ref.dtype
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=8)
+    layout = row_layout(width)
     x, y, weight = (plgpu.load(ref, layout=layout) for ref in (x_ref.at[row], y_ref.at[row], weight_ref))
     total = (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
     t = total.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(t * t) / width + eps)
-    normed = (t * scale).astype(dtype).astype(jnp.float32) * weight.astype(jnp.float32)
+    normed = (t * inverse_rms(t, eps)).astype(dtype).astype(jnp.float32) * weight.astype(jnp.float32)
     sum_ref[row] = total
     normed_ref[row] = normed.astype(dtype)
 
@@ -76,15 +104,16 @@ def supports_norm(*, rows: int, width: int, dtype: Any) -> bool:
 def add_rms_norm(
     x: Float[Array, "*shape E"],
     y: Float[Array, "*shape E"],
-    weight: Float[Array, " E"],
+    weight: Float[Array, " E"] | None,
     eps: float,
     *,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
-    """x + y, of one dtype, and its RMS norm times `weight`. `implementation` as in `paged_attention`."""
+    """x + y, of one dtype, and its RMS norm times `weight` (None: 1). `implementation` as in `paged_attention`."""
     applies = supports_norm(rows=x.size // x.shape[-1], width=x.shape[-1], dtype=x.dtype)
-    compute = add_rms_norm_mosaic if applies and uses_kernels(implementation) else add_rms_norm_reference
-    return compute(x, y, weight, eps)
+    if not (applies and uses_kernels(implementation)):
+        return add_rms_norm_reference(x, y, weight, eps)
+    return add_rms_norm_mosaic(x, y, jnp.ones(x.shape[-1], x.dtype) if weight is None else weight, eps)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))

@@ -56,7 +56,7 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     plain, quantised = Models("tiny-target", "tiny-draft"), Models("tiny-target", "tiny-draft", "int8", "int8")
     decoding = SMC(3, 2, ess_threshold=0.0)
     case = small_case(decoding, groups=2, context=10, private=5, synthetic_kv=True)
-    bench = Bench(quantised, case, quantised.target_params(), quantised.draft_params())
+    bench = Bench(quantised, case, quantised.target_params("auto"), quantised.draft_params("auto"))
     bench.compile()
     bench.runner.take()
     state = bench.started()
@@ -93,7 +93,7 @@ def _float32_phases(decoding: SMC) -> list[Any]:
 def test_own_pages_of_nothing_changes_nothing() -> None:
     case = small_case(SMC(3, 2), synthetic_kv=True)
     models = Models("tiny-target", "tiny-draft")
-    bench = Bench(models, case, models.target_params(), models.draft_params())
+    bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
     bench.runner.take()
     begin = jax.jit(bench.runner._functions(bench.runner.program)[0])
     state, _ = begin(bench.runner.memory, cycle.dataclasses.asdict(bench.batch))
@@ -157,6 +157,6 @@ def test_the_budget_is_what_the_weights_take(quantization: str | None) -> None:
     models = Models("tiny-target", "tiny-draft", quantization, quantization)
     held = [
         sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        for params in (models.target_params(), models.draft_params())
+        for params in (models.target_params("auto"), models.draft_params("auto"))
     ]
     assert list(budget_of(models, small_case(SMC(2, 2))).weights.values()) == held

@@ -17,7 +17,7 @@ from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save
 from smcjax.pallas.paged_attention import on_hopper
 
 pytestmark = pytest.mark.gpu
-TARGET = ModelConfig(256, 256, 512, 2, 8, 4, 64, 4096, tie_embeddings=True)
+TARGET = ModelConfig(256, 1024, 1024, 2, 8, 4, 64, 4096, tie_embeddings=True)  # wide enough for all kernels
 DRAFT = ModelConfig(256, 256, 256, 1, 4, 2, 64, 4096, tie_embeddings=True)
 PROMPTS = [
     {"prompt_token_ids": np.random.default_rng(i).integers(0, 256, length).tolist()}
@@ -32,8 +32,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def saved(config: ModelConfig, seed: int, path: Path) -> str:
-    """A checkpoint of random weights."""
-    params = init_params(config, jax.random.key(seed))
+    """A checkpoint of random weights, the norms' too."""
+    params = jax.tree.map(
+        lambda leaf: (
+            leaf * jax.random.uniform(jax.random.key(7), leaf.shape, minval=0.5, maxval=1.5) if leaf.ndim == 1 else leaf
+        ),
+        init_params(config, jax.random.key(seed)),
+    )
     save_checkpoint(config, dataclasses.replace(params, embed=params.embed * 6), str(path), dtype="bfloat16")
     return str(path)
 
@@ -113,19 +118,17 @@ def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> Non
         np.testing.assert_allclose(output.outputs[0].logprobs, want, atol=0.25)
 
 
-KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "copy_pages", "shared_attention")
+KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "swiglu", "copy_pages", "shared_attention")
 KERNELS += ("decode_step", "conclude_step")
 
 
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
     """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
     assert on_hopper()
-    # Norms have a kernel where rows are long.
-    target = saved(dataclasses.replace(TARGET, hidden_size=1024), 2, tmp_path / "wide")
     seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
     for implementation, max_model_len in (("auto", 256), ("auto", 2048), ("xla", 2048)):
         with LLM(
-            target,
+            pair[0],
             draft_model=pair[1],
             decoding=SMC(8, 4),
             max_model_len=max_model_len,

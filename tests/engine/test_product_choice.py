@@ -69,6 +69,19 @@ def test_every_form_gives_the_same_bits(operands: tuple[jax.Array, jax.Array]) -
             np.testing.assert_array_equal(product(*operands), plain)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_is_added_makes_it_another_product(operands: tuple[jax.Array, jax.Array], dtype: Any) -> None:
+    x, weight = (operand.astype(dtype) for operand in operands)
+    residual = jax.random.normal(jax.random.key(3), (2, 3, 32), dtype)
+    got = product(x, weight, add_to=residual)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), np.asarray(residual + product(x, weight), np.float64), rtol=2**-7, atol=2**-7
+    )
+    asked = products_asked(lambda: (product(x, weight), product(x, weight, add_to=residual)))
+    assert [what.added for what in asked] == [False, True]
+
+
 def test_a_form_is_for_its_product_only(operands: tuple[jax.Array, jax.Array]) -> None:
     x, weight = operands
 
@@ -256,9 +269,18 @@ def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.Mon
     assert step_job(step, program, smc.PairParams(quantize_params(one), one), state).options is None
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_candidates_are_compiled_and_timed(added: bool) -> None:
+    what = Product(ROWS, 32, 16, "bfloat16", "bfloat16", added)
+    weights = [jax.random.normal(jax.random.key(i), (32, 16), jnp.bfloat16) for i in range(3)]
+    candidate = product_choice._Compiled(what, weights, FORMS[1], {})
+    assert 0 < candidate.seconds() < 1
+
+
 @pytest.mark.gpu
-def test_a_form_is_chosen_on_a_gpu(kept: Path) -> None:
-    what = Product(72, 4096, 2048, "bfloat16", "bfloat16")
+@pytest.mark.parametrize("added", [False, True])
+def test_a_form_is_chosen_on_a_gpu(kept: Path, added: bool) -> None:
+    what = Product(72, 4096, 2048, "bfloat16", "bfloat16", added)
     weights = [jax.random.normal(jax.random.key(i), (4096, 2048), jnp.bfloat16) for i in range(16)]
 
     def compiled(form: Form) -> product_choice._Compiled:

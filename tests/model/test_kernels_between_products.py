@@ -11,18 +11,19 @@ import pytest
 
 from smcjax.kv import Copies
 from smcjax.model.config import ModelConfig
+from smcjax.model.folding import fold_norms
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
 
 LAYERS, NUM_PAGES = 2, 77
 
 
-def lowered(rows: int, columns: int, implementation: str) -> str:
+def lowered(rows: int, columns: int, implementation: str, *, folded: bool = False) -> str:
     """A forward with copies, its cache donated, lowered for CUDA."""
     config = ModelConfig(
         vocab_size=512,
         hidden_size=1024,
-        intermediate_size=512,
+        intermediate_size=1024,
         num_layers=LAYERS,
         num_heads=8,
         num_kv_heads=4,
@@ -30,6 +31,7 @@ def lowered(rows: int, columns: int, implementation: str) -> str:
         max_position_embeddings=4096,
     )
     params = param_shapes(config, jnp.bfloat16)
+    params = jax.eval_shape(fold_norms, params) if folded else params
     cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=16), params)
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -55,6 +57,21 @@ def test_kernels_of_a_layer(rows: int, columns: int) -> None:
     assert called.count("add_rms_norm_mosaic") == 2 * LAYERS
     touching = [line for line in text.splitlines() if f"tensor<{NUM_PAGES}x16x4x128xbf16>" in line]
     assert not [line for line in touching if "stablehlo." in line and "custom_call" not in line]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 9), (8, 1)])
+def test_kernels_of_a_layer_whose_norms_are_folded(rows: int, columns: int) -> None:
+    """One that rotates, writes and copies, one that attends, one that gates; a norm behind the last layer only."""
+    text = lowered(rows, columns, "mosaic", folded=True)
+    called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
+    kernels = ("_rotate_and_write", "paged_attention_mosaic", "_swiglu", "add_rms_norm_mosaic")
+    assert [called.count(kernel) for kernel in kernels] == [LAYERS, LAYERS, LAYERS, 1]
+
+
+def test_many_rows_are_normed_before_the_product() -> None:
+    """A prompt's chunk: nothing is left pending that plain XLA would have to divide."""
+    text = lowered(1, 1024, "mosaic", folded=True)
+    assert "swiglu" not in text
 
 
 def test_control_without_kernels() -> None:

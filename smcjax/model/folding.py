@@ -1,0 +1,49 @@
+"""Norms' weights folded into the products that read them.
+
+    W · (g ∘ x / rms(x)) = (W · diag(g)) · (x / rms(x))
+
+A norm that has no weights left need not be computed before the product (`smcjax.pallas.norm`). Folded weights are
+rounded anew, once, which changes a product of bfloat16 by as much as rounding its operand does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from smcjax.model.params import LayerParams, Params
+from smcjax.model.quantize import QuantizedMatrix
+from smcjax.pallas import uses_kernels
+
+
+def fold_for_kernels(params: Params, implementation: str) -> Params:
+    """`fold_norms`, consuming, for bfloat16 weights where `implementation` means kernels; otherwise as they are."""
+    wanted = uses_kernels(implementation) and params.embed.dtype == jnp.bfloat16
+    return fold_norms(params, consume=True) if wanted else params
+
+
+def fold_norms(params: Params, *, consume: bool = False) -> Params:
+    """The same decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
+
+    Those in front of a quantised matrix or of a product with a bias stay, as does the last norm, whose matrix may be
+    the embedding. `consume` frees each matrix as it is replaced.
+    """
+    multiply = jax.jit(_scaled_columns, donate_argnums=0) if consume else jax.jit(_scaled_columns)
+
+    def folded(layer: LayerParams, norm: str, matrix: str) -> LayerParams:
+        weights, columns = getattr(layer, matrix), getattr(layer, norm)
+        if columns is None or isinstance(weights, QuantizedMatrix) or getattr(layer, f"{matrix}_bias") is not None:
+            return layer
+        changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: None}
+        return dataclasses.replace(layer, **changed)
+
+    layers = (folded(layer, "attn_norm", "qkv") for layer in params.layers)
+    return dataclasses.replace(params, layers=tuple(folded(layer, "mlp_norm", "gate_up") for layer in layers))
+
+
+def _scaled_columns(matrix: Float[Array, "O I"], scale: Float[Array, " I"]) -> Float[Array, "O I"]:
+    return (matrix.astype(jnp.float32) * scale.astype(jnp.float32)).astype(matrix.dtype)

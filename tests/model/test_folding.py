@@ -1,0 +1,116 @@
+"""Norms folded into products, and left pending: the same function of the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.decoding.next_token import norms_of
+from smcjax.model import decoder, folding
+from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import logits
+from smcjax.model.export import save_checkpoint
+from smcjax.model.folding import fold_for_kernels, fold_norms
+from smcjax.model.params import Params, init_params
+from smcjax.model.quantize import quantize_params
+from tests.helpers import tiny_config
+
+VARIANTS: list[dict[str, Any]] = [{}, {"qk_norm": True}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}]
+
+
+def random_norms(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """Weights of which norms and biases are random too."""
+    params = init_params(config, jax.random.key(0), dtype)
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [
+        leaf + 0.3 * jax.random.normal(key, leaf.shape, dtype) if leaf.ndim == 1 else leaf
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, moved)
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, Params, jax.Array]:
+    config = tiny_config(23, **request.param)
+    return config, random_norms(config), jax.random.randint(jax.random.key(2), (2, 7), 0, 23)
+
+
+def test_folded_norms_give_the_same_logits(model: tuple[ModelConfig, Params, jax.Array]) -> None:
+    config, params, tokens = model
+    got, want = logits(config, fold_norms(params), tokens), logits(config, params, tokens)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_pending_norms_give_the_same_logits(
+    model: tuple[ModelConfig, Params, jax.Array], monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    """The way that kernels go, with plain versions in their place. Negative control: a wrong norm is seen."""
+    config, params, tokens = model
+    want = np.asarray(logits(config, params, tokens))
+    asked = []
+    swiglu = decoder.swiglu
+
+    def heard(*args: Any, **how: Any) -> jax.Array:
+        asked.append(args)
+        return swiglu(*args, **how)
+
+    monkeypatch.setattr(decoder, "_leaves_pending", lambda *_: True)
+    monkeypatch.setattr(decoder, "swiglu", heard)
+    folded = fold_norms(params)
+    if wrong:
+        layer = dataclasses.replace(folded.layers[1], gate_up=params.layers[1].gate_up, qkv=params.layers[1].qkv)
+        folded = dataclasses.replace(folded, layers=(folded.layers[0], layer))
+    got = np.asarray(logits(config, folded, tokens))
+    assert len(asked) == (0 if config.mlp_bias else config.num_layers)
+    assert np.allclose(got, want, rtol=1e-4, atol=1e-5) != wrong
+
+
+def test_what_is_folded() -> None:
+    plain, biased = (fold_norms(random_norms(tiny_config(qkv_bias=bias))).layers[0] for bias in (False, True))
+    assert plain.attn_norm is None
+    assert plain.mlp_norm is None
+    assert biased.attn_norm is not None
+    assert biased.mlp_norm is None
+    quantized = fold_norms(quantize_params(random_norms(tiny_config())))
+    assert all(layer.attn_norm is not None and layer.mlp_norm is not None for layer in quantized.layers)
+    twice = fold_norms(fold_norms(random_norms(tiny_config())))
+    chex.assert_trees_all_equal(twice, fold_norms(random_norms(tiny_config())))
+
+
+def test_consumed_matrices_are_freed() -> None:
+    params = random_norms(tiny_config())
+    fold_norms(params, consume=True)
+    assert params.layers[0].qkv.is_deleted()
+    assert params.layers[1].gate_up.is_deleted()
+    assert not params.layers[0].o.is_deleted()
+
+
+def test_folding_is_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, full = (random_norms(tiny_config(), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    assert fold_for_kernels(half, "auto") is half  # on a CPU
+    monkeypatch.setattr(folding, "uses_kernels", lambda implementation: implementation == "auto")
+    assert fold_for_kernels(half, "xla") is half
+    assert fold_for_kernels(full, "auto") is full
+    assert fold_for_kernels(half, "auto").layers[0].attn_norm is None
+
+
+def test_the_persistent_step_multiplies_by_one_where_a_norm_is_folded() -> None:
+    params = random_norms(tiny_config())
+    norms = norms_of(fold_norms(params))
+    assert norms.shape == norms_of(params).shape
+    np.testing.assert_array_equal(norms[:-1], 1)
+    np.testing.assert_array_equal(norms[-1], params.final_norm)
+
+
+def test_folded_weights_are_not_saved_as_a_checkpoint(tmp_path: Any) -> None:
+    config = tiny_config()
+    with pytest.raises(ValueError, match="shapes of params"):
+        save_checkpoint(config, fold_norms(random_norms(config)), tmp_path)
