@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from jaxtyping import install_import_hook
 
@@ -34,9 +35,16 @@ settings.register_profile("laws", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("laws")
 
 
+# Three quarters of the time of these directories' tests is XLA's compiler, for hundreds of small programs that run few
+# times: its LLVM passes are left out there. Whatever runs as users run it (engine, commands) is compiled as for users.
+WITHOUT_LLVM_PASSES = ("decoding", "kv", "model", "rejection", "smc")
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _forget_programs() -> Iterator[None]:
+def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process."""
+    directory = request.path.relative_to(Path(__file__).parent).parts[0]
+    jax.config.update("jax_disable_most_optimizations", directory in WITHOUT_LLVM_PASSES)
     yield
     gc.collect()
     jax.clear_caches()
