@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,7 +30,7 @@ class AsyncLLM:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.llm = LLM(*args, **kwargs)
         self._readers: dict[str, asyncio.Queue[StreamChunk | Exception]] = {}
-        self._arriving: deque[Request] = deque()
+        self._arriving: deque[tuple[Request, float]] = deque()  # and when they came
         self._leaving: deque[str] = deque()
         self._followed: set[str] = set()  # the thread's: requests that the engine has taken in for a reader
         self._busy = False  # whether the engine has more to do
@@ -70,7 +71,7 @@ class AsyncLLM:
             raise _closed()
         name, finished = request.request_id, False
         queue = self._readers[name] = asyncio.Queue()
-        self._arriving.append(request)
+        self._arriving.append((request, time.perf_counter()))
         self._start()
         try:
             while not finished:
@@ -95,7 +96,7 @@ class AsyncLLM:
             try:
                 chunks, gone = await asyncio.to_thread(self._round)
             except Exception as error:  # it has ended everything in flight
-                still_to_come = {request.request_id for request in self._arriving}
+                still_to_come = {request.request_id for request, _ in self._arriving}
                 for name in self._readers.keys() - still_to_come:
                     self._readers[name].put_nowait(copy.copy(error))
                 continue
@@ -127,8 +128,8 @@ class AsyncLLM:
         """Takes in who has arrived and lets go who has left; returns the engine."""
         arriving = [self._arriving.popleft() for _ in range(len(self._arriving))]  # also where the LLM is closed
         engine = self.llm.engine
-        for request in arriving:
-            engine.add_request(request, stream=True)
+        for request, arrived in arriving:
+            engine.add_request(request, stream=True, arrived=arrived)
             self._followed.add(request.request_id)
         while self._leaving:
             name = self._leaving.popleft()

@@ -124,10 +124,13 @@ class Engine:
         scheduler = self._scheduler
         return [r.request_id for r in (*scheduler.waiting, *(group.request for group in scheduler.groups))]
 
-    def add_request(self, request: Request, *, stream: bool = False) -> None:
-        """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`)."""
+    def add_request(self, request: Request, *, stream: bool = False, arrived: float | None = None) -> None:
+        """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`).
+
+        It `arrived` now, or at that `time.perf_counter()`.
+        """
         self._scheduler.add(request)
-        self._arrivals[request.request_id] = time.perf_counter()
+        self._arrivals[request.request_id] = time.perf_counter() if arrived is None else arrived
         if stream:
             self._streams[request.request_id] = []
 

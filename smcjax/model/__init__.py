@@ -4,6 +4,7 @@ from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import ModelConfig, RopeScaling
 from smcjax.model.decoder import forward, logits, unembed
 from smcjax.model.export import save_checkpoint
+from smcjax.model.hf_config import config_from_hf
 from smcjax.model.params import LayerParams, Params, init_params
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "config_from_hf",
     "forward",
     "init_params",
     "load_checkpoint",

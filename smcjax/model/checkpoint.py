@@ -17,6 +17,7 @@ import safetensors
 
 from smcjax.errors import CheckpointError
 from smcjax.model.config import ModelConfig
+from smcjax.model.hf_config import config_from_hf
 from smcjax.model.params import LayerParams, Params, param_shapes
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -133,7 +134,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     generation = directory / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else None
     try:
-        return ModelConfig.from_hf(config, generation_config)
+        return config_from_hf(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
 

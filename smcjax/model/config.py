@@ -1,13 +1,12 @@
 """What a decoder of the Llama family is made of, as one frozen, hashable value.
 
 A `ModelConfig` is static: it is closed over by jitted programs and never traced. It holds only what the forward
-pass reads; `from_hf` refuses by name whatever a Hugging Face config asks for beyond that.
+pass reads; `smcjax.model.hf_config` refuses by name whatever a Hugging Face config asks for beyond that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -59,18 +58,3 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
-
-    @classmethod
-    def from_hf(cls, config: Any, generation_config: Any = None) -> ModelConfig:
-        """The configuration that a parsed config.json asks for, old or new spelling; see `smcjax.model.hf_config`.
-
-        Both arguments are what json.loads made of the files, unchecked; without a generation_config.json pass None.
-
-        End-of-sequence ids are those of `config`, then those that only `generation_config` names; its sampling
-        defaults are the request's business and are not read. Raises ValueError, naming key and value, for what is
-        inconsistent and for whatever this decoder would not compute.
-        """
-        # Imported here because hf_config builds a ModelConfig.
-        from smcjax.model.hf_config import parse
-
-        return parse(config, generation_config)

@@ -26,7 +26,7 @@ _MODEL_TYPES = {
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that describes `config`; `ModelConfig.from_hf` reads it back to an equal value.
+    """The config.json that describes `config`; `config_from_hf` reads it back to an equal value.
 
     Rope and dtype are written in both spellings, so that transformers 4 and 5 agree on the model. Raises ValueError
     for a combination of biases and norms that none of the four model classes has.

@@ -122,8 +122,15 @@ class _Keys:
                 )
 
 
-def parse(config: Any, generation_config: Any = None) -> ModelConfig:
-    """`ModelConfig.from_hf`."""
+def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
+    """The configuration that a parsed config.json asks for, old or new spelling.
+
+    Both arguments are what json.loads made of the files, unchecked; without a generation_config.json pass None.
+
+    End-of-sequence ids are those of `config`, then those that only `generation_config` names; its sampling
+    defaults are the request's business and are not read. Raises ValueError, naming key and value, for what is
+    inconsistent and for whatever this decoder would not compute.
+    """
     if not isinstance(config, Mapping):
         raise ValueError(f"the model's config must be a JSON object, but it is a {type(config).__name__}")
     keys = _Keys(config)

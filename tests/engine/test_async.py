@@ -62,6 +62,21 @@ def test_many_readers_and_one_that_leaves(pair: Pair, llm: LLM) -> None:
         assert output.outputs == llm.generate("ab", params(seed), use_tqdm=False)[0].outputs
 
 
+def test_a_request_waits_from_the_moment_that_it_comes(pair: Pair) -> None:
+    """Also while a step is in progress, or another thread has the engine."""
+    held = 0.3
+
+    async def session() -> RequestOutput:
+        async with make(pair) as served:
+            await read(served, 1)  # compiled from here on
+            with served.llm.turn:
+                reader = asyncio.create_task(read(served, 2))
+                await asyncio.sleep(held)
+            return await reader
+
+    assert asyncio.run(session()).metrics.queue_seconds >= held
+
+
 def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     async def session() -> None:
         async with make(pair) as served:

@@ -19,8 +19,9 @@ from hf_oracle import as_stored, make_config, random_weights, write_directory, w
 from safetensors.numpy import load_file, save_file
 
 from smcjax.errors import CheckpointError
-from smcjax.model import ModelConfig, init_params, load_checkpoint, save_checkpoint
+from smcjax.model import init_params, load_checkpoint, save_checkpoint
 from smcjax.model.checkpoint import load_config, resolve_model_path
+from smcjax.model.hf_config import config_from_hf
 
 RAW = make_config("llama", num_hidden_layers=1)
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
@@ -240,7 +241,7 @@ def test_hub_ids_come_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_is_written(dtype: str, tmp_path: Path) -> None:
-    config = ModelConfig.from_hf(make_config("qwen2", eos_token_id=[4, 2]))
+    config = config_from_hf(make_config("qwen2", eos_token_id=[4, 2]))
     params = init_params(config, jax.random.key(1))
     save_checkpoint(config, params, tmp_path / "a" / "b", dtype=dtype)
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [
@@ -260,7 +261,7 @@ def test_what_is_written(dtype: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
-    config = ModelConfig.from_hf(RAW)
+    config = config_from_hf(RAW)
     params = init_params(config, jax.random.key(0))
     with pytest.raises(ValueError, match="dtype is 'int4'"):
         save_checkpoint(config, params, tmp_path, dtype="int4")
@@ -293,7 +294,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 )
 def test_transformers_understands_what_is_written(raw: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     save_checkpoint(config, init_params(config, jax.random.key(0)), tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert f"{type(theirs).__name__.removesuffix('Config')}ForCausalLM" == theirs.architectures[0]

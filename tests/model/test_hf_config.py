@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from smcjax.model import ModelConfig, RopeScaling
 from smcjax.model.export import hf_config
+from smcjax.model.hf_config import config_from_hf
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -52,7 +53,7 @@ def test_a_llama_3_2_instruct_config() -> None:
         "vocab_size": 128256,
     }
     generation = {"eos_token_id": [128009, 128001, 5], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
-    assert ModelConfig.from_hf(config, generation) == ModelConfig(
+    assert config_from_hf(config, generation) == ModelConfig(
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -72,7 +73,7 @@ def test_a_llama_3_2_instruct_config() -> None:
 
 
 def test_published_configs_of_the_other_families() -> None:
-    qwen2 = ModelConfig.from_hf(
+    qwen2 = config_from_hf(
         make_config(
             "qwen2",
             sliding_window=32768,
@@ -83,16 +84,16 @@ def test_published_configs_of_the_other_families() -> None:
         )
     )
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.rope_theta) == (True, False, False, 1e6)
-    qwen3 = ModelConfig.from_hf(
+    qwen3 = config_from_hf(
         make_config("qwen3", sliding_window=None, rope_scaling=None, max_window_layers=28, attention_bias=False)
     )
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 16)
-    mistral = ModelConfig.from_hf(make_config("mistral", sliding_window=None))
+    mistral = config_from_hf(make_config("mistral", sliding_window=None))
     assert (mistral.qkv_bias, mistral.o_bias, mistral.qk_norm) == (False, False, False)
-    assert ModelConfig.from_hf(make_config("mistral", sliding_window=256)) == mistral  # = max_position_embeddings
+    assert config_from_hf(make_config("mistral", sliding_window=256)) == mistral  # = max_position_embeddings
     smol = make_config("llama", is_llama_config=True, rope_interleaved=False, **{"transformers.js_config": {"a": 1}})
-    assert ModelConfig.from_hf(smol) == ModelConfig.from_hf(make_config("llama"))
-    both = ModelConfig.from_hf(make_config("llama", attention_bias=True, mlp_bias=True, hidden_act="swish"))
+    assert config_from_hf(smol) == config_from_hf(make_config("llama"))
+    both = config_from_hf(make_config("llama", attention_bias=True, mlp_bias=True, hidden_act="swish"))
     assert (both.qkv_bias, both.o_bias, both.mlp_bias) == (True, True, True)
 
 
@@ -101,12 +102,12 @@ def test_old_and_new_spelling_are_the_same_model() -> None:
     new = make_config("llama", rope_parameters={**LLAMA3, "rope_theta": 5e5}, dtype="bfloat16")
     older = make_config("llama", rope_scaling={**LLAMA3, "type": "llama3"}, rope_theta=5e5, dtype="bfloat16")
     del new["rope_theta"], older["rope_scaling"]["rope_type"]
-    parsed = ModelConfig.from_hf(old)
+    parsed = config_from_hf(old)
     assert parsed.rope_scaling is not None
-    assert parsed == ModelConfig.from_hf(new) == ModelConfig.from_hf(older)
-    assert parsed == ModelConfig.from_hf({**old, **new})
-    plain = ModelConfig.from_hf(make_config("llama", rope_scaling={"type": "default"}))
-    assert plain == ModelConfig.from_hf(make_config("llama"))
+    assert parsed == config_from_hf(new) == config_from_hf(older)
+    assert parsed == config_from_hf({**old, **new})
+    plain = config_from_hf(make_config("llama", rope_scaling={"type": "default"}))
+    assert plain == config_from_hf(make_config("llama"))
 
 
 @pytest.mark.parametrize("model_type", FAMILY)
@@ -117,7 +118,7 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
     if model_type == "mistral":
         raw["sliding_window"] = None  # its default is a window of 4096, which is refused
     theirs = getattr(transformers, f"{FAMILY[model_type]}Config")(**raw)
-    ours = ModelConfig.from_hf(raw)
+    ours = config_from_hf(raw)
     eos = theirs.eos_token_id
     assert ours == ModelConfig(
         **{key: sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
@@ -139,7 +140,7 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
 def test_null_num_key_value_heads_is_multi_head() -> None:
     for model_type in FAMILY:
         raw = make_config(model_type, num_key_value_heads=None, sliding_window=None)
-        assert ModelConfig.from_hf(raw).num_kv_heads == 4
+        assert config_from_hf(raw).num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_eos_ids(config_eos: Any, generation: dict[str, Any] | None, expected: t
     raw = make_config("llama", eos_token_id=config_eos)
     if config_eos == "absent":
         del raw["eos_token_id"]
-    assert ModelConfig.from_hf(raw, generation).eos_token_ids == expected
+    assert config_from_hf(raw, generation).eos_token_ids == expected
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -240,20 +241,20 @@ def check_sentence(message: str) -> None:
 @pytest.mark.parametrize(("model_type", "change", "key", "value"), REFUSED)
 def test_refusals_name_key_and_value(model_type: str, change: dict[str, Any], key: str, value: Any) -> None:
     raw = make_config(model_type)
-    ModelConfig.from_hf({**raw, "sliding_window": None})  # without the change it is a good config
+    config_from_hf({**raw, "sliding_window": None})  # without the change it is a good config
     with pytest.raises(ValueError, match=key.replace(".", r"\.")) as caught:
-        ModelConfig.from_hf({**raw, **change})
+        config_from_hf({**raw, **change})
     assert str(value) in str(caught.value)
     check_sentence(str(caught.value))
 
 
 def test_refusals_of_the_generation_config() -> None:
     with pytest.raises(ValueError, match=r"eos_token_id is 900 in generation_config\.json"):
-        ModelConfig.from_hf(make_config("llama"), {"eos_token_id": 900})
+        config_from_hf(make_config("llama"), {"eos_token_id": 900})
     with pytest.raises(ValueError, match="generation config must be a JSON object"):
-        ModelConfig.from_hf(make_config("llama"), [2])
+        config_from_hf(make_config("llama"), [2])
     with pytest.raises(ValueError, match="config must be a JSON object, but it is a list"):
-        ModelConfig.from_hf([])
+        config_from_hf([])
 
 
 @st.composite
@@ -301,7 +302,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
 @given(config_fields())
 def test_a_config_survives_being_written(fields: dict[str, Any]) -> None:
     config = ModelConfig(**fields)
-    assert ModelConfig.from_hf(json.loads(json.dumps(hf_config(config)))) == config
+    assert config_from_hf(json.loads(json.dumps(hf_config(config)))) == config
 
 
 JSON = st.recursive(
@@ -309,22 +310,22 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor", "x"]), inner),
     max_leaves=4,
 )
-KEYS = sorted({*hf_config(ModelConfig.from_hf(make_config("qwen3"))), *(next(iter(case[1])) for case in REFUSED)})
+KEYS = sorted({*hf_config(config_from_hf(make_config("qwen3"))), *(next(iter(case[1])) for case in REFUSED)})
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FAMILY)), st.sampled_from(KEYS), JSON)
 def test_any_value_is_read_or_refused_with_a_value_error(model_type: str, key: str, value: Any) -> None:
     try:
-        config = ModelConfig.from_hf({**make_config(model_type), "sliding_window": None, key: value})
+        config = config_from_hf({**make_config(model_type), "sliding_window": None, key: value})
     except ValueError as error:
         check_sentence(str(error))
     else:
-        assert hash(config) == hash(ModelConfig.from_hf(hf_config(config)))
+        assert hash(config) == hash(config_from_hf(hf_config(config)))
 
 
 def test_what_no_model_class_has_is_not_written() -> None:
-    config = ModelConfig.from_hf(make_config("llama"))
+    config = config_from_hf(make_config("llama"))
     changes: list[dict[str, bool]] = [
         {"o_bias": True},
         {"qk_norm": True, "qkv_bias": True},

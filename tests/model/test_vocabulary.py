@@ -11,12 +11,13 @@ import pytest
 from hf_oracle import make_config
 
 from smcjax.model import ModelConfig, init_params, logits
+from smcjax.model.hf_config import config_from_hf
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
 from smcjax.tokenizer import Tokenizer
 
 
 def _config(vocab_size: int, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(make_config("llama", vocab_size=vocab_size, **changes))
+    return config_from_hf(make_config("llama", vocab_size=vocab_size, **changes))
 
 
 def _tokenizer(size: int, **changes: int) -> Tokenizer:
