@@ -10,6 +10,7 @@ the L2; the median of several repetitions.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import statistics
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.pallas import paged_attention_mosaic, paged_attention_reference, plan_sharing, shared_attention_mosaic
+from smcjax.pallas.paged_attention import on_hopper
 
 CALLS = 48  # in one program
 BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
@@ -187,7 +189,11 @@ def error(got: jax.Array, inputs: Inputs) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not on_hopper():
+        parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(f"{'case':<26} {'XLA, µs':>9} {'kernel, µs':>11} {'GB/s':>6}  error")
     for shape in SHAPES:

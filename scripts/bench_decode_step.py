@@ -9,9 +9,9 @@ profiler, beside the bytes of its weights.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from smcjax.model.params import Params, init_params
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import paged_attention_reference, rms_norm
 from smcjax.pallas.kv_write import rotate
+from smcjax.pallas.paged_attention import on_hopper
 from smcjax.pallas.sharing import Sharing
 
 PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
@@ -267,46 +268,60 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
     )
 
 
+def _whole(shape: ds.Shape, operands: ds.Operands) -> None:
+    """All stages."""
+    ds.launch(shape, operands, stages=ds.LAYER_STAGES, with_head=True)
+
+
+def _without_attention(shape: ds.Shape, operands: ds.Operands) -> None:
+    """What streams weights only."""
+    ds.launch(shape, operands, stages=("qkv", "o", "gate_up", "down"), with_head=True)
+
+
+# name: stages, tokens a row, context, tuning
+VARIANTS: dict[str, tuple[Callable[..., None], int, int, dict[str, int]]] = {
+    "base": (_whole, 1, 256, {}),
+    "ring8": (_whole, 1, 256, {"ring": 8}),
+    "ring9": (_whole, 1, 256, {"ring": 9}),
+    "4/4": (_whole, 1, 256, {"in_flight_early": 4}),
+    "4/1": (_whole, 1, 256, {"in_flight_early": 1}),
+    "6/2": (_whole, 1, 256, {"in_flight": 6}),
+    "bare": (_without_attention, 1, 256, {}),
+    "head2": (_whole, 2, 256, {}),
+    "4k": (_whole, 1, 4000, {}),
+    "4k head2": (_whole, 2, 4000, {}),
+    "4k kv2": (_whole, 1, 4000, {"kv_in_flight": 2}),
+    "4k kv8": (_whole, 1, 4000, {"kv_in_flight": 8}),
+    "32k": (_whole, 1, 32_000, {}),
+    "32k kv2": (_whole, 1, 32_000, {"kv_in_flight": 2}),
+    "32k kv8": (_whole, 1, 32_000, {"kv_in_flight": 8}),
+}
+
+
 def time_all(variants: list[str]) -> None:
     """A line each."""
     config = SHAPES["llama-3.2-1b"]
     params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
-
-    def whole(shape: ds.Shape, operands: ds.Operands) -> None:
-        ds.launch(shape, operands, stages=ds.LAYER_STAGES, with_head=True)
-
-    def without_attention(shape: ds.Shape, operands: ds.Operands) -> None:
-        ds.launch(shape, operands, stages=("qkv", "o", "gate_up", "down"), with_head=True)
-
-    cases: dict[str, tuple[Callable[..., None], int, int, dict[str, int]]] = {
-        "base": (whole, 1, 256, {}),
-        "ring8": (whole, 1, 256, {"ring": 8}),
-        "ring9": (whole, 1, 256, {"ring": 9}),
-        "4/4": (whole, 1, 256, {"in_flight_early": 4}),
-        "4/1": (whole, 1, 256, {"in_flight_early": 1}),
-        "6/2": (whole, 1, 256, {"in_flight": 6}),
-        "bare": (without_attention, 1, 256, {}),
-        "head2": (whole, 2, 256, {}),
-        "4k": (whole, 1, 4000, {}),
-        "4k head2": (whole, 2, 4000, {}),
-        "4k kv2": (whole, 1, 4000, {"kv_in_flight": 2}),
-        "4k kv8": (whole, 1, 4000, {"kv_in_flight": 8}),
-        "32k": (whole, 1, 32_000, {}),
-        "32k kv2": (whole, 1, 32_000, {"kv_in_flight": 2}),
-        "32k kv8": (whole, 1, 32_000, {"kv_in_flight": 8}),
-    }
-    for name in variants or cases:
-        launches, columns, context, tuning = cases[name]
+    for name in variants or VARIANTS:
+        launches, columns, context, tuning = VARIANTS[name]
         label = f"{name}: T={columns} context {context} {tuning or ''}"
         time_step(label, config, params, make(config, columns, context, **tuning), launches)
 
 
 def main() -> None:
     """`check` or `time`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "time"), nargs="?", default="check")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"to time (all): {', '.join(VARIANTS)}")
+    args = parser.parse_args()
+    for variant in args.variants:
+        if variant not in VARIANTS:
+            parser.error(f"variant {variant!r} is unknown; use some of: {', '.join(VARIANTS)}.")
+    if not on_hopper():
+        parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    what, *variants = sys.argv[1:] or ["check"]
-    if what == "time":
-        time_all(variants)
+    if args.what == "time":
+        time_all(args.variants)
     else:
         for columns, context in ((1, 256), (2, 700), (1, 4000), (2, 4000)):
             check(columns, context)
