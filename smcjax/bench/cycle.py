@@ -27,7 +27,7 @@ from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoding.speculation import PairParams, require_one_vocabulary
 from smcjax.engine.batch import Batch
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
-from smcjax.engine.programs import Programs, delete, enable_compilation_cache
+from smcjax.engine.programs import Programs, Wanted, compile_together, delete, enable_compilation_cache
 from smcjax.model.config import ModelConfig
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params, init_params
@@ -299,15 +299,16 @@ class Bench:
         self.runner = _Runner(*chosen, case.num_pages, Programs())
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
-    def compile(self) -> None:
-        """The programs that the windows call. Raises ValueError where one does not fit, before KV is taken."""
-        case = self.case
-        if not case.synthetic_kv:
-            self.runner.compile(self.batch, self.runner.program)
-            return
+    def wanted(self) -> Wanted:
+        """The programs that the windows call, to be compiled."""
         jobs = self.runner.jobs(self.batch, self.runner.program)
-        called = {key: job for key, job in jobs.items() if key[-1] != "prefill"}  # nothing runs the prompt
-        self.runner.programs.compile(f"for {described(case)}", called)
+        if self.case.synthetic_kv:  # nothing runs the prompt
+            jobs = {key: job for key, job in jobs.items() if key[-1] != "prefill"}
+        return Wanted(self.runner.programs, f"for {described(self.case)}", jobs)
+
+    def compile(self) -> None:
+        """These. Raises ValueError where one does not fit, before KV is taken."""
+        compile_together([self.wanted()])
 
     def measure(self, rates: Rates) -> CycleResult:
         """The windows, and what they mean. Frees the KV afterwards."""

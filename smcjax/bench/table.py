@@ -1,8 +1,7 @@
 """`smcjax bench table`: the cycle over contexts, particles, draft lengths and batch sizes, in one process.
 
-Weights are made once and serve all cases. Each case compiles its programs, takes its KV, is timed and gives the KV
-back, so that nothing else runs or takes memory beside a measurement; what was autotuned serves the cases after it.
-KV is synthetic.
+Weights are made once and serve all cases, whose programs are compiled side by side. Then each case takes its KV, is
+timed and gives the KV back, so that nothing else runs or takes memory beside a measurement. KV is synthetic.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from smcjax.bench.cycle import (
     require_pair,
     require_room,
 )
-from smcjax.engine.programs import enable_compilation_cache
+from smcjax.engine.programs import compile_together, enable_compilation_cache
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
@@ -107,14 +106,13 @@ def run_cases(
     target = models.target_params(implementation)
     draft = models.draft_params(implementation) if with_draft else None
     rates = Rates.measure(models.target_config.dtype, bandwidth)
+    benches = [Bench(models, case, target, draft) for case in cases]
+    compile_together([bench.wanted() for bench in benches])
     results = []
-    for case in cases:
-        bench = Bench(models, case, target, draft)
-        bench.compile()
+    for bench in benches:
         began = time.perf_counter()
         results.append(bench.measure(rates))
-        seconds = time.perf_counter() - began
-        on_result(f"{described(case)}: {results[-1].ms:.2f} ms ({seconds:.1f} s beside the compilation)")
+        on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({time.perf_counter() - began:.1f} s)")
     return results
 
 

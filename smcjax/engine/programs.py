@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,37 +78,63 @@ class Programs:
         XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
         where one of them would need more memory than the device has.
         """
-        missing = {key: job for key, job in jobs.items() if key not in self._executables}
-        if not missing:
-            return
-        began = time.perf_counter()
-        logger.info("Compiling %s …", what)
+        compile_together([Wanted(self, what, jobs)], progress)
 
-        forms = {key: job.forms() for key, job in missing.items()}  # timed, so nothing may run beside it
-
-        def build(key: Any) -> Any:
-            job = missing[key]
-            # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.
-            function = functools.wraps(job.function)(lambda *args: job.function(*args))
-            with product_forms(forms[key]):
-                lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-            return lowered.compile(job.options)
-
-        made = {}
-        with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
-            building = {pool.submit(build, key): key for key in missing}
-            for number, built in enumerate(as_completed(building)):
-                made[building[built]] = built.result()
-                if progress is not None:
-                    progress(number + 1, len(missing))
-        scratch = _require_memory(what, made.values())
+    def _keep(self, what: str, made: Mapping[Any, Any], scratch: int, seconds: float) -> None:
         self._executables.update(made)
         self.scratch_bytes = max(self.scratch_bytes, scratch)
-        elapsed = time.perf_counter() - began
-        self.seconds += elapsed
-        logger.info(
-            "Compiled %s: %d programs in %.1f s, scratch %.2f GiB.", what, len(missing), elapsed, scratch / 2**30
-        )
+        self.seconds += seconds
+        logger.info("Compiled %s: %d programs in %.1f s, scratch %.2f GiB.", what, len(made), seconds, scratch / 2**30)
+
+
+class Wanted(NamedTuple):
+    """Programs to compile: whose they are, what they are for, and by which keys."""
+
+    programs: Programs
+    what: str
+    jobs: Mapping[Any, Job]
+
+
+def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None) -> None:
+    """`Programs.compile` of each, all side by side; `seconds` of each are those of all.
+
+    Raises ValueError, and keeps none of any, where a program would need more memory than the device has.
+    """
+    missing = {
+        (number, key): job
+        for number, one in enumerate(wanted)
+        for key, job in one.jobs.items()
+        if key not in one.programs
+    }
+    if not missing:
+        return
+    began = time.perf_counter()
+    lacking = [number for number in range(len(wanted)) if any(whose == number for whose, _ in missing)]
+    for number in lacking:
+        logger.info("Compiling %s …", wanted[number].what)
+
+    forms = {key: job.forms() for key, job in missing.items()}  # timed, so nothing may run beside it
+
+    def build(key: Any) -> Any:
+        job = missing[key]
+        # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.
+        function = functools.wraps(job.function)(lambda *args: job.function(*args))
+        with product_forms(forms[key]):
+            lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
+        return lowered.compile(job.options)
+
+    made: dict[int, dict[Any, Any]] = {number: {} for number in lacking}
+    with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
+        building = {pool.submit(build, key): key for key in missing}
+        for done, built in enumerate(as_completed(building)):
+            number, key = building[built]
+            made[number][key] = built.result()
+            if progress is not None:
+                progress(done + 1, len(missing))
+    scratch = {number: _require_memory(wanted[number].what, made[number].values()) for number in lacking}
+    seconds = time.perf_counter() - began
+    for number in lacking:
+        wanted[number].programs._keep(wanted[number].what, made[number], scratch[number], seconds)
 
 
 def _require_memory(what: str, executables: Iterable[Any]) -> int:

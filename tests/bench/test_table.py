@@ -68,7 +68,7 @@ def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None
     made: list[str] = []
     for name in ("target_params", "draft_params"):
         make = getattr(Models, name)
-        monkeypatch.setattr(Models, name, lambda self, name=name, make=make: made.append(name) or make(self))
+        monkeypatch.setattr(Models, name, lambda self, how, name=name, make=make: made.append(name) or make(self, how))
     cases = standard_cases(
         n_particles=2, gamma=2, contexts=[8, 16], requests=[2], requests_context=8, page_size=4, windows=1, cycles=2
     )

@@ -1,0 +1,57 @@
+"""Programs by key, compiled alone or side by side with others'."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.engine import programs as module
+from smcjax.engine.programs import Job, Programs, Wanted, compile_together
+
+VECTOR = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+
+def times(factor: float) -> Job:
+    """x · factor, by way of a product that takes some scratch."""
+    return Job(lambda x: x[:, None] * x[None, :] @ jnp.ones(1024) * factor, (), (VECTOR,))
+
+
+def test_each_gets_its_own() -> None:
+    one, other = Programs(), Programs()
+    one.compile("before", {"a": times(2.0)})
+    before = one["a"]
+    heard: list[tuple[int, int]] = []
+    wanted = [Wanted(one, "one", {"a": times(7.0), "b": times(3.0)}), Wanted(other, "other", {"a": times(5.0)})]
+    compile_together(wanted, lambda done, of: heard.append((done, of)))
+    assert heard == [(1, 2), (2, 2)]  # "a" of the first was there
+    assert one["a"] is before
+    assert (len(one), len(other)) == (2, 1)
+    x = jnp.arange(1024.0) / 1024
+    for program, factor in ((one["a"], 2.0), (one["b"], 3.0), (other["a"], 5.0)):
+        np.testing.assert_allclose(program(x), factor * np.asarray(x) * np.asarray(x).sum(), rtol=1e-4)
+    assert one.seconds > other.seconds > 0
+    compile_together(wanted, lambda *_: pytest.fail("nothing is left"))
+
+
+def test_one_that_does_not_fit_leaves_all_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Programs(), Programs()
+    large = jax.ShapeDtypeStruct((1 << 22,), jnp.float32)  # 16 MiB, and its result as much
+    cosine = Job(jnp.cos, (), (large,))
+    monkeypatch.setattr(module, "device_memory", lambda: 24 << 20)
+    wanted = [Wanted(one, "for one", {"a": times(2.0)}), Wanted(other, "for another", {"a": cosine})]
+    with pytest.raises(ValueError, match=r"^a program for another needs 0\.0 GiB of weights"):
+        compile_together(wanted)
+    assert (len(one), len(other), one.seconds, other.seconds) == (0, 0, 0.0, 0.0)
+
+
+def test_an_error_of_one_program_is_raised() -> None:
+    programs = Programs()
+
+    def broken(x: jax.Array) -> jax.Array:
+        raise TypeError("broken")
+
+    with pytest.raises(TypeError, match="broken"):
+        programs.compile("what breaks", {"good": times(1.0), "bad": Job(broken, (), (VECTOR,))})
+    assert len(programs) == 0
