@@ -125,7 +125,8 @@ def hidden_states(
     cos, sin = rope_angles(config, positions)
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
-    leaves_pending = _leaves_pending(tokens.size, config.hidden_size, params.embed.dtype, implementation)
+    x = params.embed[tokens]
+    leaves_pending = _leaves_pending(x, implementation)
 
     def pending(x: jax.Array, norm: jax.Array | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if norm is None and leaves_pending else None
@@ -139,7 +140,6 @@ def hidden_states(
         x = linear(y, weight, bias, add_to=x)
         return x, x
 
-    x = params.embed[tokens]
     normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
     for index, layer in enumerate(params.layers):
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
@@ -166,9 +166,10 @@ def gated(
     return jax.nn.silu(gate) * up
 
 
-def _leaves_pending(rows: int, width: int, dtype: Any, implementation: str) -> bool:
+def _leaves_pending(x: Float[Array, "R T E"], implementation: str) -> bool:
     """Whether norms without weights are left to those who read the products: where our kernels do."""
-    return uses_kernels(implementation) and supports_norm(rows=rows, width=width, dtype=dtype)
+    rows, width = x.size // x.shape[-1], x.shape[-1]
+    return uses_kernels(implementation) and supports_norm(rows=rows, width=width, dtype=x.dtype)
 
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:
