@@ -36,13 +36,6 @@ class BatchRunner:
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
 
-    def compile(self, batch: Batch, program: Any) -> None:
-        """Compiles the five programs of this batch size, unless they are there."""
-        if (program, batch.size, "step") in self.programs:
-            return
-        what = f"for {batch.size} request{'s' if batch.size > 1 else ''} at a time"
-        self.programs.compile(what, self.jobs(batch, program))
-
     def jobs(self, batch: Batch, program: Any) -> dict[tuple[Any, int, str], Job]:
         """The five programs of this batch size, to be compiled: by (program, size, name)."""
         key = (program, batch.size)

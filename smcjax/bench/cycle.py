@@ -26,12 +26,12 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoding.speculation import PairParams, require_one_vocabulary
 from smcjax.engine.batch import Batch
+from smcjax.engine.loading import prepared
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, Wanted, compile_together, delete, enable_compilation_cache
 from smcjax.model.config import ModelConfig
-from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params, init_params
-from smcjax.model.quantize import check_quantization, quantize_params
+from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
@@ -75,16 +75,11 @@ class Models:
 
     def target_params(self, implementation: str) -> Params:
         """Random weights of the target, as `LLM` keeps them for this implementation."""
-        return _kept(random_params(self.target_config, 0), self.quantization, implementation)
+        return prepared(random_params(self.target_config, 0), self.quantization, implementation)
 
     def draft_params(self, implementation: str) -> Params:
         """Random weights of the draft, likewise."""
-        return _kept(random_params(self.draft_config, 1), self.draft_quantization, implementation)
-
-
-def _kept(params: Params, quantization: str | None, implementation: str) -> Params:
-    params = params if quantization is None else quantize_params(params, consume=True)
-    return fold_for_kernels(params, implementation)
+        return prepared(random_params(self.draft_config, 1), self.draft_quantization, implementation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from smcjax import autoregressive, rejection, smc
 from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.speculation import PairParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import load_models
+from smcjax.engine.loading import load_models, prepared
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
@@ -27,9 +27,7 @@ from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.errors import RequestsLost
-from smcjax.model.folding import fold_for_kernels
-from smcjax.model.params import Params
-from smcjax.model.quantize import check_quantization, quantize_params
+from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
@@ -123,15 +121,11 @@ class LLM:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
         require_devices()
         models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
-
-        def kept(params: Params, quantization: str | None) -> Params:
-            params = params if quantization is None else quantize_params(params, consume=True)
-            return fold_for_kernels(params, implementation)
-
-        draft_params = None if models.draft_params is None else kept(models.draft_params, draft_quantization)
-        self.models = dataclasses.replace(
-            models, target_params=kept(models.target_params, quantization), draft_params=draft_params
-        )
+        draft_params = models.draft_params
+        if draft_params is not None:
+            draft_params = prepared(draft_params, draft_quantization, implementation)
+        target_params = prepared(models.target_params, quantization, implementation)
+        self.models = dataclasses.replace(models, target_params=target_params, draft_params=draft_params)
         self.tokenizer = self.models.tokenizer
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:

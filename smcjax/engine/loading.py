@@ -10,7 +10,9 @@ from pathlib import Path
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
+from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params
+from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
 from smcjax.tokenizer import Tokenizer
 
@@ -57,6 +59,12 @@ def _require_room(paths: dict[str, Path], dtype: str) -> None:
     weights = {name: weight_bytes(dataclasses.replace(load_config(path), dtype=kept)) for name, path in paths.items()}
     halve = "use dtype='bfloat16', or smaller models" if kept == "float32" else "use smaller models"
     require_room_for_weights(weights, halve)
+
+
+def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
+    """Weights as the engine keeps them: quantised where asked, folded for kernels. Frees what it replaces."""
+    params = params if quantization is None else quantize_params(params, consume=True)
+    return fold_for_kernels(params, implementation)
 
 
 def load_models(
