@@ -1,8 +1,11 @@
-"""`Rejection` through `LLM`: greedy runs, any company, few pages, streams, and its own counts."""
+"""`Rejection` through `LLM`: its law, greedy runs, any company, few pages, streams, and its own counts."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,13 @@ import pytest
 
 from smcjax import LLM, Rejection, SamplingParams
 from smcjax.engine.memory import worst_case_pages
+from smcjax.model import save_checkpoint
+from tests import exact
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_engine import drain, prompt, sound
+from tests.helpers import Ask, tiny_pair
+from tests.smc.reference import language_model
 
 GAMMA, PAGE_SIZE = 3, 4
 COUNT = 8
@@ -39,6 +46,46 @@ def params(number: int) -> SamplingParams:
         temperature=(0.0, 0.7, 1.3)[number % 3],
         ignore_eos=number % 2 == 0,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "decoding",
+    [Rejection(gamma=2), Rejection(gamma=2, verification="block"), Rejection(gamma=2, n_candidates=2)],
+    ids=["token", "block", "two candidates"],
+)
+def test_the_law_of_answers(decoding: Rejection, tmp_path: Path) -> None:
+    """χ² of 2,048 seeded requests against every answer's exact probability; the control is a law half as warm again."""
+    vocabulary, ask, samples = 4, Ask((1, 2), max_tokens=3), 2048
+    models, seen = tiny_pair(vocabulary), collections.Counter[tuple[int, ...]]()
+    for name, config, weights in (
+        ("target", models.target, models.params.target),
+        ("draft", models.draft, models.params.draft),
+    ):
+        save_checkpoint(config, weights, tmp_path / name, dtype="float32")
+    with LLM(
+        str(tmp_path / "target"),
+        draft_model=str(tmp_path / "draft"),
+        decoding=decoding,
+        max_model_len=16,
+        max_num_seqs=64,
+        page_size=4,
+        dtype="float32",
+    ) as llm:
+        each = [SamplingParams(seed=seed, max_tokens=ask.max_tokens, ignore_eos=True) for seed in range(samples)]
+        for output in llm.generate([{"prompt_token_ids": list(ask.prompt)}] * samples, each, use_tqdm=False):
+            seen[tuple(output.outputs[0].token_ids)] += 1
+    after = language_model(models.target, models.params.target, 16)
+
+    def chi_square(temperature: float) -> tuple[float, int]:
+        warm = dataclasses.replace(ask, temperature=temperature)
+        return exact.chi_square(seen, exact.outcomes(after, warm, 16))
+
+    value, bins = chi_square(1.0)
+    assert bins > 8
+    assert value < bins + 4.5 * np.sqrt(2 * bins) + 5, (value, bins)
+    value, bins = chi_square(1.5)
+    assert value > bins + 15 * np.sqrt(2 * bins), "control"
 
 
 @pytest.mark.slow
