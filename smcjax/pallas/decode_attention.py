@@ -267,8 +267,8 @@ class Attention:
             upcoming = self._members(unit, turn + 1)  # a load from memory takes as long as a chunk
             at = places(turn)
             wait(at)
-            softmax, p = advance(softmax, self._product(None, s["q_smem"], keys(at)), bias=bias_of(*members))
-            acc = self._product(softmax.acc, p, values(at))
+            softmax, p = advance(softmax, self._product(None, (s["q_smem"], keys(at))), bias=bias_of(*members))
+            acc = self._product(softmax.acc, (p, values(at)))
             free(at)
             return softmax._replace(acc=acc), upcoming
 
@@ -281,14 +281,14 @@ class Attention:
             upper = plgpu.broadcasted_iota(jnp.int32, (QUERIES, CHUNK), 0, layout=plgpu.Layout.WGMMA) < HALF
             upper_row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.ROWS) < HALF
             wait(at)
-            scores = self._product(None, s["q_smem"], keys(at))
+            scores = self._product(None, (s["q_smem"], keys(at)))
             pl.when(both)(lambda: wait(other))
-            scores = jnp.where(upper, scores, self._product(None, s["q_smem"], keys(other)))
+            scores = jnp.where(upper, scores, self._product(None, (s["q_smem"], keys(other))))
             above, below = (bias_of(of_half) for of_half in members)
             softmax, p = advance(softmax, scores, bias=jnp.where(upper_row, above, below))
             nothing = jnp.zeros_like(p)
-            acc = self._product(softmax.acc, jnp.where(upper, p, nothing), values(at))
-            acc = self._product(acc, jnp.where(upper, nothing, p), values(other))
+            acc = self._product(softmax.acc, (jnp.where(upper, p, nothing), values(at)))
+            acc = self._product(acc, (jnp.where(upper, nothing, p), values(other)))
             free(at)
             pl.when(both)(lambda: free(other))
             return softmax._replace(acc=acc), upcoming
@@ -318,14 +318,14 @@ class Attention:
             pieces = self._pieces(unit, lax.min(i + 1, packed - 1))
             with jax.named_scope("wait k"):
                 plgpu.barrier_wait(s["k_full"].at[slot])
-            scores = self._product(None, s["q_smem"], s["k_smem"].at[slot].transpose((1, 0))) * self._scale
+            scores = self._product(None, (s["q_smem"], s["k_smem"].at[slot].transpose((1, 0)))) * self._scale
             softmax, p = online_softmax.advance(softmax, online_softmax.masked(scores, visible, width), self._exp2)
             used(i, slot, "k")
             with jax.named_scope("wait v"):
                 plgpu.barrier_wait(s["v_full"].at[slot])
             values = s["v_smem"].at[slot]
             online_softmax.clean(values, held, width)
-            softmax = softmax._replace(acc=self._product(softmax.acc, p, values))
+            softmax = softmax._replace(acc=self._product(softmax.acc, (p, values)))
             used(i, slot, "v")
             return softmax, pieces
 

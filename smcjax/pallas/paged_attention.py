@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,13 +32,15 @@ from smcjax.pallas.products import (
     STREAMING_MULTIPROCESSORS,
     SWIZZLED,
     SWIZZLED_F32,
+    Product,
     Ref,
     across,
     interpreted_product,
     tensor_core_product,
 )
 from smcjax.pallas.shared_attention import applies as shared_attention_applies
-from smcjax.pallas.shared_attention import covers, shared_attention_mosaic, tiles_of
+from smcjax.pallas.shared_attention import covers, shared_attention_mosaic
+from smcjax.pallas.shared_tuning import tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
 
 # Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
@@ -81,7 +82,7 @@ def _kernel(
     v_ready: Ref,  # [warpgroups · stages] barriers
     merged: Ref,  # [2] barriers of all warpgroups
     tuning: Tuning,
-    product: Callable[[jax.Array | None, jax.Array, Ref], jax.Array],
+    product: Product,
 ) -> None:
     _, columns, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
@@ -137,7 +138,7 @@ def _kernel(
         refill = index + stages < stop
 
         plgpu.barrier_wait(k_ready.at[slot])
-        s = product(None, q, k_smem.at[slot].transpose((1, 0))) * scale
+        s = product(None, (q, k_smem.at[slot].transpose((1, 0)))) * scale
         pl.when(refill)(lambda: fetch_keys(index + stages, slot))
         if masked:
             query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -156,7 +157,7 @@ def _kernel(
             key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + index * chunk
             v_smem[slot] = jnp.where(key < length, v, jnp.zeros_like(v))
             plgpu.commit_smem()
-        acc = product(acc, p.astype(q.dtype), v_smem.at[slot])
+        acc = product(acc, (p.astype(q.dtype), v_smem.at[slot]))
         pl.when(refill)(lambda: fetch_values(index + stages, slot))
         return acc, new_m, mass
 

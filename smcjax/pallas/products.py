@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholl
 
 # A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
 Ref = Any
+Product = Callable[..., jax.Array]  # `tensor_core_product`, or what stands for it when interpreted
 
 _tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
 _swizzle: Any = plgpu.SwizzleTransform
@@ -23,23 +26,27 @@ SWIZZLED = (_tiling((8, 64)), _swizzle(128))  # bf16 in shared memory as product
 SWIZZLED_F32 = (_tiling((8, 32)), _swizzle(128))
 
 
-def tensor_core_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
-    """acc + a·b with `b` in shared memory, `a` too or in registers; done when it returns."""
+def tensor_core_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
+    """acc + Σ a·b over `factors` with every b in shared memory, a too or in registers; done when it returns."""
 
-    def run(ref: Ref) -> jax.Array:
-        plgpu.wgmma(ref, a, b_ref)
+    def run(ref: Ref) -> None:
+        for a, b in factors:
+            plgpu.wgmma(ref, a, b)
+
+    def run_from_zero(ref: Ref) -> jax.Array:
+        run(ref)
         return ref[...]
 
     if acc is None:
-        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b_ref))(plgpu.ACC.init(acc))
+        (a, b), *_ = factors
+        return pl.run_scoped(run_from_zero, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_state(run)(plgpu.ACC.init(acc))
 
 
-def interpreted_product(acc: jax.Array | None, a: jax.Array, b_ref: Ref) -> jax.Array:
+def interpreted_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
     """The same for interpret mode, which knows no product with `a` in registers."""
-    a = a if isinstance(a, jax.Array) else a[...]
-    ab = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
-    return ab if acc is None else acc + ab
+    terms = [jnp.dot(a[...], b[...], preferred_element_type=jnp.float32) for a, b in factors]
+    return functools.reduce(jnp.add, terms if acc is None else [acc, *terms])
 
 
 def across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:

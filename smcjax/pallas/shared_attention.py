@@ -13,10 +13,9 @@ log2 of Σ exp in f32; the second kernel merges them in a fixed order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,24 +30,19 @@ from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import (
     MASKED,
     QUERIES,
-    STREAMING_MULTIPROCESSORS,
     SWIZZLED,
+    Product,
     Ref,
     interpreted_product,
     tensor_core_product,
 )
+from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
+from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 
 MOST_TILES = 16  # of 64 queries, of a group and key-value head
-SHARED_MEMORY = 224 * 1024  # of a block, for tiles
-MERGED = 256  # values that a block of the second kernel merges, or half: so few blocks that all run at once
-# Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
-# minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
-MOST_SHARES = 36
-MOST_STAGES = 10
-PIPELINED_STAGES = 3  # the same where scores are a chunk ahead: four are 1% slower, five 2%
-
-Product = Callable[[jax.Array | None, jax.Array, Ref], jax.Array]
+HALF = 64  # of D: bf16 that the copy engine swizzles at once
+MOST_F16 = 65504.0  # the largest float16
 
 
 class Counts(NamedTuple):
@@ -64,33 +58,11 @@ Lengths = list[jax.Array] | None  # of a group's rows; None where a chunk is a t
 Names = tuple[jax.Array, ...]  # pages of a chunk, or its page and its number
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Static choices of the kernel."""
-
-    splits: tuple[int, ...]  # shares of the tasks of each part
-    tiles: int = 1  # of 64 queries of a block
-    subs: int = 1  # warpgroups that take a lane's tasks in turn
-    stages: int = 4  # depth of the ring, in chunks; a multiple of `subs`
-    last_tiles: int = 0  # of the last part, where that has fewer
-    pipelined: bool = False  # the next scores are computed during this softmax
-
-    @property
-    def alternates(self) -> bool:
-        """Whether the warpgroups take the last part's tasks in turn, since it has one tile."""
-        return self.last_tiles == 1
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups that compute."""
-        return self.tiles * self.subs
-
-
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}  # of a computing and the loading warpgroup's threads
 
 
 def _kernel(
-    q_ref: Ref,  # [R, T, H, D] GMEM
+    q_ref: Ref,  # [R·T, H, D] GMEM
     keys_ref: Ref,  # [P, B, Hkv, D] GMEM
     values_ref: Ref,  # [P, B, Hkv, D] GMEM
     chunks_ref: Ref,  # [G, parts, chunks, W + 2] int32 GMEM: pages, number, rows
@@ -99,11 +71,12 @@ def _kernel(
     num_pieces_ref: Ref,  # [G, parts] int32 GMEM
     limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
     lengths_ref: Ref,  # [R] int32 GMEM
-    out_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f32 GMEM
+    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f16 GMEM
     lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
     *,
-    q_rows: Ref,  # [warpgroups, 64, D] SMEM, as the queries come
-    q_smem: Ref,  # [warpgroups, 64, D] SMEM, as the products want them
+    queries_smem: tuple[Ref, Ref],  # SMEM as queries come [warpgroups, D/64, pairs, H/Hkv, 64], and as products read
+    # them [warpgroups, D/64, 64, 64]: the same bytes
+    out_smem: Ref,  # [warpgroups, 64, D] f16 SMEM
     k_smem: Ref,  # [stages, C, D] SMEM
     v_smem: Ref,  # [stages, C, D] SMEM
     q_ready: Ref,  # [warpgroups] barriers
@@ -113,15 +86,17 @@ def _kernel(
     v_used: Ref,  # [stages] barriers of the warpgroups of a task
     tuning: Tuning,
     rows: int,
+    columns: int,
     chunk: int,
     piece: int,
     product: Product,
     interpret: bool,
 ) -> None:
-    _, columns, heads, dim = q_ref.shape
+    _, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
     group_heads = heads // kv_heads
     per_chunk = chunk // piece
+    q_rows, q_smem = queries_smem
     stages, subs, tiles, warpgroups = tuning.stages, tuning.subs, tuning.tiles, tuning.warpgroups
     group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
     warpgroup = lax.axis_index("warpgroup")
@@ -159,14 +134,18 @@ def _kernel(
 
         Its number too, where pages are larger.
         """
+
+        def chunk_at(at: jax.Array) -> Names:
+            names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
+            return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
+
+        first = chunk_at(lax.min(index, chunks_ref.shape[2] - 1))  # on its way beside the counts
         counts = read_counts()
         settled_stop, stop = counts.own_settled, counts.own
 
         def look_up_chunk(number: jax.Array) -> Names:
             at = index + lax.clamp(0, number, lax.max(settled_stop - 1, 0)) * splits
-            at = jnp.where(settled_stop > 0, at, 0)
-            names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
-            return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
+            return chunk_at(jnp.where(settled_stop > 0, at, 0))
 
         def look_up_pieces(number: jax.Array) -> Names:
             found = [piece_of(counts, number, j) for j in range(per_chunk)]
@@ -199,9 +178,12 @@ def _kernel(
 
         @pl.when(stop > 0)
         def _() -> None:
-            pieces = look_up_pieces(settled_stop)
-            lax.fori_loop(0, settled_stop, functools.partial(fill, look_up=look_up_chunk), look_up_chunk(jnp.int32(0)))
-            lax.fori_loop(settled_stop, stop, functools.partial(fill, look_up=look_up_pieces), pieces)
+            settled, over_pieces = (functools.partial(fill, look_up=of) for of in (look_up_chunk, look_up_pieces))
+            begun = lax.min(settled_stop, stages)
+            names = lax.fori_loop(0, begun, settled, first)
+            pieces = look_up_pieces(settled_stop)  # takes as long as a chunk, so not before the ring is full
+            lax.fori_loop(begun, settled_stop, settled, names)
+            lax.fori_loop(settled_stop, stop, over_pieces, pieces)
             lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
 
     def compute() -> None:
@@ -224,13 +206,12 @@ def _kernel(
                 for _ in range(tiles - tuning.last_tiles):
                     pl.when(last if tuning.alternates else last & (lane == 0))(lambda: plgpu.barrier_arrive(barrier))
 
-        pairs = rows * columns  # (row, column) pairs of a group, each with `group_heads` queries of this head
-        in_tile = QUERIES // group_heads
-        for i in range(min(in_tile, pairs)):  # beyond the group's last query the last again, or whatever was there
-            pair = group * pairs + lax.min(tile * in_tile + i, pairs - 1)
-            source = q_ref.at[lax.div(pair, columns), lax.rem(pair, columns), pl.ds(head * group_heads, group_heads)]
-            target = q_rows.at[warpgroup, pl.ds(i * group_heads, group_heads)]
-            plgpu.copy_gmem_to_smem(source, target, q_ready.at[warpgroup])
+        in_tile = QUERIES // group_heads  # (row, column) pairs, each with `group_heads` queries of this head
+        own_pairs = pl.ds(group * rows * columns + tile * in_tile, in_tile)  # beyond the group's, others' or zeros
+        own_heads = pl.ds(head * group_heads, group_heads)
+        for j in range(dim // HALF):
+            source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
+            plgpu.copy_gmem_to_smem(source, q_rows.at[warpgroup, j], q_ready.at[warpgroup])
         # What is read from here to the queries' arrival takes as long as they do.
         counts = read_counts()
         settled_stop, stop = counts.own_settled, counts.own
@@ -239,7 +220,6 @@ def _kernel(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
             online_softmax.ROWS,
         )
-        q = q_smem.at[warpgroup]
         scale = math.log2(math.e) / math.sqrt(dim)
 
         def turns(end: jax.Array) -> jax.Array:
@@ -251,8 +231,13 @@ def _kernel(
         def slot_of(turn: jax.Array) -> jax.Array:
             return lax.rem(turn * in_turn + sub, stages)
 
-        def keys(turn: jax.Array) -> Ref:
-            return k_smem.at[slot_of(turn)].transpose((1, 0))
+        def factors(turn: jax.Array) -> Iterator[tuple[Ref, Ref]]:
+            """Queries and keys of a turn, by halves of D, whose products add up to the scores."""
+            for j in range(dim // HALF):
+                yield q_smem.at[warpgroup, j], k_smem.at[slot_of(turn), :, pl.ds(j * HALF, HALF)].transpose((1, 0))
+
+        def scores_of(turn: jax.Array) -> jax.Array:
+            return product(None, *factors(turn))
 
         def members(turn: jax.Array) -> jax.Array:
             """The rows that read a turn's chunk."""
@@ -280,7 +265,7 @@ def _kernel(
             values = v_smem.at[slot]
             if lengths is not None:
                 online_softmax.clean(values, online_softmax.held_ends(tasks, piece, lengths), piece)
-            softmax = softmax._replace(acc=product(softmax.acc, p, values))
+            softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
             used(v_used.at[slot])
             return softmax
 
@@ -290,7 +275,7 @@ def _kernel(
             upcoming = (members if lengths is None else pieces)(turn + 1)  # takes as long as a chunk
             slot = slot_of(turn)
             plgpu.barrier_wait(k_ready.at[slot])
-            scores = product(None, q, keys(turn))
+            scores = scores_of(turn)
             used(k_used.at[slot])
             softmax, p = (softmax_over_chunk if lengths is None else softmax_over_pieces)(scores, softmax, tasks)
             return weigh(turn, softmax, p, tasks, lengths), upcoming
@@ -305,11 +290,12 @@ def _kernel(
                 pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
             if interpret:
                 softmax, p = over(scores, softmax, tasks)
-                scores = product(None, q, keys(following))
+                scores = scores_of(following)
             else:
 
                 def overlapped(next_scores: Ref) -> tuple[Softmax, jax.Array, jax.Array]:
-                    plgpu.wgmma(next_scores, q, keys(following))
+                    for factor in factors(following):
+                        plgpu.wgmma(next_scores, *factor)
                     done = lax.optimization_barrier(over(scores, softmax, tasks))
                     return (*done, next_scores[...])
 
@@ -321,14 +307,14 @@ def _kernel(
         first_members = members(jnp.int32(0))
         with jax.named_scope("wait q"):
             plgpu.barrier_wait(q_ready.at[warpgroup])
-        q[...] = plgpu.layout_cast(q_rows[warpgroup], plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
+        if interpret:
+            q_smem[warpgroup] = q_rows[warpgroup].reshape(dim // HALF, QUERIES, HALF)
         scores_ahead: tuple[jax.Array, ...] = ()
         if tuning.pipelined:
             zero = jnp.int32(0)
             with jax.named_scope("wait first k"):
                 pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
-            scores_ahead = (product(None, q, keys(zero)),)
+            scores_ahead = (scores_of(zero),)
             pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
             step = pipelined_step
         start = (online_softmax.nothing_yet(dim), first_members, *scores_ahead)
@@ -339,7 +325,11 @@ def _kernel(
         softmax, *_ = lax.fori_loop(settled_turns, total, over_pieces, start)
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
         with jax.named_scope("leave"):
-            out_ref.at[place][...], lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
+            values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
+            out_smem[warpgroup] = jnp.clip(values, -MOST_F16, MOST_F16).astype(out_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_ref.at[place])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     registers = REGISTERS.get(warpgroups)
 
@@ -358,64 +348,9 @@ def _kernel(
             compute()
 
 
-def _merge_kernel(
-    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64·D / merged, merged] f32 GMEM
-    lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
-    out_ref: Ref,  # [R·T·H·D / merged, merged] GMEM
-    *,
-    tuning: Tuning,
-    rows: int,
-    columns: int,
-    dim: int,
-    group_heads: int,
-) -> None:
-    """Consecutive values of the output: Σ over shares of each one's, weighted by its part of the softmax."""
-    kv_heads, merged = parts_ref.shape[3], out_ref.shape[1]
-    block = lax.axis_index("block")
-    together = merged // dim  # heads that these values belong to; all of one key-value head
-    heads = kv_heads * group_heads
-    query = block * together  # among all R·T·H
-    pair, head = lax.div(query, heads), lax.rem(query, heads)
-    group, pair = lax.div(pair, rows * columns), lax.rem(pair, rows * columns)
-    kv_head = lax.div(head, group_heads)
-    packed = pair * group_heads + lax.rem(head, group_heads)
-    tile, place = lax.div(packed, QUERIES), lax.rem(packed, QUERIES)
-    part = lax.div(tile, tuning.tiles)
-    first, splits, before = jnp.int32(0), jnp.int32(tuning.splits[0]), 0
-    for p in range(1, len(tuning.splits)):
-        before += tuning.splits[p - 1]
-        first = jnp.where(part >= p, before, first)
-        splits = jnp.where(part >= p, tuning.splits[p], splits)
-    tile_lane, lanes = lax.rem(tile, tuning.tiles), jnp.int32(1)
-    most = max(tuning.splits)
-    if tuning.alternates:  # every lane has a share of its own
-        lanes = jnp.where(part == len(tuning.splits) - 1, tuning.tiles, lanes)
-        splits = splits * lanes
-        most = max(most, tuning.splits[-1] * tuning.tiles)
-
-    sources = []
-    for s in range(most):
-        source = lax.min(jnp.int32(s), splits - 1)
-        share, lane = first + source, tile_lane
-        if tuning.alternates:
-            share, lane = first + lax.div(source, lanes), tile_lane + lax.rem(source, lanes)
-        sources += [(s, (group, share, sub, kv_head, lane)) for sub in range(tuning.subs)]
-    values = [parts_ref[(*where, lax.div(place, together))] for _, where in sources]
-    lse = [
-        [jnp.where(s < splits, lse_ref[(*where, place + i)], 4 * MASKED) for s, where in sources]
-        for i in range(together)
-    ]
-    top = [functools.reduce(jnp.maximum, x) for x in lse]
-    weight = [[jnp.exp2(x - top[i]) for x in lse[i]] for i in range(together)]
-    scaled = [[w / functools.reduce(jnp.add, ws) for w in ws] for ws in weight]
-    total = jnp.zeros((merged,), jnp.float32)
-    lane = lax.broadcasted_iota(jnp.int32, (merged,), 0)
-    for j, value in enumerate(values):
-        factor = jnp.broadcast_to(scaled[0][j], (merged,))
-        for i in range(1, together):
-            factor = jnp.where(lane >= i * dim, jnp.broadcast_to(scaled[i][j], (merged,)), factor)
-        total = total + factor * value
-    out_ref[block] = total.astype(out_ref.dtype)
+def _merge_kernel(parts_ref: Ref, lse_ref: Ref, out_ref: Ref, *, tuning: Tuning) -> None:
+    group, head, unit = (lax.axis_index(name) for name in ("group", "head", "unit"))
+    merge_unit(out_ref, parts_ref, lse_ref, unit, group=group, head=head, tuning=tuning)
 
 
 # ------------------------------------------------------------------------------------------------------------ wrapper
@@ -431,7 +366,6 @@ def applies(
         and head_dim in (64, 128)
         and num_heads % num_kv_heads == 0
         and QUERIES % group == 0
-        and group * head_dim % (MERGED // 2) == 0
         and page_size % 8 == 0
         and (64 % page_size == 0 or page_size % 64 == 0)
         and 1 < rows <= MAX_ROWS
@@ -444,35 +378,6 @@ def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
     parts = -(-sharing.rows * columns * group // (tiles_of(sharing.rows * columns * group) * QUERIES))
     same = sharing.queries == columns * group
     return sharing.num_pieces.shape[1] == parts and (same or parts == 1)
-
-
-def tiles_of(queries: int) -> int:
-    """Tiles of 64 queries in a part, of a group's `queries` for one key-value head: rows · T · H/Hkv."""
-    return min(3, -(-queries // QUERIES))
-
-
-def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
-    """Blocks to fill the GPU once, as far as `MOST_SHARES` allows; those of a part with more tiles more."""
-    tiles, in_block = -(-queries // QUERIES), tiles_of(queries)
-    blocks = min(STREAMING_MULTIPROCESSORS // (groups * kv_heads), MOST_SHARES)
-    work = [min(in_block, tiles - first) for first in range(0, tiles, in_block)]
-    splits = [1] * len(work)
-    for _ in range(blocks - len(work)):
-        busiest = max(range(len(work)), key=lambda p: (work[p] + 1) / splits[p])
-        splits[busiest] += 1
-    subs = 2 if in_block == 1 else 1
-    in_turn = in_block if work[-1] == 1 < in_block else subs  # warpgroups that take tasks in turn
-    ring = SHARED_MEMORY - 2 * in_block * subs * QUERIES * dim * 2
-    most = MOST_STAGES if in_block == 1 else PIPELINED_STAGES
-    stages = min(most, ring // (4 * chunk * dim))
-    return Tuning(
-        splits=tuple(splits),
-        tiles=in_block,
-        subs=subs,
-        stages=stages // in_turn * in_turn,
-        last_tiles=work[-1] % in_block,
-        pipelined=in_block > 1,
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "tuning"))
@@ -509,17 +414,22 @@ def shared_attention_mosaic(
 
     size = len(tuning.splits) * tuning.tiles * QUERIES
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
-    shares = sum(tuning.splits)
+    shares = tuning.shares
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
     copies = sharing.pieces_per_chunk
+    packed = q.reshape(-1, heads, dim)
+    if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
+        packed = jnp.pad(packed, ((0, size // group_heads), (0, 0), (0, 0)))
+    halves = (tuning.warpgroups, dim // HALF)
     scratch: dict[str, Any] = {
-        "q_rows": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype),
-        "q_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), q.dtype, transforms=SWIZZLED),
+        "queries_smem": plgpu.RefUnion(
+            plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), q.dtype, transforms=SWIZZLED[1:]),
+            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=SWIZZLED),
+        ),
+        "out_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
         "k_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
         "v_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
-        "q_ready": plgpu.Barrier(
-            num_arrivals=min(QUERIES // group_heads, rows * columns), num_barriers=tuning.warpgroups
-        ),
+        "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.warpgroups),
         "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
         "k_used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=tuning.stages),
@@ -530,13 +440,14 @@ def shared_attention_mosaic(
             _kernel,
             tuning=tuning,
             rows=rows,
+            columns=columns,
             chunk=chunk,
             piece=sharing.piece,
             product=interpreted_product if interpret else tensor_core_product,
             interpret=bool(interpret),
         ),
         out_type=[
-            jax.ShapeDtypeStruct((*place, dim), jnp.float32),
+            jax.ShapeDtypeStruct((*place, dim), jnp.float16),
             jax.ShapeDtypeStruct(place, jnp.float32),
         ],
         grid=(groups, kv_heads, shares),
@@ -548,7 +459,7 @@ def shared_attention_mosaic(
         interpret=interpret,
         kernel_name="shared_attention",
     )(
-        q,
+        packed,
         key_pages,
         value_pages,
         sharing.chunks,
@@ -558,15 +469,15 @@ def shared_attention_mosaic(
         limits,
         lengths,
     )
-    merged_at_once = MERGED if group_heads * dim % MERGED == 0 else MERGED // 2
-    blocks = q.size // merged_at_once
     merged = plgpu.kernel(
-        functools.partial(_merge_kernel, tuning=tuning, rows=rows, columns=columns, dim=dim, group_heads=group_heads),
-        out_type=jax.ShapeDtypeStruct((blocks, merged_at_once), q.dtype),
-        grid=(blocks,),
-        grid_names=("block",),
+        functools.partial(_merge_kernel, tuning=tuning),
+        out_type=result_type(
+            groups=groups, kv_heads=kv_heads, group_heads=group_heads, pairs=rows * columns, dim=dim, dtype=q.dtype
+        ),
+        grid=(groups, kv_heads, units_of(queries)),
+        grid_names=("group", "head", "unit"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="shared_attention_merge",
-    )(parts.reshape(*place[:-1], QUERIES * dim // merged_at_once, merged_at_once), lse)
-    return merged.reshape(q.shape)
+    )(parts, lse)
+    return by_pair(merged, pairs=rows * columns, heads=heads).reshape(q.shape)

@@ -17,14 +17,11 @@ from smcjax.model.params import init_params
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.paged_attention import on_hopper, paged_attention, plan_sharing
 from smcjax.pallas.shared_attention import (
-    MOST_SHARES,
-    Tuning,
     applies,
     covers,
-    default_tuning,
     shared_attention_mosaic,
-    tiles_of,
 )
+from smcjax.pallas.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import QUERIES, find_sharing
 from tests.helpers import Ask, batch
 
@@ -108,9 +105,12 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
     np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
 
 
-@pytest.mark.parametrize("group", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
 def test_two_warpgroups_in_turn(group: int) -> None:
-    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills; merged by 256 and 128."""
+    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills.
+
+    Units of the merge are of one row's heads, or of two or four rows.
+    """
     poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2, group=group)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=2, stages=2))
 
@@ -150,6 +150,8 @@ REAL = [
     {"T": 9, "D": 128, "R": 256},
     {"T": 9, "D": 128, "N": 16},
     {"T": 8, "D": 128, "H": 64, "N": 4},
+    {"T": 2, "H": 8},
+    {"T": 9, "H": 16, "D": 128},
     {"T": 2, "B": 64},
     {"T": 2, "B": 128, "N": 12},
 ]
@@ -212,7 +214,7 @@ def test_where_it_applies() -> None:
         {"rows": 1},
         {"rows": 32},
         {"columns": 128},
-        {"num_heads": 8, "head_dim": 64},
+        {"num_heads": 12},
         {"head_dim": 96},
         {"page_size": 1},
         {"dtype": jnp.float32},
@@ -293,20 +295,23 @@ def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("columns", "dim"), [(1, 64), (2, 64), (9, 128), (9, 64)])
+@pytest.mark.parametrize(
+    ("columns", "dim", "of_a_head"),
+    [(1, 64, 4), (2, 64, 4), (9, 128, 4), (9, 64, 4), (1, 64, 1), (9, 128, 2), (5, 128, 8)],
+)
 @pytest.mark.parametrize("groups", [1, 3])
-def test_on_the_gpu(columns: int, dim: int, groups: int) -> None:
+def test_on_the_gpu(columns: int, dim: int, of_a_head: int, groups: int) -> None:
     """The compiled kernels through the wrappers on a family tree, wide tables, unequal and dead rows."""
     assert on_hopper()
     lengths = [1500, 1501, 1499, 1500, 700, 1500, 0, 64] * groups
     shared = [0, 90, 93, 40, 43, 85, 20, 3] * groups
-    poisoned, clean = case(lengths, shared, rows=8, columns=columns, kv_heads=8, dim=dim)
+    poisoned, clean = case(lengths, shared, rows=8, columns=columns, kv_heads=8, group=of_a_head, dim=dim)
     table = poisoned["block_table"]
     plan = functools.partial(
         plan_sharing,
         rows=8,
         columns=columns,
-        num_heads=32,
+        num_heads=8 * of_a_head,
         num_kv_heads=8,
         head_dim=dim,
         page_size=16,

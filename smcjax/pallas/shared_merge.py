@@ -1,0 +1,105 @@
+"""The second half of `shared_attention.py`: from what blocks have found in their shares of the tasks to the attention.
+
+    O = Σ_s w_s O_s,   w_s = 2^(lse_s − max lse) / Σ_s 2^(lse_s − max lse)
+
+over the shares s, in their order. (Blocks of the first kernel that wait for each other and merge themselves, a launch
+less, take as long: docs/performance.md.)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from smcjax.pallas.products import MASKED, QUERIES, Ref
+from smcjax.pallas.shared_tuning import Tuning
+
+UNIT = 4  # queries that a warpgroup merges at once, each warp one
+
+
+def units_of(queries: int) -> int:
+    """Units of a group's `queries` for one key-value head."""
+    return -(-queries // UNIT)
+
+
+def merge_unit(
+    out_ref: Ref,  # `result_type`
+    parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f16 GMEM
+    lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
+    unit: jax.Array,
+    *,
+    group: jax.Array,
+    head: jax.Array,
+    tuning: Tuning,
+) -> None:
+    """The attention of queries 4·unit … 4·unit + 3 of a group and key-value head."""
+    dim = parts_ref.shape[-1]
+    layout = plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
+    first_query = unit * UNIT
+    tile, place = lax.div(first_query, QUERIES), lax.rem(first_query, QUERIES)
+    part, lane = lax.div(tile, tuning.tiles), lax.rem(tile, tuning.tiles)
+    first, splits, before = jnp.int32(0), jnp.int32(tuning.splits[0]), 0
+    for p in range(1, len(tuning.splits)):
+        before += tuning.splits[p - 1]
+        first = jnp.where(part >= p, before, first)
+        splits = jnp.where(part >= p, tuning.splits[p], splits)
+    lanes, most = jnp.int32(1), max(tuning.splits)
+    if tuning.alternates:  # every lane has a share of its own
+        lanes = jnp.where(part == len(tuning.splits) - 1, tuning.tiles, lanes)
+        splits = splits * lanes
+        most = max(most, tuning.splits[-1] * tuning.tiles)
+
+    queries = pl.ds(place, UNIT)
+    lse, values = [], []
+    for s in range(most):
+        source = lax.min(jnp.int32(s), splits - 1)
+        share, of_lane = first + source, lane
+        if tuning.alternates:
+            share, of_lane = first + lax.div(source, lanes), lane + lax.rem(source, lanes)
+        for sub in range(tuning.subs):
+            where = (group, share, sub, head, of_lane, queries)
+            values.append(plgpu.load(parts_ref.at[where], layout=layout, optimized=False))
+            found = plgpu.load(lse_ref.at[where], layout=layout.reduce(1), optimized=False)
+            lse.append(found + jnp.broadcast_to(jnp.where(s < splits, 0.0, 4 * MASKED), found.shape))
+    top = functools.reduce(jnp.maximum, lse)
+    weights = [jnp.exp2(x - top) for x in lse]
+    mass = functools.reduce(jnp.add, weights)
+    terms = [
+        lax.broadcast_in_dim(weight / mass, (UNIT, dim), [0]) * value.astype(jnp.float32)
+        for weight, value in zip(weights, values, strict=True)
+    ]
+    total = functools.reduce(jnp.add, terms).astype(out_ref.dtype)
+    if len(out_ref.shape) == 3:
+        kv_heads = parts_ref.shape[3]
+        of_a_pair = out_ref.shape[1] // kv_heads // UNIT  # units
+        pair = group * (out_ref.shape[0] // parts_ref.shape[0]) + lax.div(unit, of_a_pair)
+        out_ref[pair, pl.ds((head * of_a_pair + lax.rem(unit, of_a_pair)) * UNIT, UNIT)] = total
+    else:
+        out_ref[group, head, pl.ds(first_query, UNIT)] = total
+
+
+def result_type(*, groups: int, kv_heads: int, group_heads: int, pairs: int, dim: int, dtype: Any) -> Any:
+    """What units are merged into.
+
+    [R·T, H, D] where a unit lies within the heads of a (row, column) pair, else [G, Hkv, queries, D].
+    """
+    if group_heads % UNIT == 0:
+        return jax.ShapeDtypeStruct((groups * pairs, kv_heads * group_heads, dim), dtype)
+    return jax.ShapeDtypeStruct((groups, kv_heads, units_of(pairs * group_heads) * UNIT, dim), dtype)
+
+
+def by_pair(result: jax.Array, *, pairs: int, heads: int) -> Float[Array, "RT H D"]:
+    """The merged result as [R·T, H, D]."""
+    if result.ndim == 3:
+        return result
+    groups, kv_heads, _, dim = result.shape
+    found = result[:, :, : pairs * heads // kv_heads].reshape(groups, kv_heads, pairs, -1, dim)
+    return found.transpose(0, 2, 1, 3, 4).reshape(groups * pairs, heads, dim)
