@@ -21,8 +21,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas import Sharing, decode_step, plan_sharing, uses_kernels
-from smcjax.pallas.sharing import find_sharing
+from smcjax.pallas import Sharing, decode_step, find_tasks, plan_sharing, uses_kernels
 
 PAGES_BY_ONE = 128  # of a row's table: up to here the one kernel's attention tasks are single pages
 
@@ -176,7 +175,9 @@ def plan(
     shapes = [_one_kernel(config, params, total, width, rows, page_size, ahead, implementation) for width in widths]
     if law.truncation is not None or not any(shapes):
         return Plan(sharing, keeps_laws=keeps_laws)
-    tasks = tasks_of(config, block_table, lengths, settled, rows=rows, page_size=page_size)
+    tasks = tasks_of(
+        config, block_table, lengths, settled, rows=rows, page_size=page_size, implementation=implementation
+    )
     return Plan(sharing, OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops)), keeps_laws)
 
 
@@ -188,9 +189,10 @@ def tasks_of(
     *,
     rows: int,
     page_size: int,
+    implementation: str = "auto",
 ) -> Sharing:
     """The one kernel's attention tasks: `find_sharing`'s terms."""
-    return find_sharing(
+    return find_tasks(
         block_table,
         lengths,
         settled if prefetches(block_table) else None,
@@ -199,6 +201,7 @@ def tasks_of(
         page_size=page_size,
         chunk=decode_step.CHUNK,
         tiles=1,
+        implementation=implementation,
     )
 
 

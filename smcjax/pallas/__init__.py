@@ -7,6 +7,7 @@ from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_nor
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
     IMPLEMENTATIONS,
+    find_tasks,
     paged_attention,
     paged_attention_mosaic,
     plan_sharing,
@@ -30,6 +31,7 @@ __all__ = [
     "attention",
     "copy_all_pages",
     "copy_pages",
+    "find_tasks",
     "paged_attention",
     "paged_attention_mosaic",
     "paged_attention_reference",

@@ -123,7 +123,7 @@ def ancestors_mosaic(
         ],
         grid=(-(-groups // WARPGROUP),),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="ancestors",
     )(log_weight, positions, running.astype(jnp.int32))

@@ -26,14 +26,11 @@ from jaxtyping import Array, Bool, Int, Num
 
 from smcjax.pallas import simt
 from smcjax.pallas.kv_write import TRASH
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
+from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_ROWS = 1024  # of a batch: rounds of 128 that one block makes room for
 MOST_OF_A_GROUP = 32  # rows: a thread compares them all, pair by pair
-WARPS = WARPGROUP // WARP
 IN_FLIGHT = 4  # words of a row that a thread has asked for before it stores the first
-
-COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def supports_page_tables(*, rows: int, group: int) -> bool:
@@ -46,20 +43,6 @@ def supports_page_tables(*, rows: int, group: int) -> bool:
 
 def _flag(t: Threads, condition: Word) -> Word:
     return t.where(condition, 1, 0)
-
-
-def _sums(t: Threads, mine: Word, totals: Ref, turn: int = 0) -> tuple[Word, Word]:
-    """Sums of `mine` over the threads before this one, and over all. `totals` has four words for each turn."""
-    lane, warp = t.index % WARP, t.index // WARP
-    sums = simt.warp_sums(t, mine)
-    t.store(totals, warp + turn * WARPS, sums, only=lane == WARP - 1)
-    t.synchronize()
-    before, total = sums - mine, t.constant(0)
-    for other in range(WARPS):
-        theirs = t.load(totals, t.constant(turn * WARPS + other))
-        before = before + t.where(warp < other + 1, 0, theirs)
-        total = total + theirs
-    return before, total
 
 
 def _make_room(
@@ -122,7 +105,7 @@ def _make_room(
     taken = zero
     for turn, (index, row, logical, needed, page) in zip(rounds, kept, strict=True):
         mine = functools.reduce(lambda a, b: a + b, needed)
-        before, all_of_turn = _sums(t, mine, totals, turn)
+        before, all_of_turn = simt.sums(t, mine, totals, turn)
         rank = taken + before
         fresh = []
         for step, need in enumerate(needed):
@@ -173,7 +156,7 @@ def _fork_tables(
         t.store(refcount, page, count, only=changes)
         gone.append(_flag(t, changes & (count == 0)))
 
-    place, total = _sums(t, functools.reduce(lambda a, b: a + b, gone), totals)
+    place, total = simt.sums(t, functools.reduce(lambda a, b: a + b, gone), totals)
     place = place + block * (group * WARPGROUP)
     for page, goes in zip(pages, gone, strict=True):
         t.store(freed, place, page, only=goes != 0)
@@ -217,7 +200,7 @@ def _push(
     for turn in range(-(-blocks // WARPGROUP)):
         other = t.index + turn * WARPGROUP
         earlier = earlier + t.where(other < block, t.load(freed_counts, t.minimum(other, blocks - 1)), 0)
-    _, before = _sums(t, earlier, totals)
+    _, before = simt.sums(t, earlier, totals)
     count = t.load(freed_counts, zero + block)
     bottom = before + t.load(num_free, zero)
     pages = [(t.index + i, t.load(freed, block * most + t.index + i)) for i in range(0, most, WARPGROUP)]
@@ -266,7 +249,7 @@ def make_room_mosaic(
             "leaving": plgpu.SMEM((rounds * WARPGROUP,), jnp.int32),
             "totals": plgpu.SMEM((rounds * WARPS,), jnp.int32),
         },
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="make_room",
     )(free, num_free.reshape(1), first, last, live.astype(jnp.int32), counts, table)
@@ -330,7 +313,7 @@ def fork_mosaic(
         grid=(tables + num_rows,),
         grid_names=("block",),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="fork",
     )(source, offspring, begin, end, counts, table, *copied)
@@ -348,7 +331,7 @@ def fork_mosaic(
         grid=(tables,),
         grid_names=("block",),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="push_freed",
     )(freed, freed_counts, num_free.reshape(1), stack)

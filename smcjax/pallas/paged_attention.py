@@ -42,6 +42,7 @@ from smcjax.pallas.shared_attention import applies as shared_attention_applies
 from smcjax.pallas.shared_attention import covers, shared_attention_mosaic
 from smcjax.pallas.shared_tuning import tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
+from smcjax.pallas.sharing_kernel import find_sharing_mosaic, supports_sharing
 
 # Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
 SLOTS_WORTH_SHARING = 1024
@@ -290,7 +291,7 @@ def plan_sharing(
     )
     if not (uses_kernels(implementation) and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
         return None
-    return find_sharing(
+    return find_tasks(
         block_table,
         lengths,
         settled,
@@ -299,7 +300,22 @@ def plan_sharing(
         page_size=page_size,
         chunk=CHUNK,
         tiles=tiles_of(rows * columns * group),
+        implementation=implementation,
     )
+
+
+def find_tasks(
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    settled: Int[Array, " R"] | None,
+    *,
+    rows: int,
+    implementation: str = "auto",
+    **terms: int,
+) -> Sharing:
+    """`find_sharing` of these terms, by its kernel where that applies."""
+    by_kernel = uses_kernels(implementation) and supports_sharing(rows=rows)
+    return (find_sharing_mosaic if by_kernel else find_sharing)(block_table, lengths, settled, rows=rows, **terms)
 
 
 def on_hopper() -> bool:

@@ -30,7 +30,9 @@ Word = Any  # what a program computes with: `_Word` or a vector of 128
 Threads = Any  # `_OnGPU` or `_Interpreted`
 WARP = 32
 WARPGROUP = 128
+WARPS = WARPGROUP // WARP
 SCALAR = plgpu.Layout.WG_SPLAT(())
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
@@ -58,6 +60,20 @@ def warp_sums(t: Threads, x: Word) -> Word:
     for distance in (1, 2, 4, 8, 16):
         x = t.where(lane >= distance, t.shuffle_up(x, distance) + x, x)
     return x
+
+
+def sums(t: Threads, mine: Word, totals: Ref, turn: int = 0) -> tuple[Word, Word]:
+    """Sums of `mine` over the threads before this one, and over all. `totals` has four words in SMEM for each turn."""
+    lane, warp = t.index % WARP, t.index // WARP
+    of_warp = warp_sums(t, mine)
+    t.store(totals, warp + turn * WARPS, of_warp, only=lane == WARP - 1)
+    t.synchronize()
+    before, total = of_warp - mine, t.constant(0)
+    for other in range(WARPS):
+        theirs = t.load(totals, t.constant(turn * WARPS + other))
+        before = before + t.where(warp < other + 1, 0, theirs)
+        total = total + theirs
+    return before, total
 
 
 # ------------------------------------------------------------------------------------------------------------- on GPU

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.sharing import Sharing, find_sharing, parts_of
+from smcjax.pallas.sharing_kernel import find_sharing_mosaic
 
 GROUPS, ROWS, WIDTH = 2, 5, 6
 
@@ -38,9 +40,10 @@ def plan(
     )
 
 
-@pytest.mark.parametrize(
-    ("queries", "page_size", "chunk", "tiles"), [(4, 16, 64, 2), (36, 16, 32, 1), (36, 64, 64, 2), (48, 64, 32, 1)]
-)
+TERMS = [(4, 16, 64, 2), (36, 16, 32, 1), (36, 64, 64, 2), (48, 64, 32, 1)]
+
+
+@pytest.mark.parametrize(("queries", "page_size", "chunk", "tiles"), TERMS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: int, tiles: int, seed: int) -> None:
@@ -83,6 +86,83 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
                 assert numbers == sorted(numbers)
             assert set(covered.values()) <= {1}
             assert {(r, s) for r, s in covered if r in part} == {(r, s) for r in part for s in range(lengths[mine[r]])}
+
+
+def same_tasks(found: Sharing, want: Sharing) -> None:
+    """As many tasks, and the same ones in the same order."""
+    for tasks, count, as_tasks, as_count in (
+        (found.chunks, found.num_chunks, want.chunks, want.num_chunks),
+        (found.pieces, found.num_pieces, want.pieces, want.num_pieces),
+    ):
+        assert tasks.shape == as_tasks.shape
+        np.testing.assert_array_equal(count, as_count)
+        for group, part in np.ndindex(*count.shape):
+            number = count[group, part]
+            np.testing.assert_array_equal(tasks[group, part, :number], as_tasks[group, part, :number])
+
+
+def random_history(seed: int, page_size: int) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, WIDTH * page_size + 1, GROUPS * ROWS) * rng.integers(0, 2, GROUPS * ROWS)
+    settled = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
+    table = family_table(rng, lengths, page_size)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
+
+
+@pytest.mark.parametrize(("queries", "page_size", "chunk", "tiles"), TERMS)
+@pytest.mark.parametrize("settles", [True, False])
+def test_the_kernel_finds_the_same(queries: int, page_size: int, chunk: int, tiles: int, settles: bool) -> None:
+    terms = {"rows": ROWS, "queries": queries, "page_size": page_size, "chunk": chunk, "tiles": tiles}
+    by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
+    plainly = jax.jit(functools.partial(find_sharing, **terms))
+    for seed in range(2):
+        table, lengths, settled = random_history(seed, page_size)
+        arguments = (table, lengths, settled if settles else None)
+        same_tasks(by_kernel(*arguments), plainly(*arguments))
+
+
+def wide_history(seed: int, *, groups: int, rows: int, width: int) -> tuple[jax.Array, ...]:
+    """Rows that branch off one another anywhere in a long table, one of them dead."""
+    rng = np.random.default_rng(seed)
+    table = 1 + rng.permutation(groups * rows * width).reshape(groups * rows, width)
+    for row in range(groups * rows):
+        if row % rows:
+            branch = rng.integers(width)
+            table[row, :branch] = table[rng.integers(row - row % rows, row), :branch]
+    lengths = rng.integers(width * 8, width * 16, groups * rows)
+    lengths[1] = 0
+    return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, np.maximum(lengths - 9, 0)))
+
+
+@pytest.mark.slow
+def test_more_numbers_than_threads() -> None:
+    """300 pages of 16 slots: three turns of pieces, where there are no chunks."""
+    terms = {"rows": 3, "queries": 8, "page_size": 16, "chunk": 64, "tiles": 2}
+    table, lengths, _ = wide_history(0, groups=1, rows=3, width=300)
+    by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
+    same_tasks(by_kernel(table, lengths, None), find_sharing(table, lengths, None, **terms))
+
+
+@pytest.mark.parametrize(("rows", "queries", "tiles"), [(8, 36, 3), (16, 4, 1)])
+def test_the_kernel_lowers_for_cuda(rows: int, queries: int, tiles: int) -> None:
+    terms = {"rows": rows, "queries": queries, "page_size": 16, "chunk": 64, "tiles": tiles}
+    arguments = (jnp.zeros((2 * rows, 2048), jnp.int32), *(jnp.zeros(2 * rows, jnp.int32) for _ in range(2)))
+    kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms))
+    assert "find_sharing" in kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "rows", "width"), [(1, 8, 272), (1, 8, 2064), (32, 8, 80), (2, 16, 300), (3, 2, 64)]
+)
+def test_the_kernel_on_a_gpu(groups: int, rows: int, width: int, settles: bool) -> None:
+    for queries, tiles in ((36, 3), (4, 1)):
+        terms = {"rows": rows, "queries": queries, "page_size": 16, "chunk": 64, "tiles": tiles}
+        table, lengths, settled = wide_history(groups, groups=groups, rows=rows, width=width)
+        arguments = (table, lengths, settled if settles else None)
+        found = jax.jit(functools.partial(find_sharing_mosaic, **terms))(*arguments)
+        same_tasks(found, jax.jit(functools.partial(find_sharing, **terms))(*arguments))
 
 
 def test_a_common_prompt_is_read_once() -> None:
