@@ -35,16 +35,17 @@ settings.register_profile("laws", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("laws")
 
 
-# Three quarters of the time of these directories' tests is XLA's compiler, for hundreds of small programs that run few
-# times: its LLVM passes are left out there. Whatever runs as users run it (engine, commands) is compiled as for users.
-WITHOUT_LLVM_PASSES = ("decoding", "kv", "model", "rejection", "smc")
+# Most of the time of all tests is XLA's compiler, for hundreds of small programs that run few times. Its LLVM passes
+# are left out but in what runs as users run it, and where a test computes for long: by directory or file.
+WITH_LLVM_PASSES = {"cli", "engine/test_generate.py", "engine/test_models.py", "engine/test_soak.py", "tasks"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process."""
-    directory = request.path.relative_to(Path(__file__).parent).parts[0]
-    jax.config.update("jax_disable_most_optimizations", directory in WITHOUT_LLVM_PASSES)
+    file = request.path.relative_to(Path(__file__).parent)
+    as_for_users = {file.parts[0], file.as_posix()} & WITH_LLVM_PASSES
+    jax.config.update("jax_disable_most_optimizations", not as_for_users)
     yield
     gc.collect()
     jax.clear_caches()

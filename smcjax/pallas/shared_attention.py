@@ -7,8 +7,9 @@ chunks, every S-th of them: first those that are tasks, then those into which it
     S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk of the share
 
 A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA. The others compute, one
-for every 64 queries (a *tile*) of the part, times `subs`, which take the block's chunks in turn. Each leaves O/Σ and
-log2 of Σ exp in f32; the second kernel merges them in a fixed order.
+for every 64 queries (a *tile*) of the part, times `subs`, which take the block's chunks in turn. Each leaves log2 of
+Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel merges them in a
+fixed order (`shared_merge.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 
 MOST_TILES = 16  # of 64 queries, of a group and key-value head
 HALF = 64  # of D: bf16 that the copy engine swizzles at once
-MOST_F16 = 65504.0  # the largest float16
+MOST_F16 = 65504.0  # the largest float16; no model's values come near
 
 
 class Counts(NamedTuple):

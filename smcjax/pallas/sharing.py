@@ -12,7 +12,8 @@ nothing in it is masked and it may be fetched at any time. What is left of a row
 itself writes: *pieces* of a page each, which a kernel packs into chunks.
 
 Found from block tables alone, on the device, with static shapes: lists as long as without any sharing, and how much of
-them counts. Tables change once a cycle, so one plan serves all forwards and layers of a cycle.
+them counts. Tables change once a cycle, so one plan serves all forwards and layers of a cycle. This is the plain
+version; `sharing_kernel.py` is the one launch that finds the same on a GPU.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> Non
 
 
 KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "swiglu", "copy_pages", "shared_attention")
-KERNELS += ("decode_step", "conclude_step")
+KERNELS += ("decode_step", "conclude_step", "find_sharing")
 
 
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
