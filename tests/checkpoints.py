@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -103,8 +101,3 @@ def write_model(directory: Path, vocab_size: int, seed: int, **changes: Any) -> 
 def write_pair(root: Path) -> Pair:
     """A target padded to 272 ids and a draft of another width padded to 264."""
     return Pair(write_model(root / "target", 272, 1), write_model(root / "draft", 264, 2, hidden_size=12))
-
-
-def keep_programs(cache: pytest.Cache) -> None:
-    """Points the engine's compilation cache at pytest's own, so that tests leave nothing in the user's."""
-    os.environ["XDG_CACHE_HOME"] = str(cache.mkdir("smcjax"))

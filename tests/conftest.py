@@ -35,6 +35,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from smcjax.engine.programs import enable_compilation_cache  # noqa: E402
+
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("laws")
@@ -43,6 +45,13 @@ settings.load_profile("laws")
 # On a CPU LLVM's passes are left out too, but in what runs as users run it, and where a test computes for long: by
 # directory or file.
 WITH_LLVM_PASSES = {"cli", "engine/test_generate.py", "engine/test_models.py", "engine/test_soak.py", "tasks"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs(request: pytest.FixtureRequest) -> None:
+    """All compiled programs stay in pytest's cache, none in the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(request.config.cache.mkdir("smcjax"))
+    enable_compilation_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -30,7 +31,7 @@ CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 MOST_AT_ONCE = 6  # programs that are compiled side by side: XLA takes device memory to time algorithms
 Progress = Callable[[int, int], None]
 
-CACHE_BYTES = 16 << 30  # of compiled programs on disk; beyond, the least recently used go
+CACHE_BYTES = 16 << 30  # of compiled programs on disk, when a process begins
 
 
 class Job(NamedTuple):
@@ -44,15 +45,37 @@ class Job(NamedTuple):
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs under ~/.cache/smcjax, unless the process has chosen another place already."""
+    """Keeps compiled programs under ~/.cache/smcjax, unless the process has chosen another place already.
+
+    Those not used for longest go first, until `CACHE_BYTES` remain.
+    """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(root / "smcjax" / "xla"))
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smcjax" / "xla"
+    _prune(directory, CACHE_BYTES)
+    # JAX's own limit stays off: with it every program that is written, the smallest too, waits while all files are
+    # looked at, under a lock of all processes: half a second where there are 7,000.
+    jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    # Only with a limit does JAX lock the directory: without, a process may read what another is still writing.
-    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
+def _prune(directory: Path, limit: int) -> None:
+    """Removes files, those first that were used longest ago, until at most `limit` bytes remain."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                stat = entry.stat()
+                if entry.is_file():
+                    files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry.path))
+    excess = sum(size for _, size, _ in files) - limit
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        excess -= size
 
 
 class Programs:

@@ -8,12 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from smcjax.cli.main import main
-from tests.checkpoints import Pair, keep_programs, write_pair
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _programs(request: pytest.FixtureRequest) -> None:
-    keep_programs(request.config.cache)
+from tests.checkpoints import Pair, write_pair
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive
-from tests.checkpoints import Pair, keep_programs, write_pair
+from tests.checkpoints import Pair, write_pair
 
 MAX_MODEL_LEN = 48
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _programs(request: pytest.FixtureRequest) -> None:
-    keep_programs(request.config.cache)
 
 
 @pytest.fixture(scope="session")

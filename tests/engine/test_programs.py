@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,3 +58,35 @@ def test_an_error_of_one_program_is_raised() -> None:
     with pytest.raises(TypeError, match="broken"):
         programs.compile("what breaks", {"good": times(1.0), "bad": Job(broken, (), (VECTOR,))})
     assert len(programs) == 0
+
+
+def test_programs_on_disk_are_those_used_last(tmp_path: Path) -> None:
+    """Read or written last, as many as fit; what is no file stays."""
+    (tmp_path / "products").mkdir()
+    for name, read, written in (("a", 10, 10), ("b", 40, 5), ("c", 20, 20), ("d", 5, 30)):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (read, written))
+    everything = {"a", "b", "c", "d", "products"}
+    for limit, gone in ((400, set()), (399, {"a"}), (250, {"a", "c"}), (99, {"a", "b", "c", "d"})):
+        module._prune(tmp_path, limit)
+        assert {path.name for path in tmp_path.iterdir()} == everything - gone
+    module._prune(tmp_path / "nowhere", 0)
+
+
+def test_a_process_that_has_a_cache_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "smcjax" / "xla").mkdir(parents=True)
+    (tmp_path / "smcjax" / "xla" / "old").write_bytes(bytes(100))
+    monkeypatch.setattr(module, "CACHE_BYTES", 99)
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+        module.enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        assert (tmp_path / "smcjax" / "xla" / "old").exists()
+        jax.config.update("jax_compilation_cache_dir", None)
+        module.enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "smcjax" / "xla")
+        assert not (tmp_path / "smcjax" / "xla" / "old").exists()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
