@@ -1,11 +1,13 @@
 """The paged attention kernels on a GPU: error, time, bytes of KV per second.
 
-    python scripts/bench_attention.py            # two minutes on an H200; two tables last
+    python scripts/bench_attention.py            # three minutes on an H200; three tables last
+    python scripts/bench_attention.py --tables 3
 
 First the kernel that reads each row by itself, against plain XLA; then, at long contexts that the rows of one group
-share, the kernels that read a shared page once, against it. Bytes there are those of distinct pages. All read the same
-pages: random data in the slots in use, NaN everywhere else. Calls rotate over several pools, so that little stays in
-the L2; the median of several repetitions.
+share, the kernels that read a shared page once, against it. Bytes there are those of distinct pages. Last, more queries
+a row than the first kernel takes, as of a chunk of a prompt: the kernels of the second table against plain XLA. All
+read the same pages: random data in the slots in use, NaN everywhere else. Calls rotate over several pools, so that
+little stays in the L2; the median of several repetitions.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.pallas import paged_attention_mosaic, paged_attention_reference, plan_sharing, shared_attention_mosaic
+from smcjax.pallas import (
+    Sharing,
+    paged_attention_mosaic,
+    paged_attention_reference,
+    plan_sharing,
+    shared_attention_mosaic,
+)
 from smcjax.pallas.paged_attention import on_hopper
 
 CALLS = 48  # in one program
@@ -49,6 +57,12 @@ class Shape:
     table_width: int = 64
     shared: float = 0.0
     tree: bool = False
+    of_a_group: int = 8  # rows
+
+    @property
+    def flops(self) -> int:
+        """Of the products of all queries with what their rows hold."""
+        return 4 * self.rows * self.columns * self.heads * self.dim * self.context
 
 
 SHAPES = [
@@ -60,6 +74,20 @@ SHAPES = [
     Shape("8B verify, 32k", 128, 9, 32_700, table_width=2048),
     Shape("8B verify, 32k, shared", 128, 9, 32_700, table_width=2048, shared=0.95),
     Shape("8B verify, 256 rows, 500", 128, 9, 500, rows=256),
+]
+
+
+WIDE_SHAPES = [
+    Shape("8B verify, K=16, 256", 128, 17, 256, shared=0.9),
+    Shape("8B verify, K=16, 1,000", 128, 17, 1000, shared=0.9),
+    Shape("70B verify, K=8, 256", 128, 9, 256, heads=64, shared=0.9),
+    *(
+        Shape(f"{model} prompt, {context:,}", dim, 128, context, rows=1, of_a_group=1, table_width=width)
+        for model, dim in (("1B", 64), ("8B", 128))
+        for context, width in ((256, 64), (1000, 64), (4096, 272), (32_768, 2064))
+    ),
+    Shape("8B, 8 prompts, 256", 128, 128, 256, of_a_group=1),
+    Shape("8B, 8 prompts, 4,096", 128, 128, 4096, of_a_group=1, table_width=272),
 ]
 
 
@@ -141,37 +169,62 @@ def unique_bytes(shape: Shape, inputs: Inputs) -> int:
     return slots * shape.kv_heads * shape.dim * 4
 
 
+def planned(shape: Shape, inputs: Inputs) -> Sharing:
+    """What rows share."""
+    q, _, _, table, positions, lengths = inputs
+    plan = functools.partial(
+        plan_sharing,
+        rows=shape.of_a_group,
+        columns=shape.columns,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.dim,
+        page_size=shape.page_size,
+        dtype=q.dtype,
+        implementation="mosaic",
+    )
+    sharing = jax.jit(plan)(table, lengths, positions[:, 0])
+    assert sharing is not None
+    return sharing
+
+
+def by_plan(q: Any, keys: Any, values: Any, sharing: Any, positions: Any, lengths: Any) -> jax.Array:
+    """`shared_attention_mosaic` of arguments by their places."""
+    return shared_attention_mosaic(q, keys, values, sharing, positions, lengths)
+
+
 def shared_reads() -> None:
     """The second table."""
     print("\nOne group of 8 rows: kernels that read each row by itself, and a shared page once")
     print(f"{'case':<30} {'a row, µs':>9} {'shared, µs':>10} {'GB/s':>6} {'of 4.8 TB/s':>11}  error")
     for shape in shared_shapes():
         inputs, _ = make(shape)
-        q, keys, values, table, positions, lengths = inputs
-        sharing = jax.jit(
-            functools.partial(
-                plan_sharing,
-                rows=shape.rows,
-                columns=shape.columns,
-                num_heads=shape.heads,
-                num_kv_heads=shape.kv_heads,
-                head_dim=shape.dim,
-                page_size=shape.page_size,
-                dtype=q.dtype,
-                implementation="mosaic",
-            )
-        )(table, lengths, positions[:, 0])
+        q, keys, values, _, positions, lengths = inputs
+        sharing = planned(shape, inputs)
         calls = 16 if shape.context > 8192 else CALLS
         _, alone = measure(paged_attention_mosaic, inputs, calls)
-
-        def attend(q: Any, keys: Any, values: Any, sharing: Any, positions: Any, lengths: Any) -> jax.Array:
-            return shared_attention_mosaic(q, keys, values, sharing, positions, lengths)
-
-        got, shared = measure(attend, (q, keys, values, sharing, positions, lengths), calls)
+        got, shared = measure(by_plan, (q, keys, values, sharing, positions, lengths), calls)
         rate = unique_bytes(shape, inputs) / shared * 1e6
         print(
             f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / BANDWIDTH:11.0%}"
             f"  {error(got, inputs):.1e}",
+            flush=True,
+        )
+
+
+def many_queries() -> None:
+    """The third table."""
+    print("\nMore queries a row than one tile")
+    print(f"{'case':<26} {'XLA, µs':>9} {'kernels, µs':>11} {'TFLOP/s':>8} {'GB/s':>6}  error")
+    for shape in WIDE_SHAPES:
+        inputs, _ = make(shape)
+        q, keys, values, _, positions, lengths = inputs
+        calls = 4 if shape.rows * shape.context > 4096 else CALLS
+        _, xla = measure(paged_attention_reference, inputs, calls)
+        got, kernel = measure(by_plan, (q, keys, values, planned(shape, inputs), positions, lengths), calls)
+        print(
+            f"{shape.name:<26} {xla:9.1f} {kernel:11.1f} {shape.flops / kernel / 1e6:8.0f}"
+            f" {unique_bytes(shape, inputs) / kernel / 1e3:6.0f}  {error(got, inputs):.1e}",
             flush=True,
         )
 
@@ -188,13 +241,8 @@ def error(got: jax.Array, inputs: Inputs) -> float:
     return float(jnp.abs(got.astype(jnp.float32) - want).max() / jnp.abs(want).max())
 
 
-def main() -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    if not on_hopper():
-        parser.error("there is no Hopper GPU here; run it on one.")
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
+def rows_by_themselves() -> None:
+    """The first table."""
     print(f"{'case':<26} {'XLA, µs':>9} {'kernel, µs':>11} {'GB/s':>6}  error")
     for shape in SHAPES:
         inputs, read = make(shape)
@@ -205,7 +253,22 @@ def main() -> None:
             f"{shape.name:<26} {xla:9.1f} {kernel:11.1f} {read / kernel / 1e3:6.0f}  {error(got, inputs):.1e}",
             flush=True,
         )
-    shared_reads()
+
+
+TABLES = (rows_by_themselves, shared_reads, many_queries)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = range(1, len(TABLES) + 1)
+    parser.add_argument("--tables", type=int, nargs="+", choices=numbers, default=numbers, help="which (all)")
+    args = parser.parse_args()
+    if not on_hopper():
+        parser.error("there is no Hopper GPU here; run it on one.")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
+    for number in args.tables:
+        TABLES[number - 1]()
 
 
 if __name__ == "__main__":

@@ -277,19 +277,21 @@ def plan_sharing(
 
     `lengths` is how many slots of each row hold KV when the plan is last used, 0 for a row that reads nothing;
     `settled` how many of them every query sees. None where the kernel that reads each row by itself does better, or
-    none applies: all from static shapes.
+    none applies: all from static shapes. More queries a row than that kernel takes (`supports`) are planned also where
+    nothing can be shared.
     """
     group = num_heads // num_kv_heads
-    applies = shared_attention_applies(
-        rows=rows,
-        columns=columns,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
-    )
-    if not (uses_kernels(implementation) and applies and block_table.shape[1] * page_size > SLOTS_WORTH_SHARING):
+    shape: dict[str, Any] = {
+        "columns": columns,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "page_size": page_size,
+        "dtype": dtype,
+    }
+    if not (uses_kernels(implementation) and shared_attention_applies(rows=rows, **shape)):
+        return None
+    if supports(**shape) and (rows == 1 or block_table.shape[1] * page_size <= SLOTS_WORTH_SHARING):
         return None
     return find_tasks(
         block_table,

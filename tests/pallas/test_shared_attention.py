@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -143,6 +144,27 @@ def test_nothing_shared_and_more_shares_than_tasks() -> None:
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(5,), subs=1, stages=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [37, 48])
+def test_many_queries_of_single_rows(columns: int) -> None:
+    """A chunk of prompts: one that begins, one further on whose queries fill their tiles or not, one absent."""
+    poisoned, clean = case([columns, 150, 0], [0, 0, 0], rows=1, columns=columns)
+    tuning = default_tuning(groups=3, queries=columns * 4, kv_heads=1, dim=64, chunk=64)
+    assert (tuning.tiles, tuning.warpgroups) == (3, 3)
+    check(poisoned, clean, rows=1, tuning=dataclasses.replace(tuning, splits=(2,)))
+
+
+@pytest.mark.slow
+def test_three_parts() -> None:
+    """Seven tiles of one row's queries: two parts of three, and one of one that its warpgroups take in turn."""
+    poisoned, clean = case([230], [0], rows=1, columns=100)
+    tuning = dataclasses.replace(
+        default_tuning(groups=1, queries=400, kv_heads=8, dim=64, chunk=64), splits=(1, 2, 1), stages=3
+    )
+    assert tuning.alternates
+    check(poisoned, clean, rows=1, tuning=tuning)
+
+
 REAL = [
     {"T": 1},
     {"T": 2},
@@ -154,6 +176,11 @@ REAL = [
     {"T": 9, "H": 16, "D": 128},
     {"T": 2, "B": 64},
     {"T": 2, "B": 128, "N": 12},
+    {"T": 17, "D": 128, "M": 64},
+    {"T": 17, "D": 128, "N": 16},
+    {"T": 9, "D": 128, "H": 64, "M": 64},
+    {"T": 128, "D": 128, "N": 1},
+    {"T": 128, "N": 1, "R": 8, "M": 64},
 ]
 
 
@@ -210,10 +237,11 @@ LLAMA = {
 
 def test_where_it_applies() -> None:
     assert applies(**LLAMA)
+    assert applies(**{**LLAMA, "rows": 1, "columns": 512})
     others: list[dict[str, Any]] = [
-        {"rows": 1},
+        {"rows": 0},
         {"rows": 32},
-        {"columns": 128},
+        {"columns": 65},
         {"num_heads": 12},
         {"head_dim": 96},
         {"page_size": 1},
@@ -232,6 +260,7 @@ def test_plans_are_made_where_they_pay() -> None:
         return jax.eval_shape(make, jax.ShapeDtypeStruct((8, width), jnp.int32), rows, rows)
 
     assert plan(64) is None
+    assert plan(256, rows=1) is None
     assert plan(256, "xla") is None
     verify = plan(256)
     assert covers(verify, columns=9, group=4)
@@ -240,9 +269,11 @@ def test_plans_are_made_where_they_pay() -> None:
     assert draft is not None
     assert covers(draft, columns=1, group=4)
     assert not covers(draft, columns=9, group=4)
+    for many in ({"columns": 17}, {"num_heads": 64}, {"columns": 128, "rows": 1}):  # that no other kernel takes
+        assert plan(64, **many) is not None
 
 
-@pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024])
+@pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 2, 32])
 def test_default_tuning_fits(queries: int, dim: int, groups: int) -> None:
@@ -297,30 +328,44 @@ def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("columns", "dim", "of_a_head"),
-    [(1, 64, 4), (2, 64, 4), (9, 128, 4), (9, 64, 4), (1, 64, 1), (9, 128, 2), (5, 128, 8)],
+    [(1, 64, 4), (2, 64, 4), (9, 128, 4), (9, 64, 4), (1, 64, 1), (9, 128, 2), (5, 128, 8), (17, 128, 4), (9, 128, 8)],
 )
 @pytest.mark.parametrize("groups", [1, 3])
 def test_on_the_gpu(columns: int, dim: int, of_a_head: int, groups: int) -> None:
-    """The compiled kernels through the wrappers on a family tree, wide tables, unequal and dead rows."""
-    assert on_hopper()
+    """A family tree, wide tables, unequal and dead rows."""
     lengths = [1500, 1501, 1499, 1500, 700, 1500, 0, 64] * groups
     shared = [0, 90, 93, 40, 43, 85, 20, 3] * groups
-    poisoned, clean = case(lengths, shared, rows=8, columns=columns, kv_heads=8, group=of_a_head, dim=dim)
-    table = poisoned["block_table"]
+    check_on_the_gpu(*case(lengths, shared, rows=8, columns=columns, kv_heads=8, group=of_a_head, dim=dim), rows=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [[128], [128, 1500, 0, 256, 131, 1408]], ids=str)
+def test_prompts_on_the_gpu(lengths: list[int], dim: int) -> None:
+    """A chunk of each."""
+    zeros = [0] * len(lengths)
+    check_on_the_gpu(*case(lengths, zeros, rows=1, columns=128, kv_heads=8, dim=dim), rows=1)
+
+
+def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
+    """The compiled kernels through the wrappers, as `check`."""
+    assert on_hopper()
+    _, columns, heads, dim = poisoned["q"].shape
+    table, lengths = poisoned["block_table"], poisoned["lengths"]
     plan = functools.partial(
         plan_sharing,
-        rows=8,
+        rows=rows,
         columns=columns,
-        num_heads=8 * of_a_head,
-        num_kv_heads=8,
+        num_heads=heads,
+        num_kv_heads=poisoned["key_pages"].shape[2],
         head_dim=dim,
-        page_size=16,
+        page_size=poisoned["key_pages"].shape[1],
         dtype=jnp.bfloat16,
     )
-    sharing = jax.jit(plan)(table, poisoned["lengths"], jnp.maximum(poisoned["lengths"] - columns, 0))
+    sharing = jax.jit(plan)(table, lengths, jnp.maximum(lengths - columns, 0))
     assert sharing is not None
     got = np.asarray(jax.jit(paged_attention)(**poisoned, sharing=sharing), np.float32)
     assert np.isfinite(got).all()
-    live = np.array(lengths) > 0
+    live = np.asarray(lengths) > 0
     expected = want(clean)
     np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
