@@ -39,7 +39,7 @@ from smcjax.pallas.products import (
     tensor_core_product,
 )
 from smcjax.pallas.shared_attention import applies as shared_attention_applies
-from smcjax.pallas.shared_attention import covers, shared_attention_mosaic
+from smcjax.pallas.shared_attention import covers, padded, shared_attention_mosaic
 from smcjax.pallas.shared_tuning import tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
 from smcjax.pallas.sharing_kernel import find_sharing_mosaic, supports_sharing
@@ -280,7 +280,7 @@ def plan_sharing(
     none applies: all from static shapes. More queries a row than that kernel takes (`supports`) are planned also where
     nothing can be shared.
     """
-    group = num_heads // num_kv_heads
+    queries = columns * padded(num_heads // num_kv_heads)
     shape: dict[str, Any] = {
         "columns": columns,
         "num_heads": num_heads,
@@ -298,10 +298,10 @@ def plan_sharing(
         lengths,
         settled,
         rows=rows,
-        queries=columns * group,
+        queries=queries,
         page_size=page_size,
         chunk=CHUNK,
-        tiles=tiles_of(rows * columns * group),
+        tiles=tiles_of(rows * queries),
         implementation=implementation,
     )
 

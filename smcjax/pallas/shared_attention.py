@@ -366,18 +366,24 @@ def applies(
         jnp.dtype(dtype) == jnp.bfloat16
         and head_dim in (64, 128)
         and num_heads % num_kv_heads == 0
-        and QUERIES % group == 0
+        and group <= QUERIES
         and page_size % 8 == 0
         and (64 % page_size == 0 or page_size % 64 == 0)
         and 1 <= rows <= MAX_ROWS
-        and rows * columns * group <= MOST_TILES * QUERIES
+        and rows * columns * padded(group) <= MOST_TILES * QUERIES
     )
+
+
+def padded(group: int) -> int:
+    """How many queries a token has of one key-value head: its H/Hkv = `group` and zeros, so that they divide 64."""
+    return 1 << (group - 1).bit_length()
 
 
 def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
     """Whether this plan's parts are those of T = `columns` tokens a row, `group` query heads to a key-value head."""
-    parts = -(-sharing.rows * columns * group // (tiles_of(sharing.rows * columns * group) * QUERIES))
-    same = sharing.queries == columns * group
+    queries = columns * padded(group)
+    parts = -(-sharing.rows * queries // (tiles_of(sharing.rows * queries) * QUERIES))
+    same = sharing.queries == queries
     return sharing.num_pieces.shape[1] == parts and (same or parts == 1)
 
 
@@ -405,6 +411,13 @@ def shared_attention_mosaic(
     kv_heads = key_pages.shape[2]
     rows, chunk = sharing.rows, sharing.chunk
     groups, group_heads = all_rows // rows, heads // kv_heads
+    if lacking := padded(group_heads) - group_heads:
+        by_kv_head = jnp.pad(q.reshape(all_rows, columns, kv_heads, -1, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
+        filled = by_kv_head.reshape(all_rows, columns, -1, dim)
+        out = shared_attention_mosaic(
+            filled, key_pages, value_pages, sharing, positions, lengths, tuning=tuning, interpret=interpret
+        )
+        return out.reshape(by_kv_head.shape)[..., :group_heads, :].reshape(q.shape)
     queries = rows * columns * group_heads
     if tuning is None:
         tuning = default_tuning(groups=groups, queries=queries, kv_heads=kv_heads, dim=dim, chunk=chunk)

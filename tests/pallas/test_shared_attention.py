@@ -20,6 +20,7 @@ from smcjax.pallas.paged_attention import on_hopper, paged_attention, plan_shari
 from smcjax.pallas.shared_attention import (
     applies,
     covers,
+    padded,
     shared_attention_mosaic,
 )
 from smcjax.pallas.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
@@ -93,7 +94,7 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
         lengths,
         jnp.maximum(lengths - columns, 0),
         rows=rows,
-        queries=columns * heads // kv_heads,
+        queries=columns * padded(heads // kv_heads),
         page_size=page_size,
         chunk=chunk,
         tiles=tuning.tiles,
@@ -155,6 +156,14 @@ def test_many_queries_of_single_rows(columns: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group", [3, 7])
+def test_heads_that_do_not_fill_a_tile(group: int) -> None:
+    """As of Llama 3.2 3B and Qwen 2.5 7B."""
+    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=5, kv_heads=2, group=group)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2 if group == 7 else 1, stages=2))
+
+
+@pytest.mark.slow
 def test_three_parts() -> None:
     """Seven tiles of one row's queries: two parts of three, and one of one that its warpgroups take in turn."""
     poisoned, clean = case([230], [0], rows=1, columns=100)
@@ -181,6 +190,7 @@ REAL = [
     {"T": 9, "D": 128, "H": 64, "M": 64},
     {"T": 128, "D": 128, "N": 1},
     {"T": 128, "N": 1, "R": 8, "M": 64},
+    {"T": 9, "D": 128, "H": 28, "Hkv": 4},
 ]
 
 
@@ -243,6 +253,7 @@ def test_where_it_applies() -> None:
         {"rows": 32},
         {"columns": 65},
         {"num_heads": 12},
+        {"num_heads": 8 * 65},
         {"head_dim": 96},
         {"page_size": 1},
         {"dtype": jnp.float32},
@@ -328,7 +339,18 @@ def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("columns", "dim", "of_a_head"),
-    [(1, 64, 4), (2, 64, 4), (9, 128, 4), (9, 64, 4), (1, 64, 1), (9, 128, 2), (5, 128, 8), (17, 128, 4), (9, 128, 8)],
+    [
+        (1, 64, 4),
+        (2, 64, 4),
+        (9, 128, 4),
+        (9, 64, 4),
+        (1, 64, 1),
+        (9, 128, 2),
+        (5, 128, 8),
+        (17, 128, 4),
+        (9, 128, 8),
+        (9, 128, 7),
+    ],
 )
 @pytest.mark.parametrize("groups", [1, 3])
 def test_on_the_gpu(columns: int, dim: int, of_a_head: int, groups: int) -> None:
