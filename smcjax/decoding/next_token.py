@@ -18,10 +18,10 @@ from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
-from smcjax.model.paged import paged_hidden_states
+from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas import Sharing, decode_step, find_tasks, plan_sharing, uses_kernels
+from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
 
 PAGES_BY_ONE = 128  # of a row's table: up to here the one kernel's attention tasks are single pages
 
@@ -155,18 +155,16 @@ def plan(
     implementation: str,
     keeps_laws: bool = False,
 ) -> Plan:
-    """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_sharing`'s terms."""
-    sharing = plan_sharing(
+    """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_reads`' terms."""
+    sharing = plan_reads(
+        config,
+        params,
         block_table,
         lengths,
         settled,
         rows=rows,
         columns=columns,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         page_size=page_size,
-        dtype=params.embed.dtype,
         implementation=implementation,
     )
     total = block_table.shape[0]

@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, KVCache, PagePool, allocate, rebind
 from smcjax.model.config import ModelConfig
-from smcjax.model.paged import paged_hidden_states
+from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
-from smcjax.pallas import plan_sharing
 
 
 def admit(
@@ -83,17 +82,15 @@ def prefill_chunk(
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
     pages = leaders.write_pages(positions, new, cache.page_size)
-    sharing = plan_sharing(
+    sharing = plan_reads(
+        config,
+        params,
         leaders.block_table,
         jnp.max(jnp.where(new, positions + 1, 0), axis=1),
         positions[:, 0],
         rows=1,
         columns=chunk,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         page_size=cache.page_size,
-        dtype=params.embed.dtype,
         implementation=implementation,
     )
     hidden, cache = paged_hidden_states(

@@ -27,9 +27,8 @@ from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
-from smcjax.model.paged import create_cache, paged_hidden_states
+from smcjax.model.paged import create_cache, paged_hidden_states, plan_reads
 from smcjax.model.params import Params
-from smcjax.pallas import plan_sharing
 from smcjax.pallas.decode_step import Embedded
 
 
@@ -369,16 +368,14 @@ def score(
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
-    sharing = plan_sharing(
+    sharing = plan_reads(
+        config,
+        params,
         sequences.block_table,
         *_reach(program, state),
         rows=speculation.rows,
         columns=width,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         page_size=program.page_size,
-        dtype=params.embed.dtype,
         implementation=program.implementation,
     )
     hidden, cache = paged_hidden_states(

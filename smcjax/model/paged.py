@@ -10,7 +10,7 @@ from smcjax.kv import TRASH, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import Projection, hidden_states
 from smcjax.model.params import Params
-from smcjax.pallas import Copies, Sharing, paged_attention
+from smcjax.pallas import Copies, Sharing, paged_attention, plan_sharing
 
 
 def create_cache(config: ModelConfig, params: Params, *, num_pages: int, page_size: int) -> KVCache:
@@ -22,6 +22,34 @@ def create_cache(config: ModelConfig, params: Params, *, num_pages: int, page_si
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=params.embed.dtype,
+    )
+
+
+def plan_reads(
+    config: ModelConfig,
+    params: Params,
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    settled: Int[Array, " R"],
+    *,
+    rows: int,
+    columns: int,
+    page_size: int,
+    implementation: str,
+) -> Sharing | None:
+    """`plan_sharing` for this model's layers: what each N = `rows` rows share, of T = `columns` new tokens a row."""
+    return plan_sharing(
+        block_table,
+        lengths,
+        settled,
+        rows=rows,
+        columns=columns,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=params.embed.dtype,
+        implementation=implementation,
     )
 
 
@@ -44,7 +72,7 @@ def paged_hidden_states(
     `block_table` names for its position, or the trash page where nothing must be written: behind the row's last
     written token that is KV already there, beyond it a token whose output means nothing. `copies` are the shared pages
     that must be copied before rows write to their copies (`smcjax.kv.make_room`). `sharing` is what rows of a group
-    share (`smcjax.pallas.plan_sharing`), to be read once. `implementation` says how to attend, write and norm:
+    share (`plan_reads`), to be read once. `implementation` says how to attend, write and norm:
     `smcjax.pallas.paged_attention`.
     """
     slots = positions % cache.page_size
