@@ -1,7 +1,7 @@
 """How long a prompt takes to be read, chunk by chunk, through the engine's own programs.
 
     python scripts/bench_prefill.py                          # Llama-3.2-1B / 3.1-8B shapes, an H200
-    python scripts/bench_prefill.py --prompt-len 32768 --chunks 128 256 --implementations auto xla
+    python scripts/bench_prefill.py --prompt-len 32768 --chunks 128 256 --implementations auto mosaic xla
     python scripts/bench_prefill.py --target-shape tiny-target --draft-shape tiny-draft --prompt-len 300
 
 Both models read it, as before SMC. A chunk is timed by itself, waiting for each; the whole prompt with all its chunks
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--chunks", type=int, nargs="+", default=[128])
-    parser.add_argument("--implementations", nargs="+", choices=("auto", "xla"), default=["auto"])
+    parser.add_argument("--implementations", nargs="+", choices=("auto", "mosaic", "xla"), default=["auto"])
     parser.add_argument("--cublas", action="store_true", help="also with all products by cuBLAS")
     args = parser.parse_args()
     if min(args.prompt_len, args.requests, *args.chunks) < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -284,6 +285,24 @@ def test_plans_are_made_where_they_pay() -> None:
         assert plan(64, **many) is not None
 
 
+def test_what_no_gpu_has_run_is_not_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[plan_sharing.__module__], "on_hopper", lambda: True)
+
+    def planned(width: int, **other: int) -> list[bool]:
+        """By "auto", by "mosaic"."""
+        shape = {**LLAMA, **other}
+        arrays = [jax.ShapeDtypeStruct((shape["rows"], *rest), jnp.int32) for rest in ((width,), (), ())]
+        makes = (functools.partial(plan_sharing, **shape, implementation=how) for how in ("auto", "mosaic"))
+        return [jax.eval_shape(make, *arrays) is not None for make in makes]
+
+    assert planned(256) == [True, True]
+    assert planned(256, columns=17) == [True, True]
+    assert planned(64) == [False, False]
+    for untried in ({"columns": 128, "rows": 1}, {"num_heads": 56}, {"columns": 17, "rows": 16}):
+        assert planned(256, **untried) == [False, True]
+    assert planned(64, columns=17) == [False, True]
+
+
 @pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 2, 32])
@@ -383,6 +402,7 @@ def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
         head_dim=dim,
         page_size=poisoned["key_pages"].shape[1],
         dtype=jnp.bfloat16,
+        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, jnp.maximum(lengths - columns, 0))
     assert sharing is not None
