@@ -64,17 +64,20 @@ def test_many_readers_and_one_that_leaves(pair: Pair, llm: LLM) -> None:
 
 def test_a_request_waits_from_the_moment_that_it_comes(pair: Pair) -> None:
     """Also while a step is in progress, or another thread has the engine."""
-    held = 0.3
 
-    async def session() -> RequestOutput:
+    async def session() -> tuple[RequestOutput, float]:
         async with make(pair) as served:
             await read(served, 1)  # compiled from here on
             with served.llm.turn:
                 reader = asyncio.create_task(read(served, 2))
-                await asyncio.sleep(held)
-            return await reader
+                await asyncio.sleep(0.05)  # and it has come
+                since = time.perf_counter()
+                await asyncio.sleep(0.25)
+                held = time.perf_counter() - since
+            return await reader, held
 
-    assert asyncio.run(session()).metrics.queue_seconds >= held
+    output, held = asyncio.run(session())
+    assert output.metrics.queue_seconds >= held
 
 
 def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
