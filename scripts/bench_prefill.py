@@ -27,6 +27,7 @@ from smcjax.decoding.speculation import PairParams
 from smcjax.engine.batch import Batch
 from smcjax.engine.programs import CUBLAS_PRODUCTS, Programs, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
+from smcjax.engine.scheduler import ChunkLengths
 from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
@@ -50,7 +51,8 @@ class Prefill:
         self.program = smc.Program(SMC(8, 8), models.target_config, models.draft_config, *geometry)
         pages = 1 + requests * (self.program.max_pages + 1)
         self.runner = Runner(smc, self.program, params, pages, Programs())
-        self.runner.chunk = variant.chunk
+        self.chunk = variant.chunk
+        self.runner.chunks = ChunkLengths(variant.chunk, variant.chunk)
         self.length, self.requests = length, requests
         jobs = {key: job for key, job in self.runner.jobs(requests, self.program).items() if key[-1] != "step"}
         if variant.cublas:
@@ -76,11 +78,11 @@ class Prefill:
 
     def read(self, start_at: int) -> None:
         """Enqueues the chunk from there on."""
-        self.runner.prefill(self.program, [Chunk(lane, start_at, 0, []) for lane in range(self.requests)])
+        self.runner.prefill(self.program, [Chunk(lane, start_at, self.chunk, 0, []) for lane in range(self.requests)])
 
     def seconds(self) -> tuple[list[float], float]:
         """Of each chunk by itself, and of all of them one after the other."""
-        starts = range(0, self.length, self.runner.chunk)
+        starts = range(0, self.length, self.chunk)
         alone = [float("inf")] * len(starts)
         together = float("inf")
         for _ in range(REPETITIONS):

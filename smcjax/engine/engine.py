@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +93,7 @@ class Engine:
         self._scheduler = Scheduler(
             buckets(max_num_seqs),
             runner.num_pages - 1,
-            runner.chunk,
+            runner.chunks,
             PrefixCache(runner.cache_slots if prefix_caching else 0, page_size),
             Footprint(rows, page_size, width, ragged=isinstance(decoding, Rejection)),
             optimistic=optimistic,
@@ -245,13 +245,13 @@ class Engine:
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
         if schedule.prefill:
-            stored: dict[int, list[tuple[int, int]]] = {group.lane: [] for group, _ in schedule.prefill}
+            stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:
                 stored[group.lane].append((page, slot))
-            for portion in runner.portions(len(schedule.prefill)):
-                some = [schedule.prefill[i] for i in portion]
-                first = runner.prefill(program, [Chunk(g.lane, at, g.cached, stored[g.lane]) for g, at in some])
-                self._report("first", (first, None), {i: g for i, (g, _) in enumerate(some) if g.started})
+            for readings in schedule.prefill:
+                chunks = [Chunk(g.lane, at, length, g.cached, stored[g.lane]) for g, at, length in readings]
+                first = runner.prefill(program, chunks)
+                self._report("first", (first, None), {i: g for i, (g, *_) in enumerate(readings) if g.started})
         if schedule.cycle:
             self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
 

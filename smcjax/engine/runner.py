@@ -24,12 +24,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from smcjax.decoding.sequences import Population, Requests
+from smcjax.decoding.speculation import PairProgram
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
+from smcjax.engine.scheduler import ChunkLengths
 from smcjax.kv import TRASH, drop, keep
+from smcjax.model.paged import reads_by_kernels
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
+# … of a prompt that is read by itself, by kernels. On an H200 a chunk of 512 tokens takes twice as long as one of 128
+# (docs/engine.md); plain XLA keeps all its scores, in memory that a long context may not leave.
+LONG_CHUNK = 512
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +52,7 @@ class Chunk(NamedTuple):
 
     lane: int
     start_at: int
+    length: int
     cached: int  # tokens of the prompt whose KV is there
     stored: Sequence[tuple[int, int]]  # full pages, by their number in the prompt, and the cache slots to put them in
 
@@ -60,14 +67,27 @@ class Runner:
         self.programs = programs
         self.num_pages = num_pages
         self.size = 0  # lanes of the batch in flight; 0: none yet
-        self.chunk = min(PREFILL_CHUNK, program.max_model_len)
         # KV and pages while there is no batch, the batch's state otherwise. Both None after a failure.
         self._memory: Any = self._create_memory()
         self.state: Any = None
         self.cached: Any = self._no_cache()  # [S] the pages that cache slots keep
+        self.chunks = self._chunk_lengths()
 
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
+
+    def _chunk_lengths(self) -> ChunkLengths:
+        """Of prompts, in this program."""
+        program, memory = self.program, self._memory
+        models = [(program.target, memory.target)]
+        if isinstance(program, PairProgram):
+            models.append((program.draft, memory.draft))
+        short, long = (min(length, program.max_model_len) for length in (PREFILL_CHUNK, LONG_CHUNK))
+        by_kernels = all(
+            reads_by_kernels(config, cache, columns=long, implementation=program.implementation)
+            for config, cache in models
+        )
+        return ChunkLengths(together=short, alone=long if by_kernels else short)
 
     @property
     def cache_slots(self) -> int:
@@ -133,34 +153,27 @@ class Runner:
             slots[lane, : len(some)] = some
         self.state = self.programs[self.size, "join"](self.state, self.cached, dataclasses.asdict(batch), slots)
 
-    def portions(self, count: int) -> list[range]:
-        """How to hand `count` chunks to `prefill`, by their numbers.
-
-        It has programs for one chunk and for all lanes. The second takes as long for few chunks as for many, and the
-        groups that run wait for it, so few go one after the other. On an H200 a chunk of 1, 8 and 32 prompts takes
-        about 16, 35 and 126 ms (docs/engine.md).
-        """
-        return [range(i, i + 1) for i in range(count)] if count <= self.size // 4 else [range(count)]
-
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> First:
-        """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`."""
-        count = 1 if len(chunks) == 1 else self.size
+        """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`.
+
+        They have one length. There are programs for one of them and for all lanes.
+        """
+        count, length = 1 if len(chunks) == 1 else self.size, chunks[0].length
         lanes = np.full(count, self.size, np.int32)
         start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
         cached = np.zeros(count, np.int32)
-        slots = np.full((count, self._pages_a_chunk), self.cache_slots, np.int32)
+        slots = np.full((count, self._pages_of(length)), self.cache_slots, np.int32)
         for i, chunk in enumerate(chunks):
             lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
-        call = self.programs[program, self.size, count, "prefill"]
+        call = self.programs[program, self.size, count, length, "prefill"]
         (self.state, self.cached), first = call(self.params, self.state, self.cached, lanes, start_at, cached, slots)
         return first
 
-    @property
-    def _pages_a_chunk(self) -> int:
-        """That one chunk touches and fills, at most."""
-        return self.chunk // self.program.page_size + 1
+    def _pages_of(self, length: int) -> int:
+        """That a chunk touches and fills, at most."""
+        return length // self.program.page_size + 1
 
     def step(self, program: Any) -> tuple[Any, jax.Array]:
         """One cycle; returns the decoder's Info, and how many pages are free after it."""
@@ -221,11 +234,11 @@ class Runner:
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
             (program, size, "step"): step_job(step, program, self.params, state),
         }
-        for count in {1, size}:
+        for count, length in {(1, self.chunks.alone), (1, self.chunks.together), (size, self.chunks.together)}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
-            stored = jax.ShapeDtypeStruct((count, self._pages_a_chunk), jnp.int32)
+            stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored)
-            jobs[program, size, count, "prefill"] = Job(self._prefill(program), (1, 2), arguments)
+            jobs[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         return jobs
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
@@ -256,8 +269,8 @@ class Runner:
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
-    def _prefill(self, program: Any) -> Callable[..., tuple[Any, First]]:
-        decoder, chunk = self.decoder, self.chunk
+    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, First]]:
+        decoder = self.decoder
 
         def prefill(
             params: Any,

@@ -22,10 +22,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from smcjax.engine.page_budget import Footprint, FreePages, Mark
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
+
+FEW = 4  # prompts are few that are to be read in at most this part of the lanes
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,6 +55,30 @@ class Group:
         return self.request.worst_case_pages - len(self.held)
 
 
+class ChunkLengths(NamedTuple):
+    """Prompt tokens of a group that are read between two cycles.
+
+    There is a program for one prompt and one for a chunk of every lane's. The second takes as long for few as for many,
+    so few are read one after the other, each in longer chunks as long as it has enough left: more tokens for the
+    weights that a chunk streams.
+    """
+
+    together: int
+    alone: int
+
+    def of(self, left: int, *, few: bool) -> int:
+        """The next chunk's, of a prompt that has `left` tokens to read, among few prompts or many."""
+        return self.alone if few and 2 * left > self.alone else self.together
+
+
+class Reading(NamedTuple):
+    """A chunk of a group's prompt."""
+
+    group: Group
+    start_at: int
+    length: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """What to enqueue, in this order."""
@@ -61,7 +88,7 @@ class Schedule:
     sources: list[int] | None = None  # of each lane, the lane its group had before, −1 for none; None: nothing moves
     evicted: list[int] = dataclasses.field(default_factory=list)  # cache slots to be emptied
     joining: list[Group] = dataclasses.field(default_factory=list)
-    prefill: list[tuple[Group, int]] = dataclasses.field(default_factory=list)  # and where its next chunk begins
+    prefill: list[list[Reading]] = dataclasses.field(default_factory=list)  # each list in one program
     # Pages that these chunks fill, by their number in the prompt, and the cache slots that are to keep them.
     stored: list[tuple[Group, int, int]] = dataclasses.field(default_factory=list)
     cycle: bool = False  # whether a group is there that a cycle advances
@@ -78,7 +105,7 @@ class Scheduler:
     Args:
         sizes: lanes of batches, ascending.
         pages: that may be held at once.
-        chunk: prompt tokens of a group that are prefilled between two cycles.
+        chunks: prompt tokens of a group that are prefilled between two cycles.
         cache: of prompts, with a slot for each of the pages, or none.
         footprint: what groups take of the pages.
         optimistic: the rule of admission.
@@ -88,7 +115,7 @@ class Scheduler:
         self,
         sizes: list[int],
         pages: int,
-        chunk: int,
+        chunks: ChunkLengths,
         cache: PrefixCache,
         footprint: Footprint,
         *,
@@ -97,7 +124,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.groups: list[Group] = []  # in order of admission
         self.ready: set[int] = set()  # sizes that programs exist for
-        self.sizes, self._pages, self._chunk = sizes, pages, chunk
+        self.sizes, self._pages, self.chunks = sizes, pages, chunks
         self.cache, self.free = cache, FreePages(pages)
         self._footprint, self._optimistic = footprint, optimistic
         self._wary = False  # since a group was preempted none has ended
@@ -146,13 +173,16 @@ class Scheduler:
             group.lane = next(free)
         self.groups += joining
 
-        prefill: list[tuple[Group, int]] = []
+        unread = [group for group in self.groups if not group.started]
+        few = len(unread) <= max(1, size // FEW)
+        readings: list[Reading] = []
         stored: list[tuple[Group, int, int]] = []
-        for group in self.groups:
-            if not group.started:
-                prefill.append((group, group.prefilled))
-                group.prefilled += self._chunk
-                stored += self._store(group)
+        for group in unread:
+            length = self.chunks.of(len(group.request.token_ids) - group.prefilled, few=few)
+            readings.append(Reading(group, group.prefilled, length))
+            group.prefilled += length
+            stored += self._store(*readings[-1])
+        prefill = [[one] for one in readings] if few else [readings]
         cycle = [group for group in self.groups if group.started]
         self.free.take(sum(self._need(group) for group in cycle))
         for group in cycle:
@@ -221,22 +251,22 @@ class Scheduler:
     def _looked_up(self, request: Request) -> Group:
         """The request as a group that holds what is cached of its prompt.
 
-        Its prefill begins where a chunk does that an uncached prompt has too, so each token is computed in the same
-        place of the same program and comes out the same to the last bit. The last token is computed in any case: what
-        follows it is drawn from its logits.
+        Its prefill begins where a chunk may that an uncached prompt has too. Where chunks have one length, each token
+        is computed in the same place of the same program and comes out the same to the last bit. The last token is
+        computed in any case: what follows it is drawn from its logits.
         """
         if self._next is None or self._next[0] is not request:
             self._next = (request, self.cache.keys(request.token_ids))
         keys = self._next[1]
         held = self.cache.match(keys[: (len(request.token_ids) - 1) // self.cache.page_size])
         cached = len(held) * self.cache.page_size
-        prefilled = cached // self._chunk * self._chunk
+        prefilled = cached // self.chunks.together * self.chunks.together
         return Group(request, -1, prefilled, keys, held, self.cache.hold(held), cached)
 
-    def _store(self, group: Group) -> Iterator[tuple[Group, int, int]]:
-        """Caches the full pages that are complete by what has been scheduled of the group's prefill."""
-        full = min(group.prefilled // self.cache.page_size, len(group.keys))
-        for page in range(max(group.prefilled - self._chunk, group.cached) // self.cache.page_size, full):
+    def _store(self, group: Group, start_at: int, length: int) -> Iterator[tuple[Group, int, int]]:
+        """Caches the full pages that this chunk of the group's prompt completes."""
+        full = min((start_at + length) // self.cache.page_size, len(group.keys))
+        for page in range(max(start_at, group.cached) // self.cache.page_size, full):
             slot = self.cache.insert(group.keys[page])
             if slot is not None:
                 group.held.append(group.keys[page])

@@ -10,7 +10,7 @@ from smcjax.kv import TRASH, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import Projection, hidden_states
 from smcjax.model.params import Params
-from smcjax.pallas import Copies, Sharing, paged_attention, plan_sharing
+from smcjax.pallas import Copies, Sharing, attends_by_kernels, paged_attention, plan_sharing
 
 
 def create_cache(config: ModelConfig, params: Params, *, num_pages: int, page_size: int) -> KVCache:
@@ -49,6 +49,20 @@ def plan_reads(
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=params.embed.dtype,
+        implementation=implementation,
+    )
+
+
+def reads_by_kernels(config: ModelConfig, cache: KVCache, *, columns: int, implementation: str) -> bool:
+    """Whether rows of T = `columns` new tokens attend by a kernel, each row by itself, planned by `plan_reads`."""
+    _, page_size, kv_heads, dim = cache.keys[0].shape
+    return attends_by_kernels(
+        columns=columns,
+        num_heads=config.num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        page_size=page_size,
+        dtype=cache.keys[0].dtype,
         implementation=implementation,
     )
 

@@ -7,6 +7,7 @@ from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_nor
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
     IMPLEMENTATIONS,
+    attends_by_kernels,
     find_tasks,
     paged_attention,
     paged_attention_mosaic,
@@ -28,6 +29,7 @@ __all__ = [
     "Sharing",
     "acceptance_scan",
     "add_rms_norm",
+    "attends_by_kernels",
     "attention",
     "copy_all_pages",
     "copy_pages",

@@ -278,7 +278,7 @@ def plan_sharing(
     `lengths` is how many slots of each row hold KV when the plan is last used, 0 for a row that reads nothing;
     `settled` how many of them every query sees. None where the kernel that reads each row by itself does better, or
     none applies: all from static shapes. More queries a row than that kernel takes (`supports`) are planned also where
-    nothing can be shared. "auto" plans only what has run on a GPU (`tried`), "mosaic" everything.
+    nothing can be shared, as of a prompt's chunk.
     """
     group = num_heads // num_kv_heads
     queries, slots = columns * padded(group), block_table.shape[1] * page_size
@@ -294,8 +294,6 @@ def plan_sharing(
         return None
     if supports(**shape) and (rows == 1 or slots <= SLOTS_WORTH_SHARING):
         return None
-    if implementation == "auto" and not tried(rows=rows, columns=columns, group=group, slots=slots):
-        return None
     return find_tasks(
         block_table,
         lengths,
@@ -309,14 +307,10 @@ def plan_sharing(
     )
 
 
-def tried(*, rows: int, columns: int, group: int, slots: int) -> bool:
-    """Which of the shapes that the kernels of shared reads apply to have been checked and timed on a GPU.
-
-    Not yet: one row, as of a prompt's chunk; narrow tables with more queries a row than one tile; heads that are padded
-    (Llama 3.2 3B, Qwen 2.5 7B); more than 1,024 queries. In interpret mode all are checked, and all lower.
-    """
-    few = rows * columns * group <= 16 * QUERIES
-    return rows > 1 and slots > SLOTS_WORTH_SHARING and padded(group) == group and few
+def attends_by_kernels(*, columns: int, implementation: str = "auto", **shape: Any) -> bool:
+    """Whether rows of T = `columns` tokens, of such a `shape` (`supports`), are read by a kernel one by one."""
+    applies = supports(columns=columns, **shape) or shared_attention_applies(rows=1, columns=columns, **shape)
+    return uses_kernels(implementation) and applies
 
 
 def find_tasks(

@@ -41,7 +41,7 @@ from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_o
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 
-MOST_TILES = 32  # of 64 queries, of a group and key-value head
+MOST_TILES = 64  # of 64 queries, of a group and key-value head
 HALF = 64  # of D: bf16 that the copy engine swizzles at once
 MOST_F16 = 65504.0  # the largest float16; no model's values come near
 

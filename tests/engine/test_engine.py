@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
+from smcjax.engine.scheduler import ChunkLengths
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import assert_pages_sound
@@ -27,7 +28,7 @@ TIGHT = 25  # pages: two of the largest requests
 def tight(pair: Pair) -> Iterator[LLM]:
     """Four lanes and memory for two of the largest requests; chunks of prefill as short as a page."""
     with smc_llm(pair, num_pages=1 + TIGHT, smc={"trace": False}) as llm:
-        llm.engine.runner.chunk = llm.engine._scheduler._chunk = 8
+        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 16)
         yield llm
 
 
@@ -222,11 +223,6 @@ def test_few_prompts_do_not_take_as_long_as_many(
     llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four lanes: one prompt is read by the program for one, two by that for all lanes."""
-    runner = llm.engine.runner
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "size", 8)
-        assert runner.portions(2) == [range(1), range(1, 2)]
-        assert runner.portions(3) == [range(3)]
     engine = llm.engine
     read: list[int] = []
     prefill = engine.runner.prefill

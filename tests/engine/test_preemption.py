@@ -20,7 +20,7 @@ from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.page_budget import Footprint, FreePages
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
-from smcjax.engine.scheduler import Scheduler
+from smcjax.engine.scheduler import ChunkLengths, Scheduler
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -48,7 +48,7 @@ WORST = max(worst(number) for number in range(COUNT))
 def optimist(pair: Pair) -> Iterator[LLM]:
     smc = {"n_particles": ROWS, "gamma": WIDTH - 1, "trace": False, "ess_threshold": 0.3}
     with smc_llm(pair, smc, num_pages=1 + PAGES, admission="optimistic") as llm:
-        llm.engine.runner.chunk = llm.engine._scheduler._chunk = 8
+        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
         yield llm
 
 
@@ -210,7 +210,7 @@ def test_aborted_while_it_waits_to_come_back(optimist: LLM) -> None:
 def test_by_the_worst_case_nobody_is_preempted(pair: Pair, alone: list[tuple[Any, ...]]) -> None:
     smc = {"n_particles": ROWS, "gamma": WIDTH - 1, "trace": False, "ess_threshold": 0.3}
     with smc_llm(pair, smc, num_pages=1 + PAGES) as cautious:
-        cautious.engine.runner.chunk = cautious.engine._scheduler._chunk = 8
+        cautious.engine.runner.chunks = cautious.engine._scheduler.chunks = ChunkLengths(8, 8)
         others = lend(cautious, WORST * 3 // 2)
         for number in range(COUNT):
             cautious.engine.add_request(cautious.request(prompt(number), params(number)))
@@ -301,7 +301,9 @@ class Device:
 def play(seed: int, pages: int, lag: int, greed: float) -> int:
     """Twelve requests to their ends; returns how often one was preempted."""
     rng, footprint = random.Random(seed), Footprint(ROWS, PAGE_SIZE, WIDTH)
-    scheduler = Scheduler([1, 2, 4, 8], pages, 8, PrefixCache(0, PAGE_SIZE), footprint, optimistic=True)
+    scheduler = Scheduler(
+        [1, 2, 4, 8], pages, ChunkLengths(8, 16), PrefixCache(0, PAGE_SIZE), footprint, optimistic=True
+    )
     scheduler.free.share = rng.random()
     device = Device(pages, footprint, rng, greed)
     cycles: dict[str, int] = {}

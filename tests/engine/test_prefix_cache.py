@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from smcjax import LLM, Autoregressive, RequestOutput, SamplingParams
 from smcjax.engine.prefix_cache import PrefixCache
+from smcjax.engine.scheduler import ChunkLengths
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 from tests.engine.test_engine import add, drain, fingerprint, sound
@@ -22,7 +23,7 @@ RANDOM = np.random.default_rng(0).integers(0, 256, (3, MAX_MODEL_LEN)).tolist()
 
 def shortened(llm: LLM) -> LLM:
     """Chunks of prefill of two pages, so that prompts take some."""
-    llm.engine.runner.chunk = llm.engine._scheduler._chunk = CHUNK
+    llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(CHUNK, CHUNK)
     return llm
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -15,11 +16,12 @@ from smcjax.engine.page_budget import Footprint
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.engine.scheduler import Group, Schedule, Scheduler
+from smcjax.engine.scheduler import ChunkLengths, Group, Schedule, Scheduler
 
 CHUNK, PAGES, PAGE_SIZE = 8, 20, 3
 ALONE = Footprint(rows=1, page_size=PAGE_SIZE, width=1)
 SIZES = [1, 2, 4]
+SAME = ChunkLengths(together=CHUNK, alone=CHUNK)
 
 
 def request(number: int, tokens: int = 5, pages: int = 4) -> Request:
@@ -30,8 +32,12 @@ def ids(groups: list[Group]) -> list[str]:
     return [group.request.request_id for group in groups]
 
 
+def readings(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
+    return [[(group.request.request_id, *chunk) for group, *chunk in program] for program in schedule.prefill]
+
+
 def scheduler(*requests: Request) -> Scheduler:
-    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(0, PAGE_SIZE), ALONE)
+    made = Scheduler(SIZES, PAGES, SAME, PrefixCache(0, PAGE_SIZE), ALONE)
     for one in requests:
         made.add(one)
     return made
@@ -58,7 +64,7 @@ def test_a_batch_of_the_smallest_size_that_fits() -> None:
     made = scheduler(request(0), request(1), request(2))
     first = made.schedule()
     assert (first.size, first.sources, ids(first.joining)) == (4, [-1] * 4, ["0", "1", "2"])
-    assert [(group.lane, at) for group, at in first.prefill] == [(0, 0), (1, 0), (2, 0)]
+    assert readings(first) == [[("0", 0, 8), ("1", 0, 8), ("2", 0, 8)]]
     assert first.cycle
     again = made.schedule()
     assert (again.sources, again.joining, again.prefill, again.cycle) == (None, [], [], True)
@@ -67,14 +73,40 @@ def test_a_batch_of_the_smallest_size_that_fits() -> None:
 def test_long_prompts_come_in_chunks_between_cycles() -> None:
     made = scheduler(request(0), request(1, tokens=20))
     histories = [made.schedule() for _ in range(4)]
-    assert [[(group.request.request_id, at) for group, at in one.prefill] for one in histories] == [
-        [("0", 0), ("1", 0)],
-        [("1", 8)],
-        [("1", 16)],
+    assert [readings(one) for one in histories] == [
+        [[("0", 0, 8), ("1", 0, 8)]],
+        [[("1", 8, 8)]],
+        [[("1", 16, 8)]],
         [],
     ]
     assert all(one.cycle for one in histories)  # the short one runs all the while
     assert [group.started for group in made.groups] == [True, True]
+
+
+def test_few_prompts_are_read_one_by_one_in_long_chunks() -> None:
+    """Of eight lanes, two are few. What is left of a prompt makes a long chunk where it fills more than half of one."""
+    made = Scheduler([8], PAGES, ChunkLengths(together=8, alone=32), PrefixCache(0, PAGE_SIZE), ALONE)
+    for number, tokens in enumerate((75, 30)):
+        made.add(request(number, tokens))
+    made.schedule()
+    for number in (2, 3):
+        made.add(request(number, tokens=20))
+    histories = [made.schedule() for _ in range(4)]
+    assert [readings(one) for one in histories] == [
+        [[("0", 32, 8), ("2", 0, 8), ("3", 0, 8)]],
+        [[("0", 40, 8), ("2", 8, 8), ("3", 8, 8)]],
+        [[("0", 48, 8), ("2", 16, 8), ("3", 16, 8)]],
+        [[("0", 56, 32)]],
+    ]
+    alone = Scheduler([8], PAGES, ChunkLengths(together=8, alone=32), PrefixCache(0, PAGE_SIZE), ALONE)
+    for number, tokens in enumerate((48, 17)):
+        alone.add(request(number, tokens))
+    assert [readings(alone.schedule()) for _ in range(4)] == [
+        [[("0", 0, 32)], [("1", 0, 32)]],
+        [[("0", 32, 8)]],
+        [[("0", 40, 8)]],
+        [],
+    ]
 
 
 def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
@@ -126,7 +158,7 @@ class Slots:
             assert [self.pages[slot] for slot in group.slots] == [
                 token_ids[:end] for end in range(PAGE_SIZE, group.cached + 1, PAGE_SIZE)
             ]
-        ends = {group: at + CHUNK for group, at in schedule.prefill}
+        ends = {group: at + length for program in schedule.prefill for group, at, length in program}
         for group, page, slot in schedule.stored:
             end = (page + 1) * PAGE_SIZE
             assert group.cached < end <= min(ends[group], len(group.request.token_ids))
@@ -148,7 +180,7 @@ class Slots:
     )
 )
 def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, int, int]]) -> None:
-    made = Scheduler(SIZES, PAGES, CHUNK, PrefixCache(slots, PAGE_SIZE), ALONE)
+    made = Scheduler(SIZES, PAGES, ChunkLengths(CHUNK, 2 * CHUNK), PrefixCache(slots, PAGE_SIZE), ALONE)
     if ready:
         made.ready |= set(SIZES)
     size, count, device = 0, 0, Slots()
@@ -181,10 +213,11 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
                 # Without a cache it would not fit either.
                 free = PAGES - sum(group.request.worst_case_pages for group in made.groups)
                 assert len(made.groups) == SIZES[-1] or made.waiting[0].worst_case_pages > free
-            for group, at in schedule.prefill:
+            for group, at, length in itertools.chain(*schedule.prefill):
                 name = group.request.request_id
                 assert at == progress.get(name, group.cached // CHUNK * CHUNK) < len(group.request.token_ids)
-                progress[name] = at + CHUNK
+                progress[name] = at + length
+            assert all(len({length for *_, length in program}) == 1 for program in schedule.prefill)
             lanes = {group.request.request_id: group.lane for group in made.groups}
         used = len(made.cache) - made.cache.unused
         assert used + sum(group.own_pages for group in made.groups) <= PAGES
@@ -221,7 +254,7 @@ def test_what_was_used_least_recently_goes_first() -> None:
 
 
 def test_a_cached_page_gives_way_to_who_needs_it() -> None:
-    made = Scheduler(SIZES, 14, CHUNK, PrefixCache(14, PAGE_SIZE), ALONE)
+    made = Scheduler(SIZES, 14, SAME, PrefixCache(14, PAGE_SIZE), ALONE)
     made.add(request(0, tokens=9, pages=14))
     made.schedule()
     made.schedule()

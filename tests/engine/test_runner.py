@@ -1,0 +1,51 @@
+"""What is static about the programs of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from smcjax import smc
+from smcjax.engine.programs import Programs
+from smcjax.engine.runner import Runner
+from smcjax.engine.scheduler import ChunkLengths
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import init_params
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "implementation", "dtype", "draft_dim", "expected"),
+    [
+        (2048, "mosaic", jnp.bfloat16, 64, (128, 512)),
+        (300, "mosaic", jnp.bfloat16, 64, (128, 300)),
+        (100, "mosaic", jnp.bfloat16, 64, (100, 100)),
+        (2048, "xla", jnp.bfloat16, 64, (128, 128)),
+        (2048, "mosaic", jnp.float32, 64, (128, 128)),
+        (2048, "mosaic", jnp.bfloat16, 96, (128, 128)),
+    ],
+)
+def test_prompts_are_read_in_long_chunks_where_kernels_read_them(
+    max_model_len: int, implementation: str, dtype: jnp.dtype, draft_dim: int, expected: tuple[int, int]
+) -> None:
+    """By the target's and by the draft's forward."""
+    draft = dataclasses.replace(MODEL, head_dim=draft_dim)
+    params = smc.PairParams(*(init_params(model, jax.random.key(0), dtype) for model in (MODEL, draft)))
+    program = smc.Program(smc.SMC(2, 2), MODEL, draft, max_model_len, implementation=implementation)
+    runner = Runner(smc, program, params, 8, Programs())
+    assert runner.chunks == ChunkLengths(*expected)
+    lengths = {key[3] for key in runner.jobs(2, program) if key[-1] == "prefill"}
+    assert lengths == set(expected)
