@@ -103,10 +103,12 @@ def _by_piece(slot: jax.Array, ends: Sequence[jax.Array], width: int) -> jax.Arr
     return out
 
 
-def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int) -> jax.Array:
-    """The scores of the slots that their query sees, `MASKED` elsewhere."""
+def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int, scale: float = 1.0) -> jax.Array:
+    """The scores of the slots that their query sees, elsewhere what times `scale` is `MASKED`."""
     slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.where(slot < _by_piece(slot, [across(end, scores.shape) for end in visible], width), scores, MASKED)
+    return jnp.where(
+        slot < _by_piece(slot, [across(end, scores.shape) for end in visible], width), scores, MASKED / scale
+    )
 
 
 def clean(values: Ref, held: Sequence[jax.Array], width: int) -> None:

@@ -2,7 +2,7 @@
 
 The reference is `attention.py`, the plan `sharing.py`. One block serves a group, one key-value head, one part
 of the group's queries (all rows' T·G queries of a head, packed 64 to a warpgroup's product) and one share of the part's
-chunks, every S-th of them: first those that are tasks, then those into which its pieces are packed.
+chunks: first those that are tasks, then those into which its pieces are packed (`shared_dealing.py`).
 
     S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk of the share
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from smcjax.pallas.products import (
     interpreted_product,
     tensor_core_product,
 )
+from smcjax.pallas.shared_dealing import Dealing, deal
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
@@ -44,15 +45,6 @@ from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
 MOST_TILES = 64  # of 64 queries, of a group and key-value head
 HALF = 64  # of D: bf16 that the copy engine swizzles at once
 MOST_F16 = 65504.0  # the largest float16; no model's values come near
-
-
-class Counts(NamedTuple):
-    """Of a part's and of a share's tasks."""
-
-    settled: jax.Array  # chunks of the part
-    num_pieces: jax.Array  # pieces of the part
-    own_settled: jax.Array  # chunks of the share
-    own: jax.Array  # the same with those that pieces are packed into
 
 
 Lengths = list[jax.Array] | None  # of a group's rows; None where a chunk is a task
@@ -112,20 +104,23 @@ def _kernel(
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
 
-    def read_counts() -> Counts:
-        settled, num_pieces = num_chunks_ref[group, part], num_pieces_ref[group, part]
+    def read_counts() -> tuple[Dealing, jax.Array]:
+        """The share's tasks, and how many pieces the part has."""
+        num_pieces = num_pieces_ref[group, part]
         packed = lax.div(num_pieces + (per_chunk - 1), per_chunk)
+        return deal(index, splits, num_chunks_ref[group, part], packed), num_pieces
 
-        def own(number: jax.Array) -> jax.Array:
-            """How many of the first `number` chunks are this share's."""
-            return lax.max(lax.div(number - index + (splits - 1), splits), 0)
+    def place_of(own: Dealing, number: jax.Array) -> jax.Array:
+        """Where in its part's list the share's `number`-th chunk is; where there is none, that of one there is."""
+        within = own.chunk(lax.clamp(0, number, lax.max(own.chunks - 1, 0)))
+        return jnp.where(own.chunks > 0, within, 0)
 
-        return Counts(settled, num_pieces, own(settled), own(settled + packed))
-
-    def piece_of(counts: Counts, number: jax.Array, part_of_chunk: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(page, number, rows) of a piece of the share's `number`-th chunk; nobody reads what lies behind the last."""
-        at = (index + number * splits - counts.settled) * per_chunk + part_of_chunk
-        valid = (at >= 0) & (at < counts.num_pieces)
+    def piece_of(
+        own: Dealing, num_pieces: jax.Array, number: jax.Array, part_of_chunk: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(page, number, rows) of a piece of the share's `number`-th task; nobody reads what lies behind the last."""
+        at = own.chunk_of_pieces(number) * per_chunk + part_of_chunk
+        valid = (at >= 0) & (at < num_pieces)
         at = jnp.where(valid, at, 0)
         page, place, members = (pieces_ref[group, part, at, field] for field in range(3))
         return page, place, jnp.where(valid, members, 0)
@@ -141,15 +136,14 @@ def _kernel(
             return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
 
         first = chunk_at(lax.min(index, chunks_ref.shape[2] - 1))  # on its way beside the counts
-        counts = read_counts()
-        settled_stop, stop = counts.own_settled, counts.own
+        own, num_pieces = read_counts()
+        settled_stop, stop = own.chunks, own.all
 
         def look_up_chunk(number: jax.Array) -> Names:
-            at = index + lax.clamp(0, number, lax.max(settled_stop - 1, 0)) * splits
-            return chunk_at(jnp.where(settled_stop > 0, at, 0))
+            return chunk_at(place_of(own, number))
 
         def look_up_pieces(number: jax.Array) -> Names:
-            found = [piece_of(counts, number, j) for j in range(per_chunk)]
+            found = [piece_of(own, num_pieces, number, j) for j in range(per_chunk)]
             return (found[0][0], found[0][1]) if page_size > chunk else tuple(page for page, _, _ in found)
 
         def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: Names) -> None:
@@ -214,8 +208,8 @@ def _kernel(
             source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, q_rows.at[warpgroup, j], q_ready.at[warpgroup])
         # What is read from here to the queries' arrival takes as long as they do.
-        counts = read_counts()
-        settled_stop, stop = counts.own_settled, counts.own
+        own, num_pieces = read_counts()
+        settled_stop, stop = own.chunks, own.all
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
@@ -242,12 +236,11 @@ def _kernel(
 
         def members(turn: jax.Array) -> jax.Array:
             """The rows that read a turn's chunk."""
-            at = index + lax.clamp(0, turn * in_turn + sub, lax.max(settled_stop - 1, 0)) * splits
-            return chunks_ref[group, part, jnp.where(settled_stop > 0, at, 0), per_chunk + 1]
+            return chunks_ref[group, part, place_of(own, turn * in_turn + sub), per_chunk + 1]
 
         def pieces(turn: jax.Array) -> list[Piece]:
             """The pieces of a turn's chunk."""
-            found = [piece_of(counts, turn * in_turn + sub, j) for j in range(per_chunk)]
+            found = [piece_of(own, num_pieces, turn * in_turn + sub, j) for j in range(per_chunk)]
             return [Piece(number * piece, rows_of) for _, number, rows_of in found]
 
         def softmax_over_chunk(scores: jax.Array, so_far: Softmax, rows_of: jax.Array) -> tuple[Softmax, jax.Array]:
@@ -256,7 +249,8 @@ def _kernel(
 
         def softmax_over_pieces(scores: jax.Array, so_far: Softmax, tasks: list[Piece]) -> tuple[Softmax, jax.Array]:
             visible = online_softmax.visible_ends(tasks, piece, limits >> 5, limits & 31)
-            return online_softmax.advance(so_far, online_softmax.masked(scores * scale, visible, piece), jnp.exp2)
+            scores = online_softmax.masked(scores, visible, piece, scale)
+            return online_softmax.advance(so_far, scores, jnp.exp2, scale=scale)
 
         def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: Any, lengths: Lengths) -> Softmax:
             """With p · values, where `tasks` are pieces of values that may lack some slots."""

@@ -146,6 +146,13 @@ def test_nothing_shared_and_more_shares_than_tasks() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_with_pieces_take_fewer_chunks() -> None:
+    """Nine chunks and pieces for one chunk of three blocks."""
+    poisoned, clean = case([620, 615], [38, 38], rows=2, columns=2)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(3,), subs=1, stages=2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [37, 48])
 def test_many_queries_of_single_rows(columns: int) -> None:
     """A chunk of prompts: one that begins, one further on whose queries fill their tiles or not, one absent."""
@@ -365,6 +372,13 @@ def test_on_the_gpu(columns: int, dim: int, of_a_head: int, groups: int) -> None
     lengths = [1500, 1501, 1499, 1500, 700, 1500, 0, 64] * groups
     shared = [0, 90, 93, 40, 43, 85, 20, 3] * groups
     check_on_the_gpu(*case(lengths, shared, rows=8, columns=columns, kv_heads=8, group=of_a_head, dim=dim), rows=8)
+
+
+@pytest.mark.gpu
+def test_a_long_prompt_on_the_gpu() -> None:
+    """Blocks with more pieces take fewer chunks."""
+    lengths = [4137, 4139, 4140, 4141, 4100, 4137, 4137, 4144]
+    check_on_the_gpu(*case(lengths, [0, *[256] * 7], rows=8, columns=9, kv_heads=8, dim=128), rows=8)
 
 
 @pytest.mark.gpu
