@@ -5,8 +5,9 @@
     python scripts/bench_prefill.py --target-shape tiny-target --draft-shape tiny-draft --prompt-len 300
 
 Both models read it, as before SMC. A chunk is timed by itself, waiting for each; the whole prompt with all its chunks
-enqueued at once, as the engine does. The bound is the larger of weights over bandwidth and FLOPs over the rate of a
-large product, chunk by chunk. Random weights and tokens; the better of two repetitions.
+enqueued at once, as the engine does. The bound is the larger of weights over bandwidth and FLOPs over the datasheet's
+989 TFLOP/s of bf16 (of another GPU or a CPU: the rate of a large product), chunk by chunk. Random weights and tokens;
+the better of two repetitions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
 REPETITIONS = 2
+PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s of dense bf16 products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,7 @@ def main() -> None:
     models.require_room(with_draft=True)
     configs = (models.target_config, models.draft_config)
     rates = Rates.measure(str(models.target_config.dtype))
+    rates = dataclasses.replace(rates, flops=PEAK.get(jax.devices()[0].device_kind, rates.flops))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {args.requests} prompt(s) of {args.prompt_len}")
     print(f"{'':<22} {'ms: first':>9} {'middle':>8} {'last chunk':>10} {'whole':>9} {'bound':>8} {'tokens/s':>9}")
     for implementation in args.implementations:

@@ -51,7 +51,7 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
         "--implementation",
         choices=("auto", "mosaic", "xla"),
         default="auto",
-        help="xla: no GPU kernels; mosaic: all, those not timed yet too (auto: the timed ones, on a Hopper GPU)",
+        help="xla: no GPU kernels; mosaic: all that apply (auto: the same on a Hopper GPU, none elsewhere)",
     )
 
 
