@@ -23,12 +23,8 @@ class Tuning:
     subs: int = 1  # warpgroups that take a lane's tasks in turn
     stages: int = 4  # depth of the ring, in chunks; a multiple of `subs`
     last_tiles: int = 0  # of the last part, where that has fewer
+    alternates: bool = False  # the last part has one tile, whose tasks the warpgroups take in turn; else one takes all
     pipelined: bool = False  # the next scores are computed during this softmax
-
-    @property
-    def alternates(self) -> bool:
-        """Whether the warpgroups take the last part's tasks in turn, since it has one tile."""
-        return self.last_tiles == 1
 
     @property
     def warpgroups(self) -> int:
@@ -56,7 +52,8 @@ def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk:
         busiest = max(range(len(work)), key=lambda p: (work[p] + 1) / splits[p])
         splits[busiest] += 1
     subs = 2 if in_block == 1 else 1
-    in_turn = in_block if work[-1] == 1 < in_block else subs  # warpgroups that take tasks in turn
+    alternates = work[-1] == 1 < in_block
+    in_turn = in_block if alternates else subs  # warpgroups that take tasks in turn
     ring = SHARED_MEMORY - 2 * in_block * subs * QUERIES * dim * 2
     most = MOST_STAGES if in_block == 1 else PIPELINED_STAGES
     stages = min(most, ring // (4 * chunk * dim))
@@ -66,5 +63,6 @@ def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk:
         subs=subs,
         stages=stages // in_turn * in_turn,
         last_tiles=work[-1] % in_block,
+        alternates=alternates,
         pipelined=in_block > 1,
     )

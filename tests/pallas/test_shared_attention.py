@@ -126,10 +126,12 @@ def test_two_tiles(pipelined: bool) -> None:
 
 
 @pytest.mark.slow
-def test_parts() -> None:
-    """Three tiles: one part of two, and one of one whose tasks both warpgroups take in turn."""
+@pytest.mark.parametrize("alternates", [False, True])
+def test_parts(alternates: bool) -> None:
+    """Three tiles: one part of two, and one of one whose tasks one warpgroup takes, or both in turn."""
     poisoned, clean = case([150, 140, 150, 150], [9, 8, 8, 8], rows=4, columns=9)
-    check(poisoned, clean, rows=4, tuning=Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1, pipelined=True))
+    tuning = Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1, alternates=alternates, pipelined=True)
+    check(poisoned, clean, rows=4, tuning=tuning)
 
 
 @pytest.mark.slow
