@@ -187,11 +187,11 @@ def measure_bandwidth() -> float:
 
 
 def measure_flop_rate(dtype: str) -> float:
-    """FLOP per second of a large matrix product on random data."""
-    n = 8192 if jax.default_backend() == "gpu" else 1024
+    """FLOP per second of large matrix products on random data, one enqueued behind the other."""
+    n, products = 8192 if jax.default_backend() == "gpu" else 1024, 8
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
     multiply = jax.jit(lambda x: x @ x)
-    return 2 * n**3 / _median_seconds(lambda: multiply(x), repeats=40)
+    return products * 2 * n**3 / _median_seconds(lambda: [multiply(x) for _ in range(products)])
 
 
 def _median_seconds(call: Any, repeats: int = 7) -> float:
