@@ -1,8 +1,8 @@
 """The kernels of shared reads by other tunings, on a GPU: their device time, and their error.
 
     python scripts/tune_shared_attention.py                                   # as tuned, an H200, half a minute
-    python scripts/tune_shared_attention.py --tiles 2 --chunk 128 --splits 6 6 4 --stages 2 --last-tiles 1 --pipelined
-    python scripts/tune_shared_attention.py --columns 8 --tiles 2 --splits 8 8 --stages 4 --pipelined
+    python scripts/tune_shared_attention.py --chunk 64 --tiles 3 --splits 9 7 --stages 3 --last-tiles 2
+    python scripts/tune_shared_attention.py --columns 8 --tiles 3 --splits 11 5 --stages 2 --last-tiles 1
 
 The verify of the 8B shapes: one group of 8 rows, of 9 tokens each unless told, on pages that they share but for the
 last; one line for the tuning as it is and one for the one asked for. Where `--splits` is given the rest is too: see
@@ -24,8 +24,8 @@ from bench_attention import Inputs, Shape, by_plan, error, make
 from profile_cycle import read_kernels
 
 from smcjax.pallas import find_tasks, shared_attention_mosaic
-from smcjax.pallas.paged_attention import CHUNK, on_hopper
-from smcjax.pallas.shared_tuning import Tuning, tiles_of
+from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas.shared_tuning import Tuning, chunk_of, tiles_of
 
 CONTEXTS = (4137, 16_425, 32_809)
 CALLS, REPETITIONS = 16, 5
@@ -72,12 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, default=9, help="T, tokens of a row (9)")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--chunk", type=int, default=CHUNK, choices=(64, 128), help="slots of a chunk")
+    parser.add_argument("--chunk", type=int, default=128, choices=(64, 128), help="slots of a chunk (128)")
     fields = {field.name: field for field in dataclasses.fields(Tuning)}
     for name in ("tiles", "subs", "stages", "last_tiles"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=fields[name].default)
-    for name in ("alternates", "pipelined"):
-        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--splits", type=int, nargs="+", help="shares of each part")
     args = parser.parse_args()
     if not on_hopper():
@@ -88,7 +86,9 @@ def main() -> None:
         pages = -(-context // 16)
         name, shared = f"{context:,}", (pages - 1) / pages
         shapes.append(Shape(name, 128, args.columns, context, table_width=pages + 16, shared=shared))
-    tunings: list[tuple[str, int, int, Tuning | None]] = [("as it is", CHUNK, tiles_of(8 * args.columns * GROUP), None)]
+    queries = 8 * args.columns * GROUP
+    usual = chunk_of(queries, max(args.contexts))
+    tunings: list[tuple[str, int, int, Tuning | None]] = [("as it is", usual, tiles_of(queries), None)]
     if args.splits:
         chosen = Tuning(**{name: getattr(args, name) for name in fields if name != "splits"}, splits=tuple(args.splits))
         tunings.append(("as asked", args.chunk, args.tiles, chosen))

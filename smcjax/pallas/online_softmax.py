@@ -66,7 +66,7 @@ def result(softmax: Softmax, empty: float) -> tuple[jax.Array, jax.Array]:
     """O/Σ, and log2 of Σ exp: `empty` for queries that saw nothing."""
     seen = softmax.mass > 0
     mass = jnp.where(seen, softmax.mass, 1.0)
-    return softmax.acc / across(mass, softmax.acc.shape), jnp.where(seen, softmax.m + jnp.log2(mass), empty)
+    return softmax.acc * across(1 / mass, softmax.acc.shape), jnp.where(seen, softmax.m + jnp.log2(mass), empty)
 
 
 class Piece(NamedTuple):

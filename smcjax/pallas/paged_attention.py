@@ -40,14 +40,9 @@ from smcjax.pallas.products import (
 )
 from smcjax.pallas.shared_attention import applies as shared_attention_applies
 from smcjax.pallas.shared_attention import covers, padded, shared_attention_mosaic
-from smcjax.pallas.shared_tuning import tiles_of
+from smcjax.pallas.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
 from smcjax.pallas.sharing_kernel import find_sharing_mosaic, supports_sharing
-
-# Slots of a row's table: in narrower ones the second kernel of shared reads costs more than it saves.
-SLOTS_WORTH_SHARING = 1024
-CHUNK = 64  # slots a task of shared reads
-
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
@@ -292,7 +287,7 @@ def plan_sharing(
     }
     if not (uses_kernels(implementation) and shared_attention_applies(rows=rows, **shape)):
         return None
-    if supports(**shape) and (rows == 1 or slots <= SLOTS_WORTH_SHARING):
+    if supports(**shape) and (rows == 1 or slots <= NARROW):
         return None
     return find_tasks(
         block_table,
@@ -301,7 +296,7 @@ def plan_sharing(
         rows=rows,
         queries=queries,
         page_size=page_size,
-        chunk=CHUNK,
+        chunk=chunk_of(rows * queries, slots),
         tiles=tiles_of(rows * queries),
         implementation=implementation,
     )

@@ -6,18 +6,20 @@ chunks: first those that are tasks, then those into which its pieces are packed 
 
     S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk of the share
 
-A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA. The others compute, one
-for every 64 queries (a *tile*) of the part, times `subs`, which take the block's chunks in turn. Each leaves log2 of
-Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel merges them in a
-fixed order (`shared_merge.py`).
+A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA: K of a chunk, V of it, K
+of the next. The others compute, one for every 64 queries (a *tile*) of the part, times `subs`, which take the block's
+chunks in turn. Nothing is arranged to run beside its own products in a warpgroup: what the tensor cores do not hide is
+the instructions of the softmax, so chunks are as wide as registers allow, and warpgroups take care of themselves. Each
+leaves log2 of Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel
+merges them in a fixed order (`shared_merge.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +39,10 @@ from smcjax.pallas.products import (
     interpreted_product,
     tensor_core_product,
 )
-from smcjax.pallas.shared_dealing import Dealing, deal
+from smcjax.pallas.shared_dealing import FIELDS, Dealing, dealings, extra_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
-from smcjax.pallas.sharing import MAX_ROWS, Sharing, query_limits
+from smcjax.pallas.sharing import MAX_ROWS, PACKED, Sharing, query_limits
 
 MOST_TILES = 64  # of 64 queries, of a group and key-value head
 HALF = 64  # of D: bf16 that the copy engine swizzles at once
@@ -48,10 +50,13 @@ MOST_F16 = 65504.0  # the largest float16; no model's values come near
 
 
 Lengths = list[jax.Array] | None  # of a group's rows; None where a chunk is a task
-Names = tuple[jax.Array, ...]  # pages of a chunk, or its page and its number
 
 
-REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}  # of a computing and the loading warpgroup's threads
+class Place(NamedTuple):
+    """A page, or of a larger one the part that comes at once."""
+
+    page: jax.Array
+    number: jax.Array | None = None  # first slot over slots of a part
 
 
 def _kernel(
@@ -59,24 +64,20 @@ def _kernel(
     keys_ref: Ref,  # [P, B, Hkv, D] GMEM
     values_ref: Ref,  # [P, B, Hkv, D] GMEM
     chunks_ref: Ref,  # [G, parts, chunks, W + 2] int32 GMEM: pages, number, rows
-    num_chunks_ref: Ref,  # [G, parts] int32 GMEM
     pieces_ref: Ref,  # [G, parts, pieces, 3] int32 GMEM: page, number, rows
     num_pieces_ref: Ref,  # [G, parts] int32 GMEM
+    dealings_ref: Ref,  # [G, shares, 4] int32 GMEM
     limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
     lengths_ref: Ref,  # [R] int32 GMEM
     parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f16 GMEM
     lse_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64] f32 GMEM
     *,
-    queries_smem: tuple[Ref, Ref],  # SMEM as queries come [warpgroups, D/64, pairs, H/Hkv, 64], and as products read
-    # them [warpgroups, D/64, 64, 64]: the same bytes
-    out_smem: Ref,  # [warpgroups, 64, D] f16 SMEM
-    k_smem: Ref,  # [stages, C, D] SMEM
-    v_smem: Ref,  # [stages, C, D] SMEM
+    warpgroup_smem: tuple[Ref, Ref, Ref],  # SMEM, the same bytes: queries as they come [warpgroups, D/64, pairs, H/Hkv,
+    # 64], as products read them [warpgroups, D/64, 64, 64], and the result [warpgroups, 64, D] f16
+    ring_smem: Ref,  # [2·stages, C, D] SMEM: keys of a task, its values, keys of the next
     q_ready: Ref,  # [warpgroups] barriers
-    k_ready: Ref,  # [stages] barriers
-    v_ready: Ref,  # [stages] barriers
-    k_used: Ref,  # [stages] barriers of the warpgroups of a task
-    v_used: Ref,  # [stages] barriers of the warpgroups of a task
+    ready: Ref,  # [2·stages] barriers
+    used: Ref,  # [2·stages] barriers of the warpgroups of a task
     tuning: Tuning,
     rows: int,
     columns: int,
@@ -88,8 +89,8 @@ def _kernel(
     _, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
     group_heads = heads // kv_heads
-    per_chunk = chunk // piece
-    q_rows, q_smem = queries_smem
+    per_chunk, packed = chunk // piece, PACKED // piece  # pages, or parts of one, of a task
+    q_rows, q_smem, out_smem = warpgroup_smem
     stages, subs, tiles, warpgroups = tuning.stages, tuning.subs, tuning.tiles, tuning.warpgroups
     group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
     warpgroup = lax.axis_index("warpgroup")
@@ -106,9 +107,8 @@ def _kernel(
 
     def read_counts() -> tuple[Dealing, jax.Array]:
         """The share's tasks, and how many pieces the part has."""
-        num_pieces = num_pieces_ref[group, part]
-        packed = lax.div(num_pieces + (per_chunk - 1), per_chunk)
-        return deal(index, splits, num_chunks_ref[group, part], packed), num_pieces
+        fields = {name: dealings_ref[group, share, field] for field, name in enumerate(FIELDS)}
+        return Dealing(block=index, splits=splits, **fields, extra=extra_of(chunk)), num_pieces_ref[group, part]
 
     def place_of(own: Dealing, number: jax.Array) -> jax.Array:
         """Where in its part's list the share's `number`-th chunk is; where there is none, that of one there is."""
@@ -116,90 +116,89 @@ def _kernel(
         return jnp.where(own.chunks > 0, within, 0)
 
     def piece_of(
-        own: Dealing, num_pieces: jax.Array, number: jax.Array, part_of_chunk: int
+        own: Dealing, num_pieces: jax.Array, number: jax.Array, place: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(page, number, rows) of a piece of the share's `number`-th task; nobody reads what lies behind the last."""
-        at = own.chunk_of_pieces(number) * per_chunk + part_of_chunk
+        at = own.packed_at(number) * packed + place
         valid = (at >= 0) & (at < num_pieces)
         at = jnp.where(valid, at, 0)
-        page, place, members = (pieces_ref[group, part, at, field] for field in range(3))
-        return page, place, jnp.where(valid, members, 0)
+        page, where, members = (pieces_ref[group, part, at, field] for field in range(3))
+        return page, where, jnp.where(valid, members, 0)
+
+    def buffers_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where in the ring keys and values of the share's `number`-th task come."""
+        stage = lax.rem(number, stages)
+        return 2 * stage, 2 * stage + 1
 
     def load() -> None:
-        """Fills the ring; the next chunk's pages are looked up while this one's slot becomes free.
+        """Fills the ring; the next task's pages are looked up while this one's buffers become free."""
 
-        Its number too, where pages are larger.
-        """
-
-        def chunk_at(at: jax.Array) -> Names:
+        def chunk_at(at: jax.Array) -> list[Place]:
+            """Pages of a chunk, or parts of them."""
             names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
-            return (*names, chunks_ref[group, part, at, per_chunk]) if page_size > chunk else tuple(names)
+            if piece == page_size:
+                return [Place(name) for name in names]
+            first = chunks_ref[group, part, at, per_chunk] * per_chunk
+            return [Place(name, first + j) for j, name in enumerate(names)]
 
         first = chunk_at(lax.min(index, chunks_ref.shape[2] - 1))  # on its way beside the counts
         own, num_pieces = read_counts()
         settled_stop, stop = own.chunks, own.all
 
-        def look_up_chunk(number: jax.Array) -> Names:
+        def look_up_chunk(number: jax.Array) -> list[Place]:
             return chunk_at(place_of(own, number))
 
-        def look_up_pieces(number: jax.Array) -> Names:
-            found = [piece_of(own, num_pieces, number, j) for j in range(per_chunk)]
-            return (found[0][0], found[0][1]) if page_size > chunk else tuple(page for page, _, _ in found)
+        def look_up_pieces(number: jax.Array) -> list[Place]:
+            found = [piece_of(own, num_pieces, number, j) for j in range(packed)]
+            return [Place(page) if piece == page_size else Place(page, where) for page, where, _ in found]
 
-        def fetch(source: Ref, buffer: Ref, ready: Ref, slot: jax.Array, names: Names) -> None:
-            if page_size > chunk:
-                offset = pl.multiple_of(lax.rem(names[1] * chunk, page_size), chunk)
-                page = source.at[names[0], pl.ds(offset, chunk), head]
-                plgpu.copy_gmem_to_smem(page, buffer.at[slot], ready.at[slot])
-                return
-            for j, name in enumerate(names):
-                target = buffer.at[slot, pl.ds(j * page_size, page_size)]
-                plgpu.copy_gmem_to_smem(source.at[name, :, head], target, ready.at[slot])
+        def fetch(source: Ref, buffer: jax.Array, pages: list[Place]) -> None:
+            for j, (name, number) in enumerate(pages):
+                target = ring_smem.at[buffer, pl.ds(j * piece, piece)]
+                first = 0 if number is None else pl.multiple_of(lax.rem(number * piece, page_size), piece)
+                plgpu.copy_gmem_to_smem(source.at[name, pl.ds(first, piece), head], target, ready.at[buffer])
+            for _ in range(per_chunk - len(pages)):
+                plgpu.barrier_arrive(ready.at[buffer])
 
-        def fill(number: jax.Array, names: Names, *, look_up: Callable[[jax.Array], Names]) -> Names:
+        def fill(number: jax.Array, pages: list[Place], *, look_up: Callable[[jax.Array], list[Place]]) -> list[Place]:
             following = look_up(number + 1)
-            slot = lax.rem(number, stages)
-            again = number >= stages
-            pl.when(again)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-            fetch(keys_ref, k_smem, k_ready, slot, names)
-            pl.when(again)(lambda: plgpu.barrier_wait(v_used.at[slot]))
-            fetch(values_ref, v_smem, v_ready, slot, names)
+            for source, buffer in zip((keys_ref, values_ref), buffers_of(number), strict=True):
+
+                @pl.when(number >= stages)
+                def _(buffer: jax.Array = buffer) -> None:
+                    plgpu.barrier_wait(used.at[buffer])
+
+                fetch(source, buffer, pages)
             return following
 
         def drain(number: jax.Array, _: None) -> None:
-            slot = lax.rem(number, stages)
-            plgpu.barrier_wait(k_used.at[slot])
-            plgpu.barrier_wait(v_used.at[slot])
+            for buffer in buffers_of(number):
+                plgpu.barrier_wait(used.at[buffer])
 
         @pl.when(stop > 0)
         def _() -> None:
             settled, over_pieces = (functools.partial(fill, look_up=of) for of in (look_up_chunk, look_up_pieces))
             begun = lax.min(settled_stop, stages)
-            names = lax.fori_loop(0, begun, settled, first)
+            pages = lax.fori_loop(0, begun, settled, first)
             pieces = look_up_pieces(settled_stop)  # takes as long as a chunk, so not before the ring is full
-            lax.fori_loop(begun, settled_stop, settled, names)
+            lax.fori_loop(begun, settled_stop, settled, pages)
             lax.fori_loop(settled_stop, stop, over_pieces, pieces)
             lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
 
     def compute() -> None:
-        lane, sub, in_turn = lax.rem(warpgroup, tiles), lax.div(warpgroup, tiles), jnp.int32(subs)
+        lane, sub = lax.rem(warpgroup, tiles), lax.div(warpgroup, tiles)
         tile = part * tiles + lane
         idle = jnp.bool_(False)
         if tuning.last_tiles:
             last = part == len(tuning.splits) - 1
-            if tuning.alternates:
-                sub = jnp.where(last, warpgroup, sub)
-                in_turn = jnp.where(last, tiles, in_turn)
-                tile = jnp.where(last, part * tiles, tile)
-            else:
-                idle = last & (lane >= tuning.last_tiles)
+            idle = last & (lane >= tuning.last_tiles)
 
-        def used(barrier: Ref) -> None:
+        def leave(buffer: jax.Array) -> None:
             """Tells the loading warpgroup, which waits for `tiles` arrivals, also where fewer have part in the task."""
-            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_arrive(used.at[buffer])
             if tuning.last_tiles:
                 for _ in range(tiles - tuning.last_tiles):
-                    pl.when(last if tuning.alternates else last & (lane == 0))(lambda: plgpu.barrier_arrive(barrier))
+                    pl.when(last & (lane == 0))(lambda: plgpu.barrier_arrive(used.at[buffer]))
 
         in_tile = QUERIES // group_heads  # (row, column) pairs, each with `group_heads` queries of this head
         own_pairs = pl.ds(group * rows * columns + tile * in_tile, in_tile)  # beyond the group's, others' or zeros
@@ -219,28 +218,21 @@ def _kernel(
 
         def turns(end: jax.Array) -> jax.Array:
             """How many of the share's tasks before `end` are this warpgroup's."""
-            return lax.max(lax.div(end - sub + (in_turn - 1), in_turn), 0)
+            return lax.max(lax.div(end - sub + (subs - 1), subs), 0)
 
         total = jnp.where(idle, 0, turns(stop))
 
-        def slot_of(turn: jax.Array) -> jax.Array:
-            return lax.rem(turn * in_turn + sub, stages)
-
-        def factors(turn: jax.Array) -> Iterator[tuple[Ref, Ref]]:
-            """Queries and keys of a turn, by halves of D, whose products add up to the scores."""
-            for j in range(dim // HALF):
-                yield q_smem.at[warpgroup, j], k_smem.at[slot_of(turn), :, pl.ds(j * HALF, HALF)].transpose((1, 0))
-
-        def scores_of(turn: jax.Array) -> jax.Array:
-            return product(None, *factors(turn))
+        def number_of(turn: jax.Array) -> jax.Array:
+            """Which of the share's tasks a turn is."""
+            return turn * subs + sub
 
         def members(turn: jax.Array) -> jax.Array:
             """The rows that read a turn's chunk."""
-            return chunks_ref[group, part, place_of(own, turn * in_turn + sub), per_chunk + 1]
+            return chunks_ref[group, part, place_of(own, number_of(turn)), per_chunk + 1]
 
         def pieces(turn: jax.Array) -> list[Piece]:
-            """The pieces of a turn's chunk."""
-            found = [piece_of(own, num_pieces, turn * in_turn + sub, j) for j in range(per_chunk)]
+            """The pieces of a turn."""
+            found = [piece_of(own, num_pieces, number_of(turn), j) for j in range(packed)]
             return [Piece(number * piece, rows_of) for _, number, rows_of in found]
 
         def softmax_over_chunk(scores: jax.Array, so_far: Softmax, rows_of: jax.Array) -> tuple[Softmax, jax.Array]:
@@ -252,93 +244,62 @@ def _kernel(
             scores = online_softmax.masked(scores, visible, piece, scale)
             return online_softmax.advance(so_far, scores, jnp.exp2, scale=scale)
 
-        def weigh(turn: jax.Array, softmax: Softmax, p: jax.Array, tasks: Any, lengths: Lengths) -> Softmax:
-            """With p · values, where `tasks` are pieces of values that may lack some slots."""
-            slot = slot_of(turn)
-            with jax.named_scope("wait v"):
-                plgpu.barrier_wait(v_ready.at[slot])
-            values = v_smem.at[slot]
-            if lengths is not None:
-                online_softmax.clean(values, online_softmax.held_ends(tasks, piece, lengths), piece)
-            softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
-            used(v_used.at[slot])
-            return softmax
-
-        def step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
-            """Over a chunk that is a task, or with the rows' `lengths` one of pieces."""
-            softmax, tasks = state
-            upcoming = (members if lengths is None else pieces)(turn + 1)  # takes as long as a chunk
-            slot = slot_of(turn)
-            plgpu.barrier_wait(k_ready.at[slot])
-            scores = scores_of(turn)
-            used(k_used.at[slot])
-            softmax, p = (softmax_over_chunk if lengths is None else softmax_over_pieces)(scores, softmax, tasks)
-            return weigh(turn, softmax, p, tasks, lengths), upcoming
-
-        def pipelined_step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
-            """The same with this turn's scores in `state`; the next ones are computed meanwhile."""
-            softmax, tasks, scores = state
-            upcoming = (members if lengths is None else pieces)(turn + 1)
-            over = softmax_over_chunk if lengths is None else softmax_over_pieces
-            more, following = turn + 1 < total, turn + 1
-            with jax.named_scope("wait k"):
-                pl.when(more)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(following)]))
-            if interpret:
-                softmax, p = over(scores, softmax, tasks)
-                scores = scores_of(following)
-            else:
-
-                def overlapped(next_scores: Ref) -> tuple[Softmax, jax.Array, jax.Array]:
-                    for factor in factors(following):
-                        plgpu.wgmma(next_scores, *factor)
-                    done = lax.optimization_barrier(over(scores, softmax, tasks))
-                    return (*done, next_scores[...])
-
-                softmax, p, scores = pl.run_scoped(overlapped, plgpu.ACC((QUERIES, chunk), jnp.float32))
-            pl.when(more)(lambda: used(k_used.at[slot_of(following)]))
-            return weigh(turn, softmax, p, tasks, lengths), upcoming, scores
-
         settled_turns = lax.min(turns(settled_stop), total)
         first_members = members(jnp.int32(0))
         with jax.named_scope("wait q"):
             plgpu.barrier_wait(q_ready.at[warpgroup])
         if interpret:
             q_smem[warpgroup] = q_rows[warpgroup].reshape(dim // HALF, QUERIES, HALF)
-        scores_ahead: tuple[jax.Array, ...] = ()
-        if tuning.pipelined:
-            zero = jnp.int32(0)
-            with jax.named_scope("wait first k"):
-                pl.when(total > 0)(lambda: plgpu.barrier_wait(k_ready.at[slot_of(zero)]))
-            scores_ahead = (scores_of(zero),)
-            pl.when(total > 0)(lambda: used(k_used.at[slot_of(zero)]))
-            step = pipelined_step
-        start = (online_softmax.nothing_yet(dim), first_members, *scores_ahead)
-        softmax, _, *scores_ahead = lax.fori_loop(0, settled_turns, step, start)
+        halves: list[Any] = [q_smem.at[warpgroup, j] for j in range(dim // HALF)]
+        if tuning.holds_queries(dim=dim, chunk=chunk):
+            halves = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
+
+        def step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
+            """Over a chunk that is a task, or with the rows' `lengths` pieces, whose values may lack some slots."""
+            softmax, tasks = state
+            upcoming = (members if lengths is None else pieces)(turn + 1)  # takes as long as a chunk
+            k_buffer, v_buffer = buffers_of(number_of(turn))
+            slots = pl.ds(0, chunk if lengths is None else PACKED)
+            with jax.named_scope("wait k"):
+                plgpu.barrier_wait(ready.at[k_buffer])
+            # Halves of D, whose products add up to the scores.
+            keys = (ring_smem.at[k_buffer, slots, pl.ds(j * HALF, HALF)].transpose((1, 0)) for j in range(dim // HALF))
+            scores = product(None, *zip(halves, keys, strict=True))
+            leave(k_buffer)
+            softmax, p = (softmax_over_chunk if lengths is None else softmax_over_pieces)(scores, softmax, tasks)
+            with jax.named_scope("wait v"):
+                plgpu.barrier_wait(ready.at[v_buffer])
+            values = ring_smem.at[v_buffer, slots]
+            if lengths is not None:
+                online_softmax.clean(values, online_softmax.held_ends(tasks, piece, lengths), piece)
+            softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
+            leave(v_buffer)
+            return softmax, upcoming
+
+        start = (online_softmax.nothing_yet(dim), first_members)
+        softmax, _ = lax.fori_loop(0, settled_turns, step, start)
         # Read only now: held through the first loop, these would be registers that it does not have.
         over_pieces = functools.partial(step, lengths=[lengths_ref[group * rows + r] for r in range(rows)])
-        start = (softmax, pieces(settled_turns), *scores_ahead)
-        softmax, *_ = lax.fori_loop(settled_turns, total, over_pieces, start)
+        softmax, _ = lax.fori_loop(settled_turns, total, over_pieces, (softmax, pieces(settled_turns)))
         place = (group, share, lax.div(warpgroup, tiles), head, lane)
-        with jax.named_scope("leave"):
+        with jax.named_scope("result"):
             values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
-            out_smem[warpgroup] = jnp.clip(values, -MOST_F16, MOST_F16).astype(out_smem.dtype)
+            out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MOST_F16, MOST_F16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_ref.at[place])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    registers = REGISTERS.get(warpgroups)
-
     @pl.when(warpgroup == warpgroups)
     def _load() -> None:
-        if registers and not interpret:
-            plgpu.set_max_registers(registers[1], action="decrease")
+        if tuning.registers and not interpret:
+            plgpu.set_max_registers(tuning.registers.loading, action="decrease")
         with jax.named_scope("load"):
             load()
 
     @pl.when(warpgroup < warpgroups)
     def _compute() -> None:
-        if registers and not interpret:
-            plgpu.set_max_registers(registers[0], action="increase")
+        if tuning.registers and not interpret:
+            plgpu.set_max_registers(tuning.registers.computing, action="increase")
         with jax.named_scope("compute"):
             compute()
 
@@ -417,31 +378,29 @@ def shared_attention_mosaic(
         tuning = default_tuning(groups=groups, queries=queries, kv_heads=kv_heads, dim=dim, chunk=chunk)
     if len(tuning.splits) != sharing.num_pieces.shape[1]:
         raise ValueError(f"{sharing.num_pieces.shape[1]} parts in the plan, {len(tuning.splits)} in {tuning}")
-    if tuning.stages % (tuning.subs * (tuning.tiles if tuning.alternates else 1)):
+    if tuning.stages % tuning.subs:
         raise ValueError(f"warpgroups that take turns must divide stages: {tuning}")
 
     size = len(tuning.splits) * tuning.tiles * QUERIES
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
     shares = tuning.shares
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
-    copies = sharing.pieces_per_chunk
+    num_packed = -(-sharing.num_pieces * sharing.piece // PACKED)
+    dealt = dealings(sharing.num_chunks, num_packed, tuning.splits, extra=extra_of(chunk))
     packed = q.reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
         packed = jnp.pad(packed, ((0, size // group_heads), (0, 0), (0, 0)))
     halves = (tuning.warpgroups, dim // HALF)
     scratch: dict[str, Any] = {
-        "queries_smem": plgpu.RefUnion(
+        "warpgroup_smem": plgpu.RefUnion(
             plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), q.dtype, transforms=SWIZZLED[1:]),
             plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
         ),
-        "out_smem": plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
-        "k_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
-        "v_smem": plgpu.SMEM((tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
+        "ring_smem": plgpu.SMEM((2 * tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
         "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.warpgroups),
-        "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
-        "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
-        "k_used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=tuning.stages),
-        "v_used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=tuning.stages),
+        "ready": plgpu.Barrier(num_arrivals=chunk // sharing.piece, num_barriers=2 * tuning.stages),
+        "used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=2 * tuning.stages),
     }
     parts, lse = plgpu.kernel(
         functools.partial(
@@ -471,9 +430,9 @@ def shared_attention_mosaic(
         key_pages,
         value_pages,
         sharing.chunks,
-        sharing.num_chunks,
         sharing.pieces,
         sharing.num_pieces,
+        dealt,
         limits,
         lengths,
     )

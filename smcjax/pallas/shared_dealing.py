@@ -1,20 +1,31 @@
 """Which tasks of a part each of its blocks takes in the kernel of `shared_attention.py`, so that all take as long.
 
-Of S blocks, block i takes every S-th chunk, then every S-th of the chunks into which pieces are packed, of which some
-blocks have one more than the others. One of those takes as long as more than two of the others, for its masks and
-look-ups. So the blocks that have one more, the last ones, sit out `EXTRA` rounds of chunks, all but the first: chunk i
-is always block i's, which may so send for it before it knows how many there are.
+Of S blocks, block i takes every S-th chunk, then every S-th of those 64 slots into which pieces are packed, of which
+some blocks have one more than the others: the last ones, which are the first to have a chunk less. For their masks and
+look-ups they take as long as 128 other slots or longer. So where chunks are no wider, those blocks sit out `extra`
+rounds of chunks, all but the first: chunk i is always block i's, which may so send for it before it knows how many
+there are.
+
+Tables change once a cycle, so that is worked out once, by XLA, and all layers' blocks read it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Array, Int
 
-EXTRA = 1  # how much longer a chunk of pieces takes, in chunks: 1.3 measured
+from smcjax.pallas.sharing import PACKED
+
+
+def extra_of(chunk: int) -> int:
+    """How much longer packed pieces take than a chunk of so many slots, in chunks: of 64, 1.3 measured."""
+    return 1 if chunk <= PACKED else 0
 
 
 class Dealing(NamedTuple):
@@ -22,9 +33,11 @@ class Dealing(NamedTuple):
 
     block: jax.Array  # i
     splits: jax.Array  # S
-    more: jax.Array  # blocks that have a chunk of pieces more than the others: the last ones
+    more: jax.Array  # blocks that have a task of packed pieces more than the others: the last ones
     chunks: jax.Array  # how many it takes
-    packed: jax.Array  # how many chunks of pieces it takes
+    packed: jax.Array  # how many tasks of packed pieces it takes
+    first_packed: jax.Array  # the first of them
+    extra: int
 
     @property
     def all(self) -> jax.Array:
@@ -33,23 +46,37 @@ class Dealing(NamedTuple):
 
     def chunk(self, number: jax.Array) -> jax.Array:
         """Which of the part's chunks is its `number`-th."""
-        turn = jnp.where((self.block >= self.splits - self.more) & (number > 0), number + EXTRA, number)
-        return self.block + turn * self.splits - lax.clamp(0, turn - 1, EXTRA) * self.more
+        turn = jnp.where((self.block >= self.splits - self.more) & (number > 0), number + self.extra, number)
+        return self.block + turn * self.splits - lax.clamp(0, turn - 1, self.extra) * self.more
 
-    def chunk_of_pieces(self, number: jax.Array) -> jax.Array:
-        """Which of the part's chunks of pieces is its `number`-th task, which comes behind its chunks."""
-        return lax.rem(self.block + self.more, self.splits) + (number - self.chunks) * self.splits
+    def packed_at(self, number: jax.Array) -> jax.Array:
+        """Which of the part's packed pieces is its `number`-th task, which comes behind its chunks."""
+        return self.first_packed + (number - self.chunks) * self.splits
 
 
-def deal(block: jax.Array, splits: jax.Array, chunks: jax.Array, packed: jax.Array) -> Dealing:
-    """What one block of `splits` takes of a part's `chunks` and `packed` chunks of pieces."""
-    enough = chunks >= (1 + EXTRA) * splits
-    more = jnp.where(enough, lax.rem(packed, splits), 0)
-    sat_out = jnp.where(block >= splits - more, EXTRA, 0)
+def deal(block: Array, splits: Array, chunks: Array, packed: Array, *, extra: int) -> Dealing:
+    """What one block of `splits` takes of a part's `chunks` and `packed` tasks of pieces; or arrays of them."""
+    more = packed % splits
+    if extra:
+        more = jnp.where(chunks >= (1 + extra) * splits, more, 0)
+    first_packed = (block + more) % splits
 
-    def own(count: jax.Array, place: jax.Array) -> jax.Array:
+    def own(count: Array, place: Array) -> Array:
         """How many of `count` things in turn are those of the block in this place."""
-        return lax.max(lax.div(count - place + (splits - 1), splits), 0)
+        return jnp.maximum((count - place + splits - 1) // splits, 0)
 
-    mine = own(chunks + EXTRA * more, block) - sat_out
-    return Dealing(block, splits, more, mine, own(packed, lax.rem(block + more, splits)))
+    mine = own(chunks + extra * more, block) - jnp.where(block >= splits - more, extra, 0)
+    return Dealing(block, splits, more, mine, own(packed, first_packed), first_packed, extra)
+
+
+FIELDS = ("more", "chunks", "packed", "first_packed")  # of a dealing, what `dealings` has
+
+
+def dealings(
+    num_chunks: Int[Array, "G parts"], num_packed: Int[Array, "G parts"], splits: Sequence[int], *, extra: int
+) -> Int[Array, "G shares 4"]:
+    """What kernels read: `FIELDS` for all blocks, those of a part behind those of the part before."""
+    part = np.repeat(np.arange(len(splits)), splits)
+    block = jnp.asarray(np.concatenate([np.arange(count) for count in splits]))
+    own = deal(block, jnp.asarray(splits)[part], num_chunks[:, part], num_packed[:, part], extra=extra)
+    return jnp.stack([getattr(own, field) for field in FIELDS], axis=2).astype(jnp.int32)

@@ -51,21 +51,12 @@ def merge_unit(
         before += tuning.splits[p - 1]
         first = jnp.where(part >= p, before, first)
         splits = jnp.where(part >= p, tuning.splits[p], splits)
-    lanes, most = jnp.int32(1), max(tuning.splits)
-    if tuning.alternates:  # every lane has a share of its own
-        lanes = jnp.where(part == len(tuning.splits) - 1, tuning.tiles, lanes)
-        splits = splits * lanes
-        most = max(most, tuning.splits[-1] * tuning.tiles)
-
     queries = pl.ds(place, UNIT)
     lse, values = [], []
-    for s in range(most):
-        source = lax.min(jnp.int32(s), splits - 1)
-        share, of_lane = first + source, lane
-        if tuning.alternates:
-            share, of_lane = first + lax.div(source, lanes), lane + lax.rem(source, lanes)
+    for s in range(max(tuning.splits)):
+        share = first + lax.min(jnp.int32(s), splits - 1)
         for sub in range(tuning.subs):
-            where = (group, share, sub, head, of_lane, queries)
+            where = (group, share, sub, head, lane, queries)
             values.append(plgpu.load(parts_ref.at[where], layout=layout, optimized=False))
             found = plgpu.load(lse_ref.at[where], layout=layout.reduce(1), optimized=False)
             lse.append(found + jnp.broadcast_to(jnp.where(s < splits, 0.0, 4 * MASKED), found.shape))

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
 
-SHARED_MEMORY = 224 * 1024  # of a block, for tiles
+SHARED_MEMORY = 224 * 1024  # of a block, for queries and ring
 # Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
 # minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
 MOST_SHARES = 36
 MOST_STAGES = 10
-PIPELINED_STAGES = 3  # the same where scores are a chunk ahead: four are 1% slower, five 2%
+MOST_STAGES_OF_TILES = 3  # where a block has several
+NARROW = 1024  # slots of a row's table: in narrower ones there are few chunks, and single rows are read as fast
+MOST_TILES_OF_A_BLOCK = 3
+
+
+class Registers(NamedTuple):
+    """Of a thread, when those of the loading warpgroup have been dealt to the others."""
+
+    computing: int
+    loading: int
+
+
+REGISTERS = {2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}  # by computing warpgroups
+OTHER_REGISTERS = 32  # what the loop needs beside accumulators, scores and queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +37,6 @@ class Tuning:
     subs: int = 1  # warpgroups that take a lane's tasks in turn
     stages: int = 4  # depth of the ring, in chunks; a multiple of `subs`
     last_tiles: int = 0  # of the last part, where that has fewer
-    alternates: bool = False  # the last part has one tile, whose tasks the warpgroups take in turn; else one takes all
-    pipelined: bool = False  # the next scores are computed during this softmax
 
     @property
     def warpgroups(self) -> int:
@@ -36,10 +48,32 @@ class Tuning:
         """Blocks of a group and key-value head."""
         return sum(self.splits)
 
+    @property
+    def registers(self) -> Registers | None:
+        """How registers are dealt; None where each keeps its own."""
+        return REGISTERS.get(self.warpgroups)
+
+    def holds_queries(self, *, dim: int, chunk: int) -> bool:
+        """Whether a warpgroup has room for its queries in registers, where products read them more cheaply."""
+        needed = dim // 2 + chunk // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
+        return self.registers is not None and needed + OTHER_REGISTERS <= self.registers.computing
+
 
 def tiles_of(queries: int) -> int:
-    """Tiles of 64 queries in a part, of a group's `queries` for one key-value head: rows · T · H/Hkv."""
-    return min(3, -(-queries // QUERIES))
+    """Tiles of 64 queries in a part, of a group's `queries` for one key-value head: rows · T · H/Hkv.
+
+    As few parts as possible, each with about as many.
+    """
+    tiles = -(-queries // QUERIES)
+    return -(-tiles // -(-tiles // MOST_TILES_OF_A_BLOCK))
+
+
+def chunk_of(queries: int, slots: int) -> int:
+    """Slots of a chunk, by how many queries a group has for one key-value head and slots its rows' tables.
+
+    Wide ones cost fewer instructions a slot; there must be enough of them for all blocks.
+    """
+    return 128 if queries > QUERIES and slots > NARROW else 64
 
 
 def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
@@ -52,17 +86,12 @@ def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk:
         busiest = max(range(len(work)), key=lambda p: (work[p] + 1) / splits[p])
         splits[busiest] += 1
     subs = 2 if in_block == 1 else 1
-    alternates = work[-1] == 1 < in_block
-    in_turn = in_block if alternates else subs  # warpgroups that take tasks in turn
-    ring = SHARED_MEMORY - 2 * in_block * subs * QUERIES * dim * 2
-    most = MOST_STAGES if in_block == 1 else PIPELINED_STAGES
-    stages = min(most, ring // (4 * chunk * dim))
+    ring = SHARED_MEMORY - in_block * subs * QUERIES * dim * 2
+    stages = min(MOST_STAGES if in_block == 1 else MOST_STAGES_OF_TILES, ring // (4 * chunk * dim))
     return Tuning(
         splits=tuple(splits),
         tiles=in_block,
         subs=subs,
-        stages=stages // in_turn * in_turn,
+        stages=stages // subs * subs,
         last_tiles=work[-1] % in_block,
-        alternates=alternates,
-        pipelined=in_block > 1,
     )

@@ -9,7 +9,7 @@ slots read them in one *task*:
 
 There are two kinds. A *chunk* is C consecutive slots that all queries of its rows see, written before the cycle began:
 nothing in it is masked and it may be fetched at any time. What is left of a row is less than C slots and what the cycle
-itself writes: *pieces* of a page each, which a kernel packs into chunks.
+itself writes: *pieces* of a page each, or of 64 slots of a larger one, which a kernel packs, as many as make 64 slots.
 
 Found from block tables alone, on the device, with static shapes: lists as long as without any sharing, and how much of
 them counts. Tables change once a cycle, so one plan serves all forwards and layers of a cycle. This is the plain
@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Int
 from smcjax.pallas.products import QUERIES
 
 MAX_ROWS = 31  # of a group: the bits of an int32
+PACKED = 64  # slots of pieces that a kernel reads at once
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +36,8 @@ MAX_ROWS = 31  # of a group: the bits of an int32
 class Sharing:
     """The tasks of each group and *part*: queries of a group that one block of the kernel serves.
 
-    A task is W pages, its number (first slot over slots a task) and the set of its rows, a bit each.
+    A task is W pages, or parts of them as long as a piece, its number (first slot over slots a task) and the set of its
+    rows, a bit each.
     """
 
     chunks: Int[Array, "G parts chunks W+2"]
@@ -45,12 +47,12 @@ class Sharing:
     rows: int = dataclasses.field(metadata={"static": True})  # N
     queries: int = dataclasses.field(metadata={"static": True})  # of a row, for one key-value head: T·H/Hkv
     chunk: int = dataclasses.field(metadata={"static": True})  # C
-    piece: int = dataclasses.field(metadata={"static": True})  # slots of a piece: of a page, C at most
+    piece: int = dataclasses.field(metadata={"static": True})  # slots of a piece: `piece_of`
 
-    @property
-    def pieces_per_chunk(self) -> int:
-        """How many pieces are multiplied at once."""
-        return self.chunk // self.piece
+
+def piece_of(page_size: int, chunk: int) -> int:
+    """Slots of a piece: of a page, but no more than are packed or chunks have."""
+    return min(page_size, PACKED, chunk)
 
 
 def parts_of(rows: int, queries: int, tiles: int = 2) -> list[range]:
@@ -80,7 +82,7 @@ def find_sharing(
     """
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows a group; a set of rows has {MAX_ROWS} bits")
-    groups, piece = block_table.shape[0] // rows, min(chunk, page_size)
+    groups, piece = block_table.shape[0] // rows, piece_of(page_size, chunk)
     table = jnp.repeat(block_table, page_size // piece, axis=1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (chunk // piece))))
     pages = table.reshape(groups, rows, -1)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from smcjax.pallas import simt
-from smcjax.pallas.sharing import Sharing, parts_of
+from smcjax.pallas.sharing import Sharing, parts_of, piece_of
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_ROWS = 16  # of a group: pairs of them are compared in line
@@ -120,7 +120,7 @@ def find_sharing_mosaic(
 
     `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
     """
-    groups, piece = block_table.shape[0] // rows, min(chunk, page_size)
+    groups, piece = block_table.shape[0] // rows, piece_of(page_size, chunk)
     parts = [sum(1 << row for row in part) for part in parts_of(rows, queries, tiles)]
     numbers = -(-block_table.shape[1] * page_size // chunk)  # of chunks
     pieces = numbers * (chunk // piece)

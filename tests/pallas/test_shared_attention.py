@@ -118,26 +118,27 @@ def test_two_warpgroups_in_turn(group: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_two_tiles(pipelined: bool) -> None:
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_two_tiles(chunk: int) -> None:
     """More queries than one warpgroup takes, of two rows that stand at different columns."""
-    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=9, dim=128)
-    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2, pipelined=pipelined))
+    poisoned, clean = case([450, 440], [27, 26], rows=2, columns=9, dim=128)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2), chunk=chunk)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alternates", [False, True])
-def test_parts(alternates: bool) -> None:
-    """Three tiles: one part of two, and one of one whose tasks one warpgroup takes, or both in turn."""
+def test_parts() -> None:
+    """Three tiles: one part of two, and one of one, whose tasks one warpgroup takes."""
     poisoned, clean = case([150, 140, 150, 150], [9, 8, 8, 8], rows=4, columns=9)
-    tuning = Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1, alternates=alternates, pipelined=True)
-    check(poisoned, clean, rows=4, tuning=tuning)
+    check(poisoned, clean, rows=4, tuning=Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "chunk"), [(8, 64), (64, 64), (128, 64), (32, 128)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [(8, 64), (64, 64), (128, 64), (32, 128), (64, 128), (128, 128), (192, 128), (256, 128)],
+)
 def test_pages_and_chunks(page_size: int, chunk: int) -> None:
-    poisoned, clean = case([300, 310], [2, 2], rows=2, page_size=page_size)
+    poisoned, clean = case([400, 410], [2, 2], rows=2, page_size=page_size)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=1, stages=2), chunk=chunk)
 
 
@@ -174,13 +175,11 @@ def test_heads_that_do_not_fill_a_tile(group: int) -> None:
 
 @pytest.mark.slow
 def test_three_parts() -> None:
-    """Seven tiles of one row's queries: two parts of three, and one of one that its warpgroups take in turn."""
+    """Seven tiles of one row's queries: two parts of three, and one of one."""
     poisoned, clean = case([230], [0], rows=1, columns=100)
-    tuning = dataclasses.replace(
-        default_tuning(groups=1, queries=400, kv_heads=8, dim=64, chunk=64), splits=(1, 2, 1), stages=3
-    )
-    assert tuning.alternates
-    check(poisoned, clean, rows=1, tuning=tuning)
+    tuning = default_tuning(groups=1, queries=400, kv_heads=8, dim=64, chunk=64)
+    assert tuning.last_tiles == 1
+    check(poisoned, clean, rows=1, tuning=dataclasses.replace(tuning, splits=(1, 2, 1)))
 
 
 REAL = [
@@ -298,17 +297,18 @@ def test_plans_are_made_where_they_pay() -> None:
 @pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048, 4096])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 2, 32])
-def test_default_tuning_fits(queries: int, dim: int, groups: int) -> None:
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_default_tuning_fits(queries: int, dim: int, groups: int, chunk: int) -> None:
     """Parts cover the queries, shared memory of a block is at most 224 KiB and a little, the GPU is filled once.
 
     Of more parts than that each has one share.
     """
-    tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=64)
+    tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=chunk)
     assert tuning.tiles == tiles_of(queries)
-    assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles))
+    assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles)) == -(-queries // (QUERIES * 3))
     assert tuning.stages >= 2
-    assert tuning.stages % (tuning.tiles if tuning.alternates else tuning.subs) == 0
-    assert tuning.stages * 2 * 64 * dim * 2 + 2 * tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
+    assert tuning.stages % tuning.subs == 0
+    assert tuning.stages * 2 * chunk * dim * 2 + tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
     if 8 * len(tuning.splits) > 132:
         assert set(tuning.splits) == {1}
     elif groups == 1:

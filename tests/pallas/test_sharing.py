@@ -58,7 +58,7 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
     arrays = (jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
     found = jax.tree.map(np.asarray, plan(*arrays, queries, page_size, chunk, tiles))
     span = min(page_size, chunk)
-    assert found.pieces_per_chunk * span == chunk
+    assert found.piece == span
 
     for group in range(GROUPS):
         mine = range(group * ROWS, (group + 1) * ROWS)
