@@ -45,6 +45,7 @@ class _Running:
     times: Times
     preemptions: int = 0
     aborted: bool = False
+    refused: str | None = None  # why it cannot be answered
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
 
 
@@ -104,6 +105,7 @@ class Engine:
         self._preempted: dict[str, _Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
+        self._untruncated: dict[int, str] = {}  # batch sizes without programs for top_k and top_p, and why
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.seconds_waited = 0.0  # for results that the device had not finished
@@ -223,7 +225,7 @@ class Engine:
     # Enqueue.
 
     def _enqueue(self, schedule: Schedule) -> None:
-        runner, program = self.runner, self._program()
+        runner, program = self.runner, self.runner.program
         for group in schedule.preempted:
             running = self._running.pop(group.request.request_id)
             self._preempted[group.request.request_id] = running
@@ -232,6 +234,10 @@ class Engine:
             self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
+        refusal = None
+        if any(group.request.params.truncates for group in self._scheduler.groups):
+            refusal = self._why_not_truncating(schedule.size)
+            program = program if refusal else _truncating(program)
         self._compile([schedule.size], program)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
@@ -254,6 +260,25 @@ class Engine:
                 self._report("first", (first, None), {i: g for i, (g, *_) in enumerate(readings) if g.started})
         if schedule.cycle:
             self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
+        if refusal is not None:
+            self._refuse_truncating(refusal)
+
+    def _why_not_truncating(self, size: int) -> str | None:
+        """Why there can be no programs for top_k and top_p in a batch of this size; None where there are."""
+        if size not in self._untruncated:
+            try:
+                self._compile([size], _truncating(self.runner.program))
+            except ValueError as error:  # it needs more memory than the device has
+                self._untruncated[size] = f"top_k and top_p cannot be used here: {error}"
+        return self._untruncated.get(size)
+
+    def _refuse_truncating(self, error: str) -> None:
+        """Ends the requests that use top_k or top_p; the others go on without them."""
+        for group in [group for group in self._scheduler.groups if group.request.params.truncates]:
+            running = self._running[group.request.request_id]
+            running.refused = error
+            self._scheduler.withdraw(group.request.request_id)
+            self._leave(running)
 
     def _admitted(self, group: Group) -> _Running:
         """What to keep of a group that joins. One that was preempted begins again; its reader and clock go on."""
@@ -262,13 +287,6 @@ class Engine:
             return dataclasses.replace(self._preempted.pop(name), group=group, infos=[])
         certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
         return _Running(group, certain, Times(self._arrivals.pop(name), began=time.perf_counter()))
-
-    def _program(self) -> Any:
-        """The decoder's program for what runs now."""
-        program = self.runner.program
-        if any(group.request.params.truncates for group in self._scheduler.groups):
-            program = dataclasses.replace(program, truncates=True)
-        return program
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
         """What is missing, at no cost to the times of those that run.
@@ -363,6 +381,7 @@ class Engine:
             num_cached_tokens=running.group.cached,
             preemptions=running.preemptions,
             aborted=running.aborted,
+            refused=running.refused,
         )
         if running.certain is not None:
             answer = output.outputs[0]
@@ -394,3 +413,8 @@ class Engine:
         self.totals["cycles"] += output.metrics.cycles
         self.totals["resamples"] += output.metrics.resamples
         self.totals["generated_tokens"] += output.metrics.generated_tokens
+
+
+def _truncating(program: Any) -> Any:
+    """The decoder's program for batches in which somebody uses top_k or top_p."""
+    return dataclasses.replace(program, truncates=True)

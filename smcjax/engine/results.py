@@ -45,8 +45,12 @@ def assemble(
     num_cached_tokens: int,
     preemptions: int,
     aborted: bool = False,
+    refused: str | None = None,
 ) -> RequestOutput:
-    """The output of a request from its population, one group as host arrays, and its own Info of every cycle."""
+    """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
+
+    One that was `refused` when it had been admitted has that as its error, and no answer.
+    """
     smc = decoding if isinstance(decoding, SMC) else None
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
@@ -57,6 +61,8 @@ def assemble(
         for row in range(len(population.tokens))
     ]
     completion, error = _completion(request, sequences[selected], failed, tokenizer)
+    if refused is not None:
+        completion, error = CompletionOutput(0, "", [], "error"), refused
     if aborted and error is None:
         completion = dataclasses.replace(completion, finish_reason="abort")
     if request.params.logprobs and completion.finish_reason != "error":
