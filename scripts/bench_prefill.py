@@ -22,7 +22,7 @@ import numpy as np
 
 from smcjax import smc
 from smcjax.bench.cycle import Models, Rates
-from smcjax.bench.roofline import streamed_weights
+from smcjax.bench.roofline import PEAK, streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.speculation import PairParams
 from smcjax.engine.batch import Batch
@@ -33,7 +33,6 @@ from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
 REPETITIONS = 2
-PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s of dense bf16 products
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,8 +87,7 @@ def main() -> None:
         name, shared = f"{context:,}", (pages - 1) / pages
         shapes.append(Shape(name, 128, args.columns, context, table_width=pages + 16, shared=shared))
     queries = 8 * args.columns * GROUP
-    usual = chunk_of(queries, max(args.contexts))
-    tunings: list[tuple[str, int, int, Tuning | None]] = [("as it is", usual, tiles_of(queries), None)]
+    tunings: list[tuple[str, int | None, int, Tuning | None]] = [("as it is", None, tiles_of(queries), None)]
     if args.splits:
         chosen = Tuning(**{name: getattr(args, name) for name in fields if name != "splits"}, splits=tuple(args.splits))
         tunings.append(("as asked", args.chunk, args.tiles, chosen))
@@ -98,7 +97,8 @@ def main() -> None:
         cells = []
         for shape in shapes:
             inputs, _ = make(shape)
-            times, off = measure(inputs, columns=args.columns, chunk=chunk, tiles=tiles, tuning=tuning)
+            slots = chunk or chunk_of(queries, shape.table_width * shape.page_size)
+            times, off = measure(inputs, columns=args.columns, chunk=slots, tiles=tiles, tuning=tuning)
             cells.append(f"{' + '.join(f'{time:.1f}' for time in times[::-1])} ({off:.0e})")
         print(f"{name:<10}", *(f"{cell:>22}" for cell in cells), flush=True)
 

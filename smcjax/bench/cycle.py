@@ -194,8 +194,8 @@ def measure_flop_rate(dtype: str) -> float:
     return products * 2 * n**3 / _median_seconds(lambda: [multiply(x) for _ in range(products)])
 
 
-def _median_seconds(call: Any, repeats: int = 7) -> float:
-    times = []
+def _median_seconds(call: Any) -> float:
+    times, repeats = [], 7
     for _ in range(2 * repeats):  # the first half brings the clocks up
         began = time.perf_counter()
         jax.block_until_ready(call())

@@ -20,6 +20,8 @@ BANDWIDTH = {
     "NVIDIA B200": 8.0e12,
     "NVIDIA GH200 480GB": 4.0e12,
 }
+# The same, FLOP per second of dense bf16 products. Not part of the roofline, whose rate is measured.
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 def streamed_weights(config: ModelConfig) -> int:

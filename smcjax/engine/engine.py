@@ -225,7 +225,7 @@ class Engine:
     # Enqueue.
 
     def _enqueue(self, schedule: Schedule) -> None:
-        runner, program = self.runner, self.runner.program
+        runner = self.runner
         for group in schedule.preempted:
             running = self._running.pop(group.request.request_id)
             self._preempted[group.request.request_id] = running
@@ -234,11 +234,7 @@ class Engine:
             self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
-        refusal = None
-        if any(group.request.params.truncates for group in self._scheduler.groups):
-            refusal = self._why_not_truncating(schedule.size)
-            program = program if refusal else _truncating(program)
-        self._compile([schedule.size], program)
+        program, refusal = self._ready_program(schedule.size)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -263,14 +259,20 @@ class Engine:
         if refusal is not None:
             self._refuse_truncating(refusal)
 
-    def _why_not_truncating(self, size: int) -> str | None:
-        """Why there can be no programs for top_k and top_p in a batch of this size; None where there are."""
-        if size not in self._untruncated:
+    def _ready_program(self, size: int) -> tuple[Any, str | None]:
+        """The compiled program for those in a batch of this size; and why it is not one for top_k and top_p, if
+        somebody uses them and it is not."""
+        program = self.runner.program
+        wanted = any(group.request.params.truncates for group in self._scheduler.groups)
+        if wanted and size not in self._untruncated:
+            truncating = dataclasses.replace(program, truncates=True)
             try:
-                self._compile([size], _truncating(self.runner.program))
+                self._compile([size], truncating)
+                return truncating, None
             except ValueError as error:  # it needs more memory than the device has
                 self._untruncated[size] = f"top_k and top_p cannot be used here: {error}"
-        return self._untruncated.get(size)
+        self._compile([size], program)
+        return program, self._untruncated[size] if wanted else None
 
     def _refuse_truncating(self, error: str) -> None:
         """Ends the requests that use top_k or top_p; the others go on without them."""
@@ -413,8 +415,3 @@ class Engine:
         self.totals["cycles"] += output.metrics.cycles
         self.totals["resamples"] += output.metrics.resamples
         self.totals["generated_tokens"] += output.metrics.generated_tokens
-
-
-def _truncating(program: Any) -> Any:
-    """The decoder's program for batches in which somebody uses top_k or top_p."""
-    return dataclasses.replace(program, truncates=True)

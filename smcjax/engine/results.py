@@ -17,6 +17,11 @@ from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
+_NO_WEIGHT = (
+    "no particle has a usable weight left (all are zero, or the model gave NaN); "
+    "check the model's weights and the dtype"
+)
+
 
 @dataclasses.dataclass
 class Times:
@@ -55,14 +60,15 @@ def assemble(
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
     selected = int(population.selected)
-    failed = bool(population.failed)
     sequences = [
         [int(token) for token in population.tokens[row, start : population.length[row]]]
         for row in range(len(population.tokens))
     ]
-    completion, error = _completion(request, sequences[selected], failed, tokenizer)
-    if refused is not None:
-        completion, error = CompletionOutput(0, "", [], "error"), refused
+    error = refused or (_NO_WEIGHT if population.failed else None)
+    if error is not None:
+        completion = CompletionOutput(0, "", [], "error")
+    else:
+        completion = _completion(request, sequences[selected], tokenizer)
     if aborted and error is None:
         completion = dataclasses.replace(completion, finish_reason="abort")
     if request.params.logprobs and completion.finish_reason != "error":
@@ -157,23 +163,15 @@ def _reason(request: Request, token_ids: list[int]) -> str:
     return "stop" if token_ids and token_ids[-1] in request.stop_ids else "length"
 
 
-def _completion(
-    request: Request, token_ids: list[int], failed: bool, tokenizer: Tokenizer | None
-) -> tuple[CompletionOutput, str | None]:
-    if failed:
-        error = (
-            "no particle has a usable weight left (all are zero, or the model gave NaN); "
-            "check the model's weights and the dtype"
-        )
-        return CompletionOutput(0, "", [], "error"), error
+def _completion(request: Request, token_ids: list[int], tokenizer: Tokenizer | None) -> CompletionOutput:
     reason = _reason(request, token_ids)
     shown = token_ids[:-1] if reason == "stop" else token_ids
     text = "" if tokenizer is None else tokenizer.decode(shown)
     if tokenizer is not None and request.params.stop_strings:
         cut = first_stop(text, request.params.stop_strings)
         if cut is not None:
-            return CompletionOutput(0, text[:cut], _tokens_up_to(shown, text, cut, request, tokenizer), "stop"), None
-    return CompletionOutput(0, text, token_ids, reason), None
+            return CompletionOutput(0, text[:cut], _tokens_up_to(shown, text, cut, request, tokenizer), "stop")
+    return CompletionOutput(0, text, token_ids, reason)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:

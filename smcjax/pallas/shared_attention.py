@@ -8,10 +8,10 @@ chunks: first those that are tasks, then those into which its pieces are packed 
 
 A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA: K of a chunk, V of it, K
 of the next. The others compute, one for every 64 queries (a *tile*) of the part, times `subs`, which take the block's
-chunks in turn. Nothing is arranged to run beside its own products in a warpgroup: what the tensor cores do not hide is
-the instructions of the softmax, so chunks are as wide as registers allow, and warpgroups take care of themselves. Each
-leaves log2 of Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel
-merges them in a fixed order (`shared_merge.py`).
+chunks in turn. Its time is the softmax's instructions more than the products', so chunks are as wide as registers
+allow; to run a warpgroup's softmax beside its own products does not pay (docs/performance.md). Each leaves log2 of
+Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel merges them in a
+fixed order (`shared_merge.py`).
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _kernel(
             names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
             if piece == page_size:
                 return [Place(name) for name in names]
-            first = chunks_ref[group, part, at, per_chunk] * per_chunk
-            return [Place(name, first + j) for j, name in enumerate(names)]
+            number = chunks_ref[group, part, at, per_chunk] * per_chunk
+            return [Place(name, number + j) for j, name in enumerate(names)]
 
         first = chunk_at(lax.min(index, chunks_ref.shape[2] - 1))  # on its way beside the counts
         own, num_pieces = read_counts()
@@ -155,19 +155,15 @@ def _kernel(
         def fetch(source: Ref, buffer: jax.Array, pages: list[Place]) -> None:
             for j, (name, number) in enumerate(pages):
                 target = ring_smem.at[buffer, pl.ds(j * piece, piece)]
-                first = 0 if number is None else pl.multiple_of(lax.rem(number * piece, page_size), piece)
-                plgpu.copy_gmem_to_smem(source.at[name, pl.ds(first, piece), head], target, ready.at[buffer])
+                start = 0 if number is None else pl.multiple_of(lax.rem(number * piece, page_size), piece)
+                plgpu.copy_gmem_to_smem(source.at[name, pl.ds(start, piece), head], target, ready.at[buffer])
             for _ in range(per_chunk - len(pages)):
                 plgpu.barrier_arrive(ready.at[buffer])
 
         def fill(number: jax.Array, pages: list[Place], *, look_up: Callable[[jax.Array], list[Place]]) -> list[Place]:
             following = look_up(number + 1)
             for source, buffer in zip((keys_ref, values_ref), buffers_of(number), strict=True):
-
-                @pl.when(number >= stages)
-                def _(buffer: jax.Array = buffer) -> None:
-                    plgpu.barrier_wait(used.at[buffer])
-
+                pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, used.at[buffer]))
                 fetch(source, buffer, pages)
             return following
 
@@ -387,9 +383,9 @@ def shared_attention_mosaic(
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
     num_packed = -(-sharing.num_pieces * sharing.piece // PACKED)
     dealt = dealings(sharing.num_chunks, num_packed, tuning.splits, extra=extra_of(chunk))
-    packed = q.reshape(-1, heads, dim)
+    pairs = q.reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
-        packed = jnp.pad(packed, ((0, size // group_heads), (0, 0), (0, 0)))
+        pairs = jnp.pad(pairs, ((0, size // group_heads), (0, 0), (0, 0)))
     halves = (tuning.warpgroups, dim // HALF)
     scratch: dict[str, Any] = {
         "warpgroup_smem": plgpu.RefUnion(
@@ -426,7 +422,7 @@ def shared_attention_mosaic(
         interpret=interpret,
         kernel_name="shared_attention",
     )(
-        packed,
+        pairs,
         key_pages,
         value_pages,
         sharing.chunks,

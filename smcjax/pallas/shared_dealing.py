@@ -78,5 +78,5 @@ def dealings(
     """What kernels read: `FIELDS` for all blocks, those of a part behind those of the part before."""
     part = np.repeat(np.arange(len(splits)), splits)
     block = jnp.asarray(np.concatenate([np.arange(count) for count in splits]))
-    own = deal(block, jnp.asarray(splits)[part], num_chunks[:, part], num_packed[:, part], extra=extra)
+    own = deal(block, jnp.asarray(np.repeat(splits, splits)), num_chunks[:, part], num_packed[:, part], extra=extra)
     return jnp.stack([getattr(own, field) for field in FIELDS], axis=2).astype(jnp.int32)
