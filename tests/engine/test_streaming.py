@@ -66,10 +66,10 @@ def test_what_was_said_stays_said(
             # Only a character that is still open at the row's own end may be missing from it.
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
-    answer, _ = _completion(request(*stops), rows[selected], False, Bytes())  # type: ignore[arg-type]
-    said.append(certain.rest(answer.text, answer.token_ids))
-    assert "".join(text for text, _ in said) == answer.text
-    assert [token for _, tokens in said for token in tokens] == answer.token_ids
+    output = _completion(request(*stops), rows[selected], Bytes())  # type: ignore[arg-type]
+    said.append(certain.rest(output.text, output.token_ids))
+    assert "".join(text for text, _ in said) == output.text
+    assert [token for _, tokens in said for token in tokens] == output.token_ids
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 9])
@@ -81,7 +81,7 @@ def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) 
     for at in range(1, len(ids), block):
         some = ids[at : at + block]
         said.append(certain.advance(np.array([some]), np.array([at + len(some)]), np.array([0]), np.ones(1, bool)))
-    answer, _ = _completion(asked, ids, False, BYTE_FALLBACK)
+    answer = _completion(asked, ids, BYTE_FALLBACK)
     said.append(certain.rest(answer.text, answer.token_ids))
     assert "".join(text for text, _ in said) == answer.text
     assert [token for _, tokens in said for token in tokens] == answer.token_ids
