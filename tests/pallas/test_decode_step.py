@@ -145,16 +145,19 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, l
         rows=problem.rows,
         page_size=PAGE,
     )
-    # The second of three steps, of which the others are elsewhere.
     slots = np.where(live[:, None], problem.write_pages, 0) * PAGE + problem.positions % PAGE
-    steps = (jnp.stack([0 * x, x, 0 * x]) for x in map(jnp.asarray, (cos, sin, problem.positions, slots)))
+
+    def second(x: np.ndarray) -> jax.Array:
+        """The tables' second step of three, of which the others are elsewhere."""
+        return jnp.stack([0 * x, x, 0 * x])
+
     weights = weights_of(params, norms_of(params))
     return ds.decode_step(
         shape,
         weights,
         ds.embedded(weights.embed, weights.norms[0], jnp.asarray(problem.tokens)),
         1,
-        ds.make_tables(shape, *steps, problem.draws),
+        ds.make_tables(shape, second(cos), second(sin), second(problem.positions), second(slots), problem.draws),
         sharing,
         problem.keys,
         problem.values,

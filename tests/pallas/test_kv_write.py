@@ -208,7 +208,7 @@ def lowered(shape: dict[str, Any], implementation: str = "mosaic", dtype: Any = 
         return jax.ShapeDtypeStruct([sizes[axis] for axis in axes], kind)
 
     def write(key_pages: jax.Array, value_pages: jax.Array, weights: Any, x: Any, **inputs: Any) -> Any:
-        norms = HeadNorms(*weights, 1e-6) if weights else None
+        norms = HeadNorms(weights[0], weights[1], 1e-6) if weights else None
         pending = None if x is None else PendingNorm(x, 1e-5)
         given = {**inputs, "norms": norms, "pending": pending, "implementation": implementation}
         return rotate_and_write(key_pages=key_pages, value_pages=value_pages, **given)

@@ -117,7 +117,7 @@ def resample(batch: Batch, shape: Shape, rng: np.random.Generator, kernel: Any) 
             np.testing.assert_array_equal(one[row, :end], other[row, :end])
     assert_pages_sound(our_table, PagePool(refcount, free, left))
     freed = int(left) - int(batch.pool.num_free)
-    return Batch(pool, np.asarray(table), *(np.asarray(x) for x in rows), length), freed
+    return Batch(pool, np.asarray(table), np.asarray(rows[0]), np.asarray(rows[1]), length), freed
 
 
 def history(shape: Shape, seed: int, rounds: int, interpret: Any, spare_pages: int | None = None) -> int:
