@@ -29,12 +29,13 @@ class BatchRunner:
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
+        self._empty_memory = jax.jit(lambda: decoder.Memory.create(program, params, num_pages))
         # The newest KV and pages: every program donates the last and returns the next.
         self.memory: Any = self._create_memory()
         self._chunk = min(PREFILL_CHUNK, program.max_model_len)
 
     def _create_memory(self) -> Any:
-        return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
+        return self._empty_memory()
 
     def jobs(self, batch: Batch, program: Any) -> dict[tuple[Any, int, str], Job]:
         """The five programs of this batch size, to be compiled: by (program, size, name)."""

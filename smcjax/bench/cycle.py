@@ -212,11 +212,11 @@ class _Runner(BatchRunner):
     """The engine's runner, whose memory is only described until `take` and which leaves the weights alone."""
 
     def _create_memory(self) -> Any:
-        return jax.eval_shape(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))
+        return jax.eval_shape(self._empty_memory)
 
     def take(self) -> None:
         """The memory, its pages full of random numbers."""
-        self.memory = random_memory(super()._create_memory())
+        self.memory = random_memory(self._empty_memory())
 
     def drop(self) -> None:
         """Frees the memory."""
@@ -285,7 +285,7 @@ def require_room(models: Models, case: Case) -> None:
 
 
 class Bench:
-    """One case on given weights: `compile`, then `measure`. Takes memory for its KV in `measure` only."""
+    """One case on given weights: `compile`, then `measure`. Takes memory for its KV in windows only."""
 
     def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
         self.models, self.case = models, case
@@ -306,13 +306,16 @@ class Bench:
         compile_together([self.wanted()])
 
     def measure(self, rates: Rates) -> CycleResult:
-        """The windows, and what they mean. Frees the KV afterwards."""
+        """All windows, and what they mean."""
+        return self.result([self.time_window() for _ in range(self.case.windows)], rates)
+
+    def time_window(self) -> float:
+        """Milliseconds a cycle over one window, after the prompt and warm-up. Frees the KV afterwards."""
         self.runner.take()
         try:
-            window_ms = [self._time_window() for _ in range(self.case.windows)]
+            return self._time_cycles()
         finally:
             self.runner.drop()
-        return self._result(window_ms, rates)
 
     def started(self) -> Any:
         """A batch with its first tokens drawn."""
@@ -325,8 +328,7 @@ class Bench:
             state = own_pages(state, (case.context - case.private) // case.page_size)
         return runner.programs[*key, "start"](runner.params, state, hidden)
 
-    def _time_window(self) -> float:
-        """Milliseconds a cycle over one window, after the prompt and warm-up."""
+    def _time_cycles(self) -> float:
         runner, cycles = self.runner, self.case.cycles_per_window
         state = self.started()
         step = runner.programs[runner.program, self.batch.size, "step"]
@@ -361,7 +363,8 @@ class Bench:
             **sizes,
         )
 
-    def _result(self, window_ms: list[float], rates: Rates) -> CycleResult:
+    def result(self, window_ms: list[float], rates: Rates) -> CycleResult:
+        """What these windows mean."""
         models, case, phases = self.models, self.case, self._phases()
         budget = budget_of(models, case)
         ms = statistics.median(window_ms)

@@ -1,13 +1,18 @@
 """`smcjax bench table`: the cycle over contexts, particles, draft lengths and batch sizes, in one process.
 
 Weights are made once and serve all cases, whose programs are compiled side by side. Then each case takes its KV, is
-timed and gives the KV back, so that nothing else runs or takes memory beside a measurement. KV is synthetic.
+timed and gives the KV back, so that nothing else runs or takes memory beside a measurement. KV is synthetic. Cases that
+differ in nothing but their context take turns, a window each: clocks fall as a device warms up, and what a longer
+context adds is the difference of windows that followed each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +24,7 @@ from smcjax.bench.cycle import (
     Models,
     Rates,
     described,
+    named,
     require_pair,
     require_room,
 )
@@ -68,7 +74,7 @@ def standard_cases(
     requests_context: int = REQUESTS_CONTEXT,
     page_size: int = 16,
     implementation: str = "auto",
-    windows: int = 3,
+    windows: int = 5,
     cycles: int = 12,
 ) -> list[Case]:
     """The rows of the table; the first is what added milliseconds are counted from.
@@ -109,15 +115,33 @@ def run_cases(
     benches = [Bench(models, case, target, draft) for case in cases]
     compile_together([bench.wanted() for bench in benches])
     results = []
-    for bench in benches:
-        began = time.perf_counter()
-        results.append(bench.measure(rates))
-        on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({time.perf_counter() - began:.1f} s)")
+    for _, compared in itertools.groupby(benches, key=lambda bench: _but_context(bench.case)):
+        results += _in_turns(list(compared), rates, on_result)
+    return results
+
+
+def _but_context(case: Case) -> tuple[object, ...]:
+    """What cases have in common whose times are compared."""
+    return named(case.decoding), case.groups, case.rows, case.advance, case.windows
+
+
+def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str], None]) -> list[CycleResult]:
+    """Times cases that take turns, a window each."""
+    began = time.perf_counter()
+    rounds = [[bench.time_window() for bench in benches] for _ in range(benches[0].case.windows)]
+    each = (time.perf_counter() - began) / len(benches)
+    results = []
+    for bench, windows in zip(benches, zip(*rounds, strict=True), strict=True):
+        results.append(bench.result(list(windows), rates))
+        on_result(f"{described(bench.case)}: {results[-1].ms:.2f} ms ({each:.1f} s)")
     return results
 
 
 def markdown(results: Sequence[CycleResult]) -> str:
-    """The table. Added milliseconds, and their bound by bytes, are over the first row, for its decoding and batch."""
+    """The table. Added milliseconds, and their bound by bytes, are over the first row, for its decoding and batch.
+
+    They are the median over windows of the difference.
+    """
     first = results[0]
     lines = [
         "| case | max_model_len | ms a cycle | tokens/s | of the weight roofline | of the roofline "
@@ -127,7 +151,7 @@ def markdown(results: Sequence[CycleResult]) -> str:
     for result in results:
         added = bound = "–"
         if _comparable(result, first) and result.kv_bytes > first.kv_bytes:
-            added = f"{result.ms - first.ms:.2f}"
+            added = f"{statistics.median(map(operator.sub, result.ms_windows, first.ms_windows)):.2f}"
             bound = f"{(result.kv_bytes - first.kv_bytes) / result.bandwidth * 1e3:.2f}"
         cells = (
             _name(result),

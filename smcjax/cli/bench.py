@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table = benchmarks.add_parser(
         "table", help="contexts, particles, draft lengths, batch sizes: one markdown table", description=__doc__
     )
-    _add_common_options(table, windows=3, cycles=12)
+    _add_common_options(table, windows=5, cycles=12)
     table.add_argument("--contexts", type=int, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
     table.add_argument("--requests", type=int, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
     table.add_argument("--requests-context", type=int, default=1024, metavar="T", help="of several requests (1024)")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from smcjax.bench.cycle import CycleResult, Models
+from smcjax.bench import cycle, table
+from smcjax.bench.cycle import Bench, CycleResult, Models, described
 from smcjax.bench.table import markdown, run_cases, standard_cases
 from smcjax.smc import SMC
 
@@ -17,6 +18,7 @@ def result(**changes: Any) -> CycleResult:
     fields |= {"decoding": "smc", "groups": 1, "n_particles": 8, "gamma": 8, "context": 256, "private": 0}
     fields |= {"ms": 10.0, "kv_bytes": 10**9, "bandwidth": 1e12, "weight_roofline_fraction": 0.5}
     fields |= {"max_model_len": 1024, "tokens_per_second": 900.0, "roofline_fraction": 0.51}
+    fields |= {"ms_windows": [changes.get("ms", 10.0)]}
     return CycleResult(**{**fields, **changes})
 
 
@@ -61,6 +63,37 @@ def test_what_the_table_says() -> None:
     assert lines[5].startswith("| N=8, K=8, 32 requests, 1,024 tokens |")
     assert lines[5].endswith("| – | – |")
     assert lines[6].startswith("| target only, 256 tokens |")
+
+
+def test_what_a_context_adds_is_the_median_of_differences_of_windows() -> None:
+    """Here every window adds 1 ms, and the device slows down between them; medians of the cases differ by 3."""
+    rows = [
+        result(ms=10.0, ms_windows=[9.0, 10.0, 12.0]),
+        result(context=4096, ms=13.0, ms_windows=[10.0, 13.0, 13.0], kv_bytes=3 * 10**9),
+    ]
+    assert markdown(rows).splitlines()[3].endswith("| 1.00 | 2.00 |")
+
+
+def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+
+    def time_window(bench: Bench) -> float:
+        turns.append(described(bench.case))
+        return float(len(turns))
+
+    monkeypatch.setattr(Bench, "time_window", time_window)
+    monkeypatch.setattr(table, "compile_together", lambda _: None)
+    monkeypatch.setattr(cycle, "measure_flop_rate", lambda _: 1e12)
+    cases = standard_cases(
+        n_particles=2, gamma=2, contexts=[8, 16], requests=[2], requests_context=8, page_size=4, windows=2, cycles=2
+    )
+    results = run_cases(Models("tiny-target", "tiny-draft"), cases, bandwidth=1e10, on_result=lambda _: None)
+    contexts = [f"N=2 K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private")]
+    assert turns[:6] == contexts * 2
+    assert [name.split(",")[0] for name in turns[6:]] == ["N=4 K=2"] * 2 + ["N=2 K=4"] * 2 + ["N=2 K=2"] * 2 + [
+        "target only"
+    ] * 2
+    assert [each.ms_windows for each in results] == [[1, 4], [2, 5], [3, 6], [7, 8], [9, 10], [11, 12], [13, 14]]
 
 
 @pytest.mark.slow
