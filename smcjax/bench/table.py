@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 import statistics
 import time
@@ -102,7 +101,7 @@ def standard_cases(
 def run_cases(
     models: Models, cases: Sequence[Case], *, bandwidth: float | None = None, on_result: Callable[[str], None]
 ) -> list[CycleResult]:
-    """Times the cases, of one implementation, in order on one set of weights; `on_result` hears one line each."""
+    """Times the cases, of one implementation, on one set of weights; `on_result` hears one line each as they end."""
     enable_compilation_cache()
     with_draft = any(case.decoding is not None for case in cases)
     for case in cases:
@@ -114,10 +113,13 @@ def run_cases(
     rates = Rates.measure(models.target_config.dtype, bandwidth)
     benches = [Bench(models, case, target, draft) for case in cases]
     compile_together([bench.wanted() for bench in benches])
-    results = []
-    for _, compared in itertools.groupby(benches, key=lambda bench: _but_context(bench.case)):
-        results += _in_turns(list(compared), rates, on_result)
-    return results
+    compared: dict[tuple[object, ...], list[Bench]] = {}
+    for bench in benches:
+        compared.setdefault(_but_context(bench.case), []).append(bench)
+    results: dict[Bench, CycleResult] = {}
+    for together in compared.values():
+        results |= zip(together, _in_turns(together, rates, on_result), strict=True)
+    return [results[bench] for bench in benches]
 
 
 def _but_context(case: Case) -> tuple[object, ...]:

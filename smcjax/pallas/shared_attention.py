@@ -277,7 +277,7 @@ def _kernel(
         # Read only now: held through the first loop, these would be registers that it does not have.
         over_pieces = functools.partial(step, lengths=[lengths_ref[group * rows + r] for r in range(rows)])
         softmax, _ = lax.fori_loop(settled_turns, total, over_pieces, (softmax, pieces(settled_turns)))
-        place = (group, share, lax.div(warpgroup, tiles), head, lane)
+        place = (group, share, sub, head, lane)
         with jax.named_scope("result"):
             values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MOST_F16, MOST_F16)

@@ -85,15 +85,24 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(table, "compile_together", lambda _: None)
     monkeypatch.setattr(cycle, "measure_flop_rate", lambda _: 1e12)
     cases = standard_cases(
-        n_particles=2, gamma=2, contexts=[8, 16], requests=[2], requests_context=8, page_size=4, windows=2, cycles=2
+        n_particles=2, gamma=2, contexts=[8, 16], requests=[1, 2], requests_context=12, page_size=4, windows=2, cycles=2
     )
     results = run_cases(Models("tiny-target", "tiny-draft"), cases, bandwidth=1e10, on_result=lambda _: None)
-    contexts = [f"N=2 K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private")]
-    assert turns[:6] == contexts * 2
-    assert [name.split(",")[0] for name in turns[6:]] == ["N=4 K=2"] * 2 + ["N=2 K=4"] * 2 + ["N=2 K=2"] * 2 + [
+    contexts = [f"N=2 K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private", "12")]
+    assert turns[:8] == contexts * 2
+    assert [name.split(",")[0] for name in turns[8:]] == ["N=4 K=2"] * 2 + ["N=2 K=4"] * 2 + ["N=2 K=2"] * 2 + [
         "target only"
     ] * 2
-    assert [each.ms_windows for each in results] == [[1, 4], [2, 5], [3, 6], [7, 8], [9, 10], [11, 12], [13, 14]]
+    assert [each.ms_windows for each in results] == [
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [9, 10],
+        [11, 12],
+        [4, 8],
+        [13, 14],
+        [15, 16],
+    ]
 
 
 @pytest.mark.slow
