@@ -42,7 +42,7 @@ def test_the_report() -> None:
     problems = generate(7, 20, "eval")
     oracle = Oracle(13, problems)
     base = SamplingParams(max_tokens=50, temperature=0.3)
-    evaluation = evaluate(oracle, problems, base, seed=9, use_tqdm=False)  # type: ignore[arg-type]
+    evaluation = evaluate(oracle, problems, base, seed=9, use_tqdm=False)
     report = evaluation.report()
     low, high = wilson_interval(13, 20)
     assert evaluation.correct == [True] * 13 + [False] * 7

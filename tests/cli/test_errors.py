@@ -183,7 +183,7 @@ def test_help(smcjax: Command, command: list[str]) -> None:
 
 
 def run_python(code: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(  # type: ignore[call-overload]
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **kwargs
     )
 

@@ -87,7 +87,7 @@ def test_errors_reach_their_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch)
                 served.generate("")
             for prompt in (5, None, ["a", "b"], [[1, 2]]):
                 with pytest.raises(ValueError, match="prompt must be text or"):
-                    served.generate(prompt)  # type: ignore[arg-type]
+                    served.generate(prompt)
             before = await read(served, 2)
             with monkeypatch.context() as patch:
                 patch.setattr(Engine, "_collect", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))

@@ -48,7 +48,7 @@ def test_temperature_zero_takes_the_largest(plain: LLM) -> None:
 @pytest.mark.slow
 def test_top_k_and_top_p_keep_their_sets(plain: LLM) -> None:
     kinds = [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 6, "top_p": 0.6, "temperature": 0.7}, {}]
-    params = [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    params = [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
     before = plain.metrics()["compilations"]
     outputs = plain.generate(["ab"] * 4, params, use_tqdm=False)
     assert plain.metrics()["compilations"] > before  # truncation has a program of its own
@@ -83,7 +83,7 @@ def test_truncating_neighbours_change_nothing(plain: LLM) -> None:
 
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}])
 def test_smc_names_the_decoder_that_can(llm: LLM, plain: LLM, change: dict[str, float]) -> None:
-    params = SamplingParams(max_tokens=2, **change)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=2, **change)
     with pytest.raises(ValueError, match=r"use decoding=Rejection\(\) or Autoregressive\(\)"):
         llm.generate("ab", params)
     assert plain.generate("ab", params, use_tqdm=False)[0].error is None

@@ -31,7 +31,7 @@ def test_at_the_start_and_never_again(pair: Pair, capfd: pytest.CaptureFixture[s
         assert "Compiling" not in capfd.readouterr().err  # nothing is left
         sizes = set()
         resize = llm.engine.runner.resize
-        llm.engine.runner.resize = lambda size, sources: (sizes.add(size), resize(size, sources))[1]  # type: ignore[method-assign]
+        llm.engine.runner.resize = lambda size, sources: (sizes.add(size), resize(size, sources))[1]
         coming_and_going(llm)
         assert sizes == {1, 2, 4}
         assert llm.metrics()["compilations"] == programs

@@ -42,7 +42,7 @@ def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str,
     good = {"prompt_token_ids": [70, 71, 72]}
     bad = {"prompt_token_ids": [70, POISON, 72]}
     expected = healthy.generate(good, PARAMS, use_tqdm=False)[0].outputs
-    with LLM(poisoned, draft_model=pair.draft, decoding=decoding, **fields) as sick:  # type: ignore[arg-type]
+    with LLM(poisoned, draft_model=pair.draft, decoding=decoding, **fields) as sick:
         for prompts in ([good, bad, good, bad], [bad, good, good], [good, good, good]):  # the last reuses their pages
             outputs = sick.generate(prompts, PARAMS, use_tqdm=False)
             for prompt, output in zip(prompts, outputs, strict=True):

@@ -17,7 +17,7 @@ _logits = jax.jit(logits, static_argnums=0)
 
 
 def generate(llm: LLM, prompts: object, params: object = None) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def tokens(output: RequestOutput) -> list[int]:
@@ -32,7 +32,7 @@ def encode(llm: LLM, text: str) -> list[int]:
 def seed_where(llm: LLM, wanted: str, params: dict[str, object]) -> tuple[RequestOutput, int]:
     """The first request among many seeds whose answer ends for the wanted reason."""
     for seed in range(40):
-        output = generate(llm, "ab", SamplingParams(seed=seed, **params))[0]  # type: ignore[arg-type]
+        output = generate(llm, "ab", SamplingParams(seed=seed, **params))[0]
         if output.outputs[0].finish_reason == wanted:
             return output, seed
     raise AssertionError(f"no seed ends with {wanted}")
@@ -79,7 +79,7 @@ def test_eos_on_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
     again = generate(llm, "ab", SamplingParams(seed=seed, max_tokens=count))[0].outputs[0]
     # The other rows may end elsewhere now and change the draw, but a row of this length that ends in EOS is a stop.
     rows = generate(llm, ["ab"] * 24, [SamplingParams(seed=s, max_tokens=2) for s in range(24)])
-    at_cap = [p for o in [*rows] for p in o.smc.particles if len(p.token_ids) == 2]  # type: ignore[union-attr]
+    at_cap = [p for o in [*rows] for p in o.smc.particles if len(p.token_ids) == 2]
     assert {p.finish_reason for p in at_cap if p.token_ids[-1] == EOS} == {"stop"}
     assert {p.finish_reason for p in at_cap if p.token_ids[-1] != EOS} == {"length"}
     assert again.finish_reason == ("stop" if again.token_ids[-1] == EOS else "length")
@@ -154,7 +154,7 @@ def test_limits_at_their_ends(llm: LLM) -> None:
     def ends(prompt: list[int], max_tokens: int | None) -> tuple[int, str]:
         params = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
         output = generate(llm, {"prompt_token_ids": prompt}, params)[0]
-        assert all(len(p.token_ids) == len(tokens(output)) for p in output.smc.particles)  # type: ignore[union-attr]
+        assert all(len(p.token_ids) == len(tokens(output)) for p in output.smc.particles)
         return len(tokens(output)), output.outputs[0].finish_reason
 
     assert ends([97], 1) == (1, "length")

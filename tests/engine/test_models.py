@@ -15,7 +15,7 @@ from tests.checkpoints import GOLDEN, Pair, write_model, write_tokenizer
 
 
 def test_padded_vocabularies_are_cut_to_the_common_ids(llm: LLM) -> None:
-    assert (llm.models.target.vocab_size, llm.models.draft.vocab_size) == (264, 264)  # type: ignore[union-attr]
+    assert (llm.models.target.vocab_size, llm.models.draft.vocab_size) == (264, 264)
     with pytest.raises(ValueError, match="ids of this model are 0 to 263"):
         llm.generate({"prompt_token_ids": [270]})
 
@@ -118,7 +118,7 @@ def test_directories_that_cannot_be_used(kind: str, role: str, pair: Pair, tmp_p
     damage(broken)
     paths = {"model": pair.target, "draft_model": pair.draft, role: str(broken)}
     with pytest.raises(CheckpointError, match=reason) as caught:
-        LLM(decoding=SMC(2, 2), max_model_len=32, **paths)  # type: ignore[arg-type]
+        LLM(decoding=SMC(2, 2), max_model_len=32, **paths)
     message = str(caught.value)
     assert "\n" not in message
     assert str(broken) in message

@@ -219,10 +219,10 @@ def test_bad_messages(llm: LLM, messages: Any, reason: str) -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), seed=np.uint32(3))  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), seed=np.uint32(3))
     assert params == SamplingParams(max_tokens=8, temperature=0.5, seed=3)
-    assert SMC(n_particles=np.int32(4)) == SMC(n_particles=4)  # type: ignore[arg-type]
-    assert type(Rejection(gamma=np.int8(2)).gamma) is int  # type: ignore[arg-type]
+    assert SMC(n_particles=np.int32(4)) == SMC(n_particles=4)
+    assert type(Rejection(gamma=np.int8(2)).gamma) is int
     with pytest.raises(ValueError, match=r"temperature must be .* got nan"):
         SamplingParams(temperature=np.float64("nan"))
 

@@ -95,7 +95,7 @@ def test_reading_results_late_changes_nothing(
         assert b.smc is not None
         assert a.smc.log_evidence == b.smc.log_evidence
         assert a.metrics.cycles == b.metrics.cycles
-        np.testing.assert_array_equal(a.smc.trace.ess, b.smc.trace.ess)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(a.smc.trace.ess, b.smc.trace.ess)
 
 
 @pytest.mark.slow

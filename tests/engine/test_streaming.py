@@ -51,7 +51,7 @@ def test_what_was_said_stays_said(
     history: tuple[list[tuple[list[list[int]], list[int]]], int], stops: tuple[str, ...]
 ) -> None:
     cycles, selected = history
-    certain = CertainText(request(*stops), Bytes())  # type: ignore[arg-type]
+    certain = CertainText(request(*stops), Bytes())
     rows = [[97] for _ in cycles[0][0]]
     said = [certain.begin(np.array([97] * len(rows)))]
     for block, ancestors in cycles:
@@ -66,7 +66,7 @@ def test_what_was_said_stays_said(
             # Only a character that is still open at the row's own end may be missing from it.
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
-    output = _completion(request(*stops), rows[selected], Bytes())  # type: ignore[arg-type]
+    output = _completion(request(*stops), rows[selected], Bytes())
     said.append(certain.rest(output.text, output.token_ids))
     assert "".join(text for text, _ in said) == output.text
     assert [token for _, tokens in said for token in tokens] == output.token_ids
@@ -89,21 +89,21 @@ def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) 
 
 
 def test_rows_without_weight_have_no_say() -> None:
-    certain = CertainText(request(), Bytes())  # type: ignore[arg-type]
+    certain = CertainText(request(), Bytes())
     certain.begin(np.array([*b"aa"]))
     said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
     assert said == ("b", [98])
 
 
 def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk]:
-    return list(llm.generate_stream(prompt, params))  # type: ignore[arg-type]
+    return list(llm.generate_stream(prompt, params))
 
 
 @pytest.mark.parametrize("stop", [None, "a", ["k", "qq"]])
 def test_chunks_make_up_the_answer(llm: LLM, plain: LLM, stop: object) -> None:
     for engine in (llm, plain):
         for seed in range(4):
-            params = SamplingParams(seed=seed, max_tokens=25, stop=stop, ignore_eos=seed % 2 == 0)  # type: ignore[arg-type]
+            params = SamplingParams(seed=seed, max_tokens=25, stop=stop, ignore_eos=seed % 2 == 0)
             answer = engine.generate("ab", params, use_tqdm=False)[0].outputs[0]
             chunks = stream(engine, "ab", params)
             assert "".join(chunk.text for chunk in chunks) == answer.text
@@ -152,7 +152,7 @@ def test_a_stream_that_someone_else_aborts_ends(llm: LLM) -> None:
 
 def test_bad_streams_are_refused_at_once(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt must be text or .*, got \['a', 'b'\]"):
-        llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
+        llm.generate_stream(["a", "b"])
     with pytest.raises(ValueError, match="the prompt is empty"):
         llm.generate_stream("")
 
@@ -174,7 +174,7 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
             super().__init__(token, parent)
 
     monkeypatch.setattr(streaming, "_Node", Node)
-    certain = CertainText(request("stop", "zzzz"), Counting())  # type: ignore[arg-type]
+    certain = CertainText(request("stop", "zzzz"), Counting())
     certain.begin(np.array([97, 97, 97]))
     said, cycles = [1], 3000
     for cycle in range(cycles):

@@ -91,7 +91,7 @@ def check(inputs: dict[str, Any], **how: Any) -> None:
         g, w = (np.asarray(x.astype(jnp.float32)) for x in (g, w))
         if name != "q":
             g, w = g[certain], w[certain]
-        bound = {"rtol": 0.0, "atol": 0.0} if name == "values" else {"rtol": 2**-7, "atol": 1e-6}
+        bound: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if name == "values" else {"rtol": 2**-7, "atol": 1e-6}
         if inputs["pending"] is not None:
             bound = {"rtol": 2**-6, "atol": 2**-7}  # absolute: what rotation takes from numbers of about 1
         np.testing.assert_allclose(g, w, err_msg=name, **bound)

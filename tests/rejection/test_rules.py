@@ -153,7 +153,7 @@ RULES = {
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_law_is_the_targets(name: str, seed: int) -> None:
     toy, (n, gamma, *rest) = Toy(seed), RULES[name]
-    np.testing.assert_allclose(law_of(toy, n, gamma, *rest), toy.joint(gamma + 1), rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    np.testing.assert_allclose(law_of(toy, n, gamma, *rest), toy.joint(gamma + 1), rtol=0, atol=1e-12)
 
 
 def off(toy: Toy, name: str, **changes: Any) -> float:
@@ -161,7 +161,7 @@ def off(toy: Toy, name: str, **changes: Any) -> float:
     n, gamma, verify, jumps = RULES[name]
     if "verify" in changes:
         verify = changes.pop("verify")
-    return float(np.abs(law_of(toy, n, gamma, verify, jumps, **changes) - toy.joint(gamma + 1)).max())  # type: ignore[arg-type]
+    return float(np.abs(law_of(toy, n, gamma, verify, jumps, **changes) - toy.joint(gamma + 1)).max())
 
 
 @pytest.mark.parametrize("name", ["token", "two candidates", "block"])
@@ -170,11 +170,11 @@ def test_controls(name: str) -> None:
     verify, toy = RULES[name][2], Toy(0)
 
     def always_bonus(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = verify(p, q, drafts, uniforms)  # type: ignore[operator]
+        verdict = verify(p, q, drafts, uniforms)
         return verdict._replace(law=p[verdict.candidate, drafts.shape[1]])
 
     def target_again(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = verify(p, q, drafts, uniforms)  # type: ignore[operator]
+        verdict = verify(p, q, drafts, uniforms)
         return verdict._replace(law=p[verdict.candidate, verdict.accepted])
 
     assert off(toy, name, verify=always_bonus) > 1e-3, "always the bonus"

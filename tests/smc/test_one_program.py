@@ -74,8 +74,8 @@ def test_nothing_recompiles_for_another_request() -> None:
     begin = jax.jit(functools.partial(smc.begin, program))
     prefill = jax.jit(functools.partial(smc.prefill, program), static_argnums=3)
     first = jax.jit(functools.partial(smc.start, program))
-    step = jax.jit(functools.partial(smc.step, program))
-    functions = (begin, prefill, first, step)
+    step: Any = jax.jit(functools.partial(smc.step, program))
+    functions: tuple[Any, ...] = (begin, prefill, first, step)
     memory = jax.jit(functools.partial(smc.Memory.create, program, num_pages=60))(PAIR.params)
     compiled_once = None
     for seed, (lengths, max_tokens, stops, temperature) in enumerate(

@@ -143,7 +143,7 @@ def test_problems_are_the_same_on_every_machine() -> None:
 def test_an_unknown_split_is_refused() -> None:
     # TypeError where the tests check annotations at run time.
     with pytest.raises((ValueError, TypeError), match=r"'train'.*'eval'"):
-        generate(0, 1, "test")  # type: ignore[arg-type]
+        generate(0, 1, "test")
 
 
 # -- apart ------------------------------------------------------------------------------------------------------------
