@@ -47,10 +47,9 @@ from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which
 from smcjax.pallas.noise import gumbel
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, interpreted_product, tensor_core_product
+from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
-CONSUMING, OTHERS = 248, 128  # registers of a thread, of 168 that each has at first
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 
@@ -90,16 +89,9 @@ class _Body:
         if not self.alone:
             self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
             self.pairs = pl.get_global(plgpu.SemaphoreType.REGULAR((self.shape.groups * self.shape.kv_heads,)))
-        work = {WEIGHTS: self._weights, LOADER: self._loader, CONSUMER: self._consumer}
-        for number, do in work.items():
-            pl.when(warpgroup == number)(functools.partial(self._with_registers, number, do))
-
-    def _with_registers(self, warpgroup: int, do: Callable[[], None]) -> None:
-        """`do()` with the consumer's share of the registers, or another's, where it holds weights in them."""
-        if self.shape.holds and not self.interpret:
-            computing = warpgroup == CONSUMER
-            plgpu.set_max_registers(CONSUMING if computing else OTHERS, action="increase" if computing else "decrease")
-        do()
+        pl.when(warpgroup == WEIGHTS)(self._weights)
+        pl.when(warpgroup == LOADER)(self._loader)
+        pl.when(warpgroup == CONSUMER)(self._consumer)
 
     # Order of stages, the same for all three.
 
@@ -335,25 +327,20 @@ class _Body:
 
         def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
             if self._has("of_x", half):
-                held = self._hold("of_x", half, t)
                 with jax.named_scope("qkv or gate_up"):
                     finish = functools.partial(self._finish_of_x, layer, half)
-                    early = functools.partial(self._early_of_x, half)
-                    t, _ = self._multiply("of_x", half, finish, t, None, early, held)
+                    t, _ = self._multiply("of_x", half, finish, t, None, functools.partial(self._early_of_x, half))
                 first, last = self._units("of_x", half)
                 self._finish(first < last)
             if "attend" in self.stages:
                 _when(half == 0, lambda: attend(layer, t))
                 t = t + jnp.where(half == 0, attention.places(), 0)
-            held = self._hold("of_stage", half, t) if self._has("of_stage", half) else []
-            if "attend" in self.stages:
-                _when(half == 0, lambda: conclude(layer))
             if "merge" in self.stages:  # of its own where there are no semaphores
                 attention.merge()
             if self._has("of_stage", half):
                 with jax.named_scope("o or down"):
                     early = functools.partial(self._early_of_stage, layer, half)
-                    t, _ = self._multiply("of_stage", half, self._finish_of_stage, t, None, early, held)
+                    t, _ = self._multiply("of_stage", half, self._finish_of_stage, t, None, early)
                 first, last = self._units("of_stage", half)
                 self._finish(first < last)
             return t
@@ -361,8 +348,6 @@ class _Body:
         def attend(layer: Any, t: jax.Array) -> None:
             with jax.named_scope("attend"):
                 attention.attend(t, functools.partial(self._await, layer, "attend"))
-
-        def conclude(layer: Any) -> None:
             if not self.alone:
                 with jax.named_scope("meet"):
                     self._meet(layer)
@@ -374,23 +359,6 @@ class _Body:
         if self.with_head:
             self._sample(t)
 
-    def _hold(self, site: str, half: Which, t: jax.Array) -> list[jax.Array]:
-        """The first tiles of this block's first unit, in registers while others still compute what they multiply.
-
-        Their places in the ring are free that much sooner.
-        """
-        wanted = self.shape.held_of_x if site == "of_x" else self.shape.held_of_stage
-        steps = [product.steps for product in self.sites[site].products]
-        first, last = self._units(site, half)
-        tiles = []
-        for number in range(min(wanted, self._x_slots(site), *steps)):
-            slot = lax.rem(t + number, self.shape.ring)
-            with jax.named_scope("hold"):
-                pl.when(first < last)(functools.partial(plgpu.barrier_wait, self.s["w_full"].at[slot]))
-                tiles.append(plgpu.layout_cast(self.s["w_smem"][slot], plgpu.Layout.WGMMA))
-                pl.when(first < last)(functools.partial(plgpu.barrier_arrive, self.s["w_empty"].at[slot]))
-        return tiles
-
     def _multiply(
         self,
         site: str,
@@ -399,11 +367,10 @@ class _Body:
         t: jax.Array,
         state: Any,
         early: Callable[[jax.Array], Any],
-        held: Sequence[jax.Array] = (),
     ) -> tuple[jax.Array, Any]:
         """All units of this block: `finish(unit, first of them, early(unit), tiles, state)` each.
 
-        `early` loads what `finish` needs while the tensor core is at work; `held` are tiles from `_hold`.
+        `early` loads what `finish` needs while the tensor core is at work.
         """
         product = self.sites[site]
         first, last = self._units(site, half)
@@ -412,33 +379,13 @@ class _Body:
         rows = product.split * tokens
         single = product.single(self.shape.blocks)
 
-        def x_at(slot: jax.Array) -> Ref:
-            return self.s["x_smem"].at[pl.ds(pl.multiple_of(slot * rows, 8), rows)].transpose((1, 0))
-
-        def free_x(number: jax.Array | int) -> None:
+        def free(number: jax.Array, t: jax.Array) -> None:
+            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
             if single:
 
                 @pl.when(number + slots < steps)
                 def _free_x() -> None:
                     plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(number, slots)])
-
-        def free(number: jax.Array, t: jax.Array) -> None:
-            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
-            free_x(number)
-
-        def arrived(slot: jax.Array | int) -> None:
-            with jax.named_scope("wait x"):
-                plgpu.barrier_wait(self.s["x_full"].at[slot])
-
-        begun = None
-        if held:
-            factors = []
-            for number, tile in enumerate(held):
-                pl.when(first < last)(functools.partial(arrived, number))
-                factors.append((tile, x_at(jnp.int32(number))))
-            begun = (interpreted_product if self.interpret else tensor_core_product)(None, *factors)
-            for number in range(len(held)):
-                pl.when(first < last)(functools.partial(free_x, number))
 
         def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             t, state = carry
@@ -447,22 +394,22 @@ class _Body:
             def accumulate(acc: Ref) -> jax.Array:
                 def step(number: jax.Array, _: None) -> None:
                     slot, x_slot = lax.rem(t + number, ring), lax.rem(number, slots)
-                    _when(single or index == first, functools.partial(arrived, x_slot))
+                    with jax.named_scope("wait x"):
+                        arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
+                        _when(single or index == first, arrived)
                     with jax.named_scope("wait w"):
                         plgpu.barrier_wait(self.s["w_full"].at[slot])
-                    plgpu.wgmma(acc, self.s["w_smem"].at[slot], x_at(x_slot))
+                    x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
+                    plgpu.wgmma(acc, self.s["w_smem"].at[slot], x.transpose((1, 0)))
                     plgpu.wgmma_wait(1)
-                    pl.when(number > done)(lambda: free(number - 1, t + number - 1))
+                    pl.when(number > 0)(lambda: free(number - 1, t + number - 1))
 
-                lax.fori_loop(done, steps, step, None)
+                lax.fori_loop(0, steps, step, None)
                 return acc[...]
 
-            done = jnp.where(index == first, len(held), 0) if held else 0
             acc = pl.run_scoped(accumulate, plgpu.ACC((64, rows), jnp.float32))
-            if begun is not None:
-                acc = acc + jnp.where(index == first, begun, 0.0)
             t = t + steps
-            pl.when(done < steps)(lambda: free(jnp.asarray(steps - 1, jnp.int32), t - 1))
+            free(jnp.asarray(steps - 1, jnp.int32), t - 1)
             with jax.named_scope("finish"):
                 return t, finish(index, first, loaded, self._fold(product, acc), state)
 

@@ -47,14 +47,7 @@ class Shape:
     in_flight_early: int = 2  # the same for qkv, o, down, and until gate_up and head have filled the ring once
     kv_in_flight: int = 4  # the same for KV chunks that are prefetched
     kv_ring: int = 2  # chunks of pieces
-    held_of_x: int = 0  # weight tiles that qkv and gate_up begin with and that await them in registers: not timed yet
-    held_of_stage: int = 0  # the same of o and down
     blocks: int = BLOCKS
-
-    @property
-    def holds(self) -> bool:
-        """Whether weights wait in registers."""
-        return self.held_of_x + self.held_of_stage > 0
 
     @property
     def pieces_per_chunk(self) -> int:

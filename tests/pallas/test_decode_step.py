@@ -244,21 +244,14 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "by_chunks", "held"),
-    [
-        *((case, False, 0) for case in CASES),
-        *((case, True, 0) for case in list(CASES)[:2]),
-        ("activations that do not fit", False, 2),
-    ],
+    ("case", "by_chunks"), [*((case, False) for case in CASES), *((case, True) for case in list(CASES)[:2])]
 )
-def test_equals_the_layer_by_layer_forward(
-    case: str, by_chunks: bool, held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config, where, blocks = CASES[case]
     problem, params = make_problem(config, **where), random_params(config)
-    shape = kernel_shape(problem, ring=4, blocks=blocks, held_of_x=held, held_of_stage=held)
+    shape = kernel_shape(problem, ring=4, blocks=blocks)
     assert shape.prefetches == by_chunks
     assert ds.supports(shape, jnp.bfloat16)
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
@@ -290,12 +283,9 @@ def test_the_noise_is_that_of_jax_random() -> None:
 
 @pytest.mark.parametrize("by_chunks", [False, True])
 @pytest.mark.parametrize(
-    ("name", "rows", "columns", "held"),
-    [("llama-3.2-1b", 8, 1, 0), ("llama-3.2-1b", 8, 1, 4), ("llama-3.2-1b", 8, 2, 0), ("llama-3.1-8b", 1, 1, 0)],
+    ("name", "rows", "columns"), [("llama-3.2-1b", 8, 1), ("llama-3.2-1b", 8, 2), ("llama-3.1-8b", 1, 1)]
 )
-def test_lowers_to_cuda(
-    name: str, rows: int, columns: int, held: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lowers_to_cuda(name: str, rows: int, columns: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config = dataclasses.replace(SHAPES[name], num_layers=3)
@@ -307,7 +297,7 @@ def test_lowers_to_cuda(
         config=config,
         draws=dataclasses.replace(problem.draws, forbidden=jnp.zeros((rows, config.vocab_size // 32), jnp.uint32)),
     )
-    shape = kernel_shape(problem, held_of_x=held, held_of_stage=held)
+    shape = kernel_shape(problem)
     assert ds.supports(shape, jnp.bfloat16)
 
     def step(params: Any, keys: Any, values: Any) -> Any:
