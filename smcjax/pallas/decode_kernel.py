@@ -418,11 +418,14 @@ class _Body:
     def _fold(self, product: Site, acc: jax.Array) -> list[jax.Array]:
         """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
         tokens, scratch = self.shape.tokens, self.s["fold_smem"]
-        for part in range(product.split):
-            scratch[part] = acc[:, part * tokens : (part + 1) * tokens]
+        row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
+        *blocks, diagonal = (acc[:, part * tokens : (part + 1) * tokens] for part in range(product.split))
+        for part, block in reversed(list(enumerate(blocks))):
+            diagonal = jnp.where(row < (part + 1) * (64 // product.split), block, diagonal)
+        scratch[...] = diagonal
         tiles = []
         for piece in range(product.pieces):
-            parts = [scratch[q, pl.ds((q * product.pieces + piece) * TILE, TILE)] for q in range(product.split)]
+            parts = [scratch[pl.ds((q * product.pieces + piece) * TILE, TILE)] for q in range(product.split)]
             tiles.append(functools.reduce(jnp.add, parts))
         return tiles
 
@@ -577,7 +580,7 @@ def _scratch(shape: Shape) -> dict[str, Any]:
         "turns_smem": plgpu.RefUnion(
             (
                 plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=SWIZZLED),
-                plgpu.SMEM((4, 64, shape.tokens), jnp.float32),
+                plgpu.SMEM((64, shape.tokens), jnp.float32),
                 plgpu.SMEM((TILE, shape.tokens), jnp.float32),
             ),
             (

@@ -242,7 +242,7 @@ def _x_fits(shape: Shape, site: Site) -> bool:
 
 def _turns(shape: Shape) -> int:
     """Bytes of a block in which attention and products take turns: all but the weights' ring."""
-    products = shape.x_rows * DEPTH * 2 + 4 * 64 * shape.tokens * 4 + TILE * shape.tokens * 4
+    products = shape.x_rows * DEPTH * 2 + (64 + TILE) * shape.tokens * 4
     attention = 2 * shape.kv_ring * CHUNK * shape.dim * 2 + QUERIES * shape.dim * 2
     return max(products, attention)
 

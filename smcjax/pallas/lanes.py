@@ -361,13 +361,18 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
 
 
 def proxy_fence(*, interpret: bool = False) -> None:
-    """Orders this thread's ordinary global accesses and those of the copy engine (TMA)."""
+    """Orders this thread's ordinary accesses, of global and of its block's shared memory, and the copy engine's (TMA).
+
+    One fence a memory: `fence.proxy.async` for both at once makes every thread wait until its own stores have reached
+    the whole GPU (MEMBAR.ALL.GPU). Nobody here relies on that: what a block has written it announces by a release.
+    """
     if interpret:
         return
 
     @plgpu.inline_mgpu()
     def go(_: Any) -> None:
-        mu.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        mu.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        mu.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
     go()
 
