@@ -68,7 +68,12 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped only where there is no GPU."""
+    """Tests marked `gpu` are skipped only where there is no GPU. Files with slow tests come first.
+
+    A worker takes a file at a time; were a long one left for the end, the other worker would have nothing beside it.
+    """
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:
