@@ -67,7 +67,7 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table = np.zeros((ROWS, need + 4), np.int32)
     table[:, :shared] = names[:shared]
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
-    ahead = prefetches(table)
+    ahead = prefetches(jnp.asarray(table))
     shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, prefetches=ahead, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
@@ -256,9 +256,9 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
             for _ in range(5):
                 x, keys, values = compiled(params, keys, values)
             jax.block_until_ready(x)
-        launches = list(read_kernels(Path(directory), {}))
-    kernel = sum(launch.microseconds for launch in launches if "decode_step" in launch.name) / 5
-    others = [launch.microseconds for launch in launches if "decode_step" not in launch.name]
+        kernels = list(read_kernels(Path(directory), {}))
+    kernel = sum(one.microseconds for one in kernels if "decode_step" in one.name) / 5
+    others = [one.microseconds for one in kernels if "decode_step" not in one.name]
     streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if len(params.layers) > 1 else 0
     share = 100 * streamed / BANDWIDTH / kernel * 1e6
     print(

@@ -169,7 +169,7 @@ class Run:
                 self.guarded("lowering", case, method, lower)
             self.say(f"{len(jobs)} programs lowered")
             for case, method, future in running:
-                self.guarded("compiling", case, method, lambda future=future: future.result() and None)
+                self.guarded("compiling", case, method, functools.partial(_await, future))
         self.say("all compiled")
 
     def each(self, what: str, until: float, work: Callable[[Case, Batches], None], cases: Any = None) -> None:
@@ -196,7 +196,7 @@ class Run:
 
         def checked(case: Case, batches: Batches) -> None:
             for method in case.methods:
-                self.guarded("checking", case, method, lambda m=method: check(m, METHODS[m], batches))
+                self.guarded("checking", case, method, functools.partial(check, method, METHODS[method], batches))
 
         self.each("results", self.args.budget - 40, checked)
         if not on_hopper():
@@ -298,6 +298,10 @@ class Run:
         results["dispatcher"] = dispatchers(results["cases"])
         if self.args.output:
             self.args.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def _await(future: concurrent.futures.Future[Any]) -> None:
+    future.result()
 
 
 def _window(case: Case, method: str) -> str:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -99,7 +100,7 @@ def make_rows(
     chunks = max(1, -(-n // chunk))
     each = -(-n // chunks)
     seeds = [DATA_SEED + seed * 1_000_000 + index for index in range(chunks)]
-    jobs = [[tokenizer.to_str()] * chunks, seeds, [each] * chunks, [list(widths)] * chunks]
+    jobs: list[list[Any]] = [[tokenizer.to_str()] * chunks, seeds, [each] * chunks, [list(widths)] * chunks]
     if workers <= 1:
         parts = list(map(_rows, *jobs))
     else:

@@ -148,7 +148,7 @@ def row_losses(
     return weights, nll
 
 
-def learning_rate(step: jax.Array, total: jax.Array, peak: float, warmup: int) -> jax.Array:
+def learning_rate(step: jax.Array | int, total: jax.Array, peak: float, warmup: int) -> jax.Array:
     """Linear warm-up, then a cosine to zero at `total`, which is known only once the speed is."""
     cosine = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / total, 1.0)))
     return peak * jnp.minimum((step + 1) / warmup, 1.0) * cosine
@@ -172,9 +172,11 @@ def train(
     def loss(params: dict[str, Params], rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         cast = jax.tree.map(lambda leaf: leaf.astype(compute), params["decoder"])
         parts = [row_losses(config, cast, tokens, newline, args.question_weight, kind) for tokens in rows]
-        weight = sum(w.sum() for w, _ in parts)
-        solution = sum(((w == 1) * nll).sum() for w, nll in parts) / sum((w == 1).sum() for w, _ in parts)
-        return sum((w * nll).sum() for w, nll in parts) / weight, solution
+        zero = jnp.float32(0)
+        weight = sum((w.sum() for w, _ in parts), zero)
+        answers = sum(((w == 1).sum() for w, _ in parts), zero)
+        solution = sum((((w == 1) * nll).sum() for w, nll in parts), zero) / answers
+        return sum(((w * nll).sum() for w, nll in parts), zero) / weight, solution
 
     decayed = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
     adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))

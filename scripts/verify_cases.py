@@ -24,7 +24,7 @@ from smcjax.pallas.paged_attention import on_hopper
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 MOST_ONE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
-STRESS = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
+STRESS: dict[str, Any] = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
 Call = Callable[..., Any]
 
 
@@ -153,8 +153,8 @@ class Batches:
         ids = _ids(case.rows, case.gamma, case.alpha, count)
         self.lengths = [lengths for _, _, lengths, _ in ids]
         self.accepted = statistics.fmean(int(lengths.sum()) for lengths in self.lengths)
-        scan = [(draft, target) for draft, target, _, _ in ids]
-        self.inputs: dict[str, list[tuple[jax.Array, ...]]] = {"scan": scan}
+        scan: list[tuple[jax.Array, ...]] = [(draft, target) for draft, target, _, _ in ids]
+        self.inputs = {"scan": scan}
         if case.dim:
             kv = _kv(pool, (case.rows, case.gamma, case.dim), count)
             self.inputs["pack"] = [(one, lengths) for one, (_, _, _, lengths) in zip(kv, ids, strict=True)]

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, scf
+from jax._src.lib.mlir.dialects import scf
+from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import simt
@@ -33,7 +34,7 @@ def _program(
 ) -> None:
     rows, gamma = ids
     row = t.minimum(t.index + block * WARPGROUP, rows - 1)
-    loop = scf.WhileOp([simt.i32()], [arith.constant(simt.i32(), 0)])
+    loop = scf.WhileOp([simt.i32()], [mu.c(0, simt.i32())])
     before = loop.before.blocks.append(simt.i32())
     with ir.InsertionPoint.at_block_begin(before):
         position = simt.word(before.arguments[0])
