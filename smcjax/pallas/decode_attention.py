@@ -26,7 +26,7 @@ from smcjax.pallas import lanes, online_softmax
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, Shape, Which
 from smcjax.pallas.online_softmax import Piece, Softmax
-from smcjax.pallas.products import MASKED, QUERIES, Ref, interpreted_product, tensor_core_product
+from smcjax.pallas.products import MASKED, QUERIES, Ref, product_of
 
 HALF = QUERIES // 2
 Unit = tuple[jax.Array, ...]  # (takes part, group, KV head, which of its splits, its chunks, its chunks of pieces)
@@ -47,7 +47,7 @@ class Attention:
     ) -> None:
         self._shape, self._g, self._s, self._interpret = shape, operands, scratch, interpret
         self._block, self._step = block, step
-        self._product = interpreted_product if interpret else tensor_core_product
+        self._product = product_of(interpret)
         self._exp2 = functools.partial(lanes.exp2, interpret=interpret)
 
     def _unit(self) -> Unit:

@@ -35,8 +35,7 @@ from smcjax.pallas.products import (
     Product,
     Ref,
     across,
-    interpreted_product,
-    tensor_core_product,
+    product_of,
 )
 from smcjax.pallas.shared_attention import applies as shared_attention_applies
 from smcjax.pallas.shared_attention import covers, padded, shared_attention_mosaic
@@ -418,7 +417,7 @@ def paged_attention_mosaic(
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),
         "merged": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
     }
-    body = functools.partial(_kernel, tuning=tuning, product=interpreted_product if interpret else tensor_core_product)
+    body = functools.partial(_kernel, tuning=tuning, product=product_of(bool(interpret)))
     outputs = plgpu.kernel(
         body,
         out_type=out_type,

@@ -18,7 +18,7 @@ MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholl
 
 # A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.
 Ref = Any
-Product = Callable[..., jax.Array]  # `tensor_core_product`, or what stands for it when interpreted
+Product = Callable[..., jax.Array]  # what `product_of` returns
 
 _tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
 _swizzle: Any = plgpu.SwizzleTransform
@@ -26,7 +26,12 @@ SWIZZLED = (_tiling((8, 64)), _swizzle(128))  # bf16 in shared memory as product
 SWIZZLED_F32 = (_tiling((8, 32)), _swizzle(128))
 
 
-def tensor_core_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
+def product_of(interpret: bool) -> Product:
+    """acc + Σ a·b on the tensor cores, or what stands for it when interpreted."""
+    return _interpreted_product if interpret else _tensor_core_product
+
+
+def _tensor_core_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
     """acc + Σ a·b over `factors` with every b in shared memory, a too or in registers; done when it returns."""
 
     def run(ref: Ref) -> None:
@@ -43,7 +48,7 @@ def tensor_core_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, 
     return pl.run_state(run)(plgpu.ACC.init(acc))
 
 
-def interpreted_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
+def _interpreted_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
     """The same for interpret mode, which knows no product with `a` in registers."""
     terms = [jnp.dot(a[...], b[...], preferred_element_type=jnp.float32) for a, b in factors]
     return functools.reduce(jnp.add, terms if acc is None else [acc, *terms])

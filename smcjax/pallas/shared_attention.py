@@ -36,8 +36,7 @@ from smcjax.pallas.products import (
     SWIZZLED,
     Product,
     Ref,
-    interpreted_product,
-    tensor_core_product,
+    product_of,
 )
 from smcjax.pallas.shared_dealing import FIELDS, Dealing, dealings, extra_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
@@ -406,7 +405,7 @@ def shared_attention_mosaic(
             columns=columns,
             chunk=chunk,
             piece=sharing.piece,
-            product=interpreted_product if interpret else tensor_core_product,
+            product=product_of(bool(interpret)),
             interpret=bool(interpret),
         ),
         out_type=[
