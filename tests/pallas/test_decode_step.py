@@ -232,7 +232,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
     "one row, wide heads, two layers": (
         dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2),
         {"groups": 1, "rows": 1, "columns": 1, "context": 330},
-        2,  # chunks in the ring and beside it, with pieces and without
+        2,  # one has three chunks, the other two and the pieces
     ),
     "activations that do not fit": (
         dataclasses.replace(TINY, hidden_size=512, intermediate_size=768, num_heads=8),
