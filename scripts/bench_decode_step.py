@@ -67,12 +67,13 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table = np.zeros((ROWS, need + 4), np.int32)
     table[:, :shared] = names[:shared]
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
-    ahead = prefetches(jnp.asarray(table))
+    block_table = jnp.asarray(table)
+    ahead = prefetches(block_table)
     shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, prefetches=ahead, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
-    sharing = tasks_of(config, jnp.asarray(table), lengths, settled, rows=ROWS, page_size=PAGE)
+    sharing = tasks_of(config, block_table, lengths, settled, rows=ROWS, page_size=PAGE)
     cos, sin = rope_angles(config, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(
@@ -84,7 +85,7 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     )
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, columns)), jnp.int32)
     tables = ds.make_tables(shape, cos[None], sin[None], jnp.asarray(positions)[None], jnp.asarray(slots)[None], draws)
-    return Problem(shape, jnp.asarray(table), jnp.asarray(positions), tokens, tables, sharing, count)
+    return Problem(shape, block_table, jnp.asarray(positions), tokens, tables, sharing, count)
 
 
 def pools(config: ModelConfig, pages: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:

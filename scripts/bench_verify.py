@@ -169,7 +169,7 @@ class Run:
                 self.guarded("lowering", case, method, lower)
             self.say(f"{len(jobs)} programs lowered")
             for case, method, future in running:
-                self.guarded("compiling", case, method, functools.partial(_await, future))
+                self.guarded("compiling", case, method, future.result)
         self.say("all compiled")
 
     def each(self, what: str, until: float, work: Callable[[Case, Batches], None], cases: Any = None) -> None:
@@ -298,10 +298,6 @@ class Run:
         results["dispatcher"] = dispatchers(results["cases"])
         if self.args.output:
             self.args.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-
-
-def _await(future: concurrent.futures.Future[Any]) -> None:
-    future.result()
 
 
 def _window(case: Case, method: str) -> str:

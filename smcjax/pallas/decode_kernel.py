@@ -47,7 +47,7 @@ from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which
 from smcjax.pallas.noise import gumbel
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref
+from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
@@ -419,10 +419,8 @@ class _Body:
         """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
         tokens, scratch = self.shape.tokens, self.s["fold_smem"]
         row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
-        *blocks, diagonal = (acc[:, part * tokens : (part + 1) * tokens] for part in range(product.split))
-        for part, block in reversed(list(enumerate(blocks))):
-            diagonal = jnp.where(row < (part + 1) * (64 // product.split), block, diagonal)
-        scratch[...] = diagonal
+        blocks = [acc[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
+        scratch[...] = of_part(row, blocks, 64 // product.split)
         tiles = []
         for piece in range(product.pieces):
             parts = [scratch[pl.ds((q * product.pieces + piece) * TILE, TILE)] for q in range(product.split)]

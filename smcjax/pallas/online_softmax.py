@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.products import MASKED, QUERIES, Ref, across
+from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value a query, as products leave their rows
 
@@ -95,19 +95,11 @@ def held_ends(pieces: Sequence[Piece], width: int, lengths: Sequence[jax.Array])
     return held
 
 
-def _by_piece(slot: jax.Array, ends: Sequence[jax.Array], width: int) -> jax.Array:
-    """The end of the piece that each slot of a chunk lies in."""
-    out = ends[-1]
-    for part in reversed(range(len(ends) - 1)):
-        out = jnp.where(slot < (part + 1) * width, ends[part], out)
-    return out
-
-
 def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int, scale: float = 1.0) -> jax.Array:
     """The scores of the slots that their query sees, elsewhere what times `scale` is `MASKED`."""
     slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(
-        slot < _by_piece(slot, [across(end, scores.shape) for end in visible], width), scores, MASKED / scale
+        slot < of_part(slot, [across(end, scores.shape) for end in visible], width), scores, MASKED / scale
     )
 
 
@@ -119,5 +111,5 @@ def clean(values: Ref, held: Sequence[jax.Array], width: int) -> None:
     def _clean() -> None:
         v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
         slot = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where(slot < _by_piece(slot, held, width), v, jnp.zeros_like(v))
+        values[...] = jnp.where(slot < of_part(slot, held, width), v, jnp.zeros_like(v))
         plgpu.commit_smem()

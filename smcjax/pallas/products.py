@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,3 +57,11 @@ def _interpreted_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref,
 def across(row_values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One value a query, repeated along the other axis."""
     return lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def of_part(place: jax.Array, values: Sequence[jax.Array], width: int) -> jax.Array:
+    """values[place // width], element by element."""
+    out = values[-1]
+    for part in reversed(range(len(values) - 1)):
+        out = jnp.where(place < (part + 1) * width, values[part], out)
+    return out

@@ -30,14 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.pallas import online_softmax
 from smcjax.pallas.online_softmax import Piece, Softmax
-from smcjax.pallas.products import (
-    MASKED,
-    QUERIES,
-    SWIZZLED,
-    Product,
-    Ref,
-    product_of,
-)
+from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, product_of
 from smcjax.pallas.shared_dealing import FIELDS, Dealing, dealings, extra_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
@@ -82,9 +75,9 @@ def _kernel(
     columns: int,
     chunk: int,
     piece: int,
-    product: Product,
     interpret: bool,
 ) -> None:
+    product = product_of(interpret)
     _, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
     group_heads = heads // kv_heads
@@ -405,7 +398,6 @@ def shared_attention_mosaic(
             columns=columns,
             chunk=chunk,
             piece=sharing.piece,
-            product=product_of(bool(interpret)),
             interpret=bool(interpret),
         ),
         out_type=[
