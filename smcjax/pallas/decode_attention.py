@@ -314,8 +314,7 @@ class Attention:
             softmax, pieces = state
             slot = lax.rem(i, shape.kv_ring)
             visible = online_softmax.visible_ends(pieces, width, limits >> 5, limits & 31)
-            held = online_softmax.held_ends(pieces, width, lengths)
-            pieces = self._pieces(unit, lax.min(i + 1, packed - 1))
+            upcoming = self._pieces(unit, lax.min(i + 1, packed - 1))
             with jax.named_scope("wait k"):
                 plgpu.barrier_wait(s["k_full"].at[slot])
             scores = self._product(None, (s["q_smem"], s["k_smem"].at[slot].transpose((1, 0)))) * self._scale
@@ -324,10 +323,10 @@ class Attention:
             with jax.named_scope("wait v"):
                 plgpu.barrier_wait(s["v_full"].at[slot])
             values = s["v_smem"].at[slot]
-            online_softmax.clean(values, held, width)
+            online_softmax.clean(values, pieces, width, lengths, interpret=self._interpret)
             softmax = softmax._replace(acc=self._product(softmax.acc, (p, values)))
             used(i, slot, "v")
-            return softmax, pieces
+            return softmax, upcoming
 
         return lax.fori_loop(0, packed, chunk, (softmax, first))[0]
 

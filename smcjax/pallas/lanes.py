@@ -1,7 +1,8 @@
-"""What the decode-step kernel needs of single threads and Pallas does not offer.
+"""What kernels need of single threads and Pallas does not offer, most of them the one of the decode step.
 
 Strided gathers and scatters of a [16, M] tile (16 features of M tokens), a row statistic, copies whose source is chosen
-at run time, a proxy fence, a quick exponential. What computes has a twin in plain Pallas for interpret mode.
+at run time, slots to clear, a proxy fence, a quick exponential. What computes has a twin in plain Pallas for interpret
+mode.
 
 A tile lives in the registers of one warpgroup in the *tile layout*: element (r, m) is number r·M + m, and thread t has
 the elements t·v … t·v + v − 1 with v = M/8.
@@ -25,7 +26,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Ref = Any
+from smcjax.pallas.products import SWIZZLED, Ref
+
 FEATURES = 16  # rows of a tile
 _THREADS = 128
 
@@ -358,6 +360,51 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
             )
 
     go(x, out)
+
+
+def clear_slots(
+    slots: Ref, firsts: Sequence[jax.Array], members: Sequence[jax.Array], lengths: Sequence[jax.Array], width: int
+) -> None:
+    """Zeros in those of a chunk's slots that no row holds. [C, D] bf16 SMEM, as products read it (`SWIZZLED`).
+
+    The chunk is pieces of `width` slots: the i-th those from `firsts[i]` on of the rows whose bits are in `members[i]`;
+    row r holds `lengths[r]`. A thread clears 64 of a slot's elements, each eight of them so that they meet all banks.
+    """
+    count, dim = slots.shape
+    halves = dim // 64
+    if count * halves > _THREADS or dim % 64:
+        raise ValueError(f"{count} slots of {dim} elements are more than 64 elements a thread")
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(SWIZZLED), *((SCALAR,) * len(x) for x in (firsts, members, lengths))),
+    )
+    def go(_: Any, slots: ir.Value, *scalars: Any) -> None:
+        firsts, members, lengths = ([_scalar(x) for x in some] for some in scalars)
+        t = _thread()
+        slot, half = arith.remui(t, _c(count)), arith.divui(t, _c(count))
+        piece = arith.divui(slot, _c(width))
+        rows, longest = _chosen(members, piece), _c(0)
+        for r, length in enumerate(lengths):
+            reads = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(rows, _c(1 << r)), _c(0))
+            longest = arith.maxsi(longest, arith.select(reads, length, _c(0)))
+        held = arith.subi(longest, _chosen(firsts, piece))
+        empty = arith.cmpi(arith.CmpIPredicate.sge, arith.remui(slot, _c(width)), held)
+        if count * halves < _THREADS:
+            empty = arith.andi(empty, arith.cmpi(arith.CmpIPredicate.ult, half, _c(halves)))
+        tile = arith.addi(arith.muli(arith.divui(slot, _c(8)), _c(halves)), half)  # 8 rows of 128 bytes each
+        row = arith.remui(slot, _c(8))
+        where = arith.addi(arith.muli(tile, _c(1024)), arith.muli(row, _c(128)))
+        base = arith.addi(llvm.ptrtoint(_i32(), mu.memref_ptr(slots)), where)
+        for i in range(8):
+            mu.inline_ptx(
+                "st.shared.v4.b32 [$0], {$1,$1,$1,$1};",
+                arith.addi(base, arith.xori(arith.muli(row, _c(16)), _c(16 * i))),
+                _c(0),
+                predicate=empty,
+                has_side_effects=True,
+            )
+
+    go(slots, *(tuple(some) for some in (firsts, members, lengths)))
 
 
 def proxy_fence(*, interpret: bool = False) -> None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.pallas import lanes
 from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value a query, as products leave their rows
@@ -85,16 +85,6 @@ def visible_ends(pieces: Sequence[Piece], width: int, sees: jax.Array, row: jax.
     return [jnp.where(((members >> row) & 1) != 0, sees - first + start, 0) for start, first, members in starts]
 
 
-def held_ends(pieces: Sequence[Piece], width: int, lengths: Sequence[jax.Array]) -> list[jax.Array]:
-    """Where in the chunk what any row holds of each piece ends; row r holds `lengths[r]`."""
-    held = []
-    for part, (first, members) in enumerate(pieces):
-        start = part * width
-        longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
-        held.append(lax.clamp(start, functools.reduce(lax.max, longest) - first + start, start + width))
-    return held
-
-
 def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int, scale: float = 1.0) -> jax.Array:
     """The scores of the slots that their query sees, elsewhere what times `scale` is `MASKED`."""
     slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -103,13 +93,20 @@ def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int, scale: f
     )
 
 
-def clean(values: Ref, held: Sequence[jax.Array], width: int) -> None:
-    """Zeros in the slots of a chunk that hold nothing: 0 · NaN is NaN."""
-    full = functools.reduce(jnp.logical_and, [end == (part + 1) * width for part, end in enumerate(held)])
+def clean(values: Ref, pieces: Sequence[Piece], width: int, lengths: Sequence[jax.Array], *, interpret: bool) -> None:
+    """Zeros in the slots of a chunk of pieces of which no row holds anything: 0 · NaN is NaN.
 
-    @pl.when(jnp.logical_not(full))
-    def _clean() -> None:
-        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
-        slot = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where(slot < of_part(slot, held, width), v, jnp.zeros_like(v))
+    Pieces are `width` slots. Row r holds `lengths[r]`.
+    """
+    if not interpret:
+        lanes.clear_slots(
+            values, [piece.first for piece in pieces], [piece.members for piece in pieces], lengths, width
+        )
         plgpu.commit_smem()
+        return
+    held = []
+    for part, (first, members) in enumerate(pieces):
+        longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
+        held.append(functools.reduce(jnp.maximum, longest) - first + part * width)
+    slot = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    values[...] = jnp.where(slot < of_part(slot, held, width), values[...], 0)

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.pallas import online_softmax
 from smcjax.pallas.online_softmax import Piece, Softmax
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, product_of
-from smcjax.pallas.shared_dealing import FIELDS, Dealing, dealings, extra_of
+from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part, product_of
+from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Dealing, dealings, extra_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, PACKED, Sharing, query_limits
@@ -57,8 +57,7 @@ def _kernel(
     values_ref: Ref,  # [P, B, Hkv, D] GMEM
     chunks_ref: Ref,  # [G, parts, chunks, W + 2] int32 GMEM: pages, number, rows
     pieces_ref: Ref,  # [G, parts, pieces, 3] int32 GMEM: page, number, rows
-    num_pieces_ref: Ref,  # [G, parts] int32 GMEM
-    dealings_ref: Ref,  # [G, shares, 4] int32 GMEM
+    dealings_ref: Ref,  # [G, shares, F] int32 GMEM: what `dealings` says
     limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
     lengths_ref: Ref,  # [R] int32 GMEM
     parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f16 GMEM
@@ -82,6 +81,7 @@ def _kernel(
     _, page_size, kv_heads, _ = keys_ref.shape
     group_heads = heads // kv_heads
     per_chunk, packed = chunk // piece, PACKED // piece  # pages, or parts of one, of a task
+    fields_of_chunk = chunks_ref.shape[3]
     q_rows, q_smem, out_smem = warpgroup_smem
     stages, subs, tiles, warpgroups = tuning.stages, tuning.subs, tuning.tiles, tuning.warpgroups
     group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
@@ -97,22 +97,24 @@ def _kernel(
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
 
-    def read_counts() -> tuple[Dealing, jax.Array]:
-        """The share's tasks, and how many pieces the part has."""
-        fields = {name: dealings_ref[group, share, field] for field, name in enumerate(FIELDS)}
-        return Dealing(block=index, splits=splits, **fields, extra=extra_of(chunk)), num_pieces_ref[group, part]
+    def read_dealing() -> Dealing:
+        """The share's tasks."""
+        fields = {name: dealings_ref[group, share, AHEAD * fields_of_chunk + i] for i, name in enumerate(FIELDS)}
+        return Dealing(block=index, splits=splits, **fields, extra=extra_of(chunk))
+
+    def ahead(number: jax.Array | int, field: int) -> jax.Array:
+        """A field of one of the share's first chunks; -1 where there is none."""
+        return dealings_ref[group, share, number * fields_of_chunk + field]
 
     def place_of(own: Dealing, number: jax.Array) -> jax.Array:
         """Where in its part's list the share's `number`-th chunk is; where there is none, that of one there is."""
         within = own.chunk(lax.clamp(0, number, lax.max(own.chunks - 1, 0)))
         return jnp.where(own.chunks > 0, within, 0)
 
-    def piece_of(
-        own: Dealing, num_pieces: jax.Array, number: jax.Array, place: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def piece_of(own: Dealing, number: jax.Array, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(page, number, rows) of a piece of the share's `number`-th task; nobody reads what lies behind the last."""
         at = own.packed_at(number) * packed + place
-        valid = (at >= 0) & (at < num_pieces)
+        valid = (at >= 0) & (at < own.pieces)
         at = jnp.where(valid, at, 0)
         page, where, members = (pieces_ref[group, part, at, field] for field in range(3))
         return page, where, jnp.where(valid, members, 0)
@@ -125,23 +127,23 @@ def _kernel(
     def load() -> None:
         """Fills the ring; the next task's pages are looked up while this one's buffers become free."""
 
-        def chunk_at(at: jax.Array) -> list[Place]:
+        def places(field: Callable[[int], jax.Array]) -> list[Place]:
             """Pages of a chunk, or parts of them."""
-            names = [chunks_ref[group, part, at, j] for j in range(per_chunk)]
+            names = [field(j) for j in range(per_chunk)]
             if piece == page_size:
                 return [Place(name) for name in names]
-            number = chunks_ref[group, part, at, per_chunk] * per_chunk
+            number = field(per_chunk) * per_chunk
             return [Place(name, number + j) for j, name in enumerate(names)]
 
-        first = chunk_at(lax.min(index, chunks_ref.shape[2] - 1))  # on its way beside the counts
-        own, num_pieces = read_counts()
+        own = read_dealing()
         settled_stop, stop = own.chunks, own.all
 
         def look_up_chunk(number: jax.Array) -> list[Place]:
-            return chunk_at(place_of(own, number))
+            at = place_of(own, number)
+            return places(lambda j: chunks_ref[group, part, at, j])
 
         def look_up_pieces(number: jax.Array) -> list[Place]:
-            found = [piece_of(own, num_pieces, number, j) for j in range(packed)]
+            found = [piece_of(own, number, j) for j in range(packed)]
             return [Place(page) if piece == page_size else Place(page, where) for page, where, _ in found]
 
         def fetch(source: Ref, buffer: jax.Array, pages: list[Place]) -> None:
@@ -163,15 +165,22 @@ def _kernel(
             for buffer in buffers_of(number):
                 plgpu.barrier_wait(used.at[buffer])
 
-        @pl.when(stop > 0)
-        def _() -> None:
-            settled, over_pieces = (functools.partial(fill, look_up=of) for of in (look_up_chunk, look_up_pieces))
-            begun = lax.min(settled_stop, stages)
-            pages = lax.fori_loop(0, begun, settled, first)
-            pieces = look_up_pieces(settled_stop)  # takes as long as a chunk, so not before the ring is full
-            lax.fori_loop(begun, settled_stop, settled, pages)
-            lax.fori_loop(settled_stop, stop, over_pieces, pieces)
-            lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
+        # What comes with the dealing is sent for before anything is looked up. Whether it is there is asked of all its
+        # fields, as the compiler would else load these behind the answer.
+        first = [[ahead(n, j) for j in range(per_chunk + 1)] for n in range(AHEAD)]
+        sent = functools.reduce(jnp.add, [jnp.where(functools.reduce(jnp.bitwise_or, x) >= 0, 1, 0) for x in first])
+
+        def send(number: jax.Array, _: None) -> None:
+            pages = places(lambda j: of_part(number, [fields[j] for fields in first], 1))
+            for source, buffer in zip((keys_ref, values_ref), buffers_of(number), strict=True):
+                fetch(source, buffer, pages)
+
+        lax.fori_loop(0, sent, send, None)
+        settled, over_pieces = (functools.partial(fill, look_up=of) for of in (look_up_chunk, look_up_pieces))
+        pages, pieces = look_up_chunk(sent), look_up_pieces(settled_stop)  # which take as long as a chunk
+        lax.fori_loop(sent, settled_stop, settled, pages)
+        lax.fori_loop(settled_stop, stop, over_pieces, pieces)
+        lax.fori_loop(lax.max(stop - stages, 0), stop, drain, None)
 
     def compute() -> None:
         lane, sub = lax.rem(warpgroup, tiles), lax.div(warpgroup, tiles)
@@ -195,7 +204,7 @@ def _kernel(
             source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, q_rows.at[warpgroup, j], q_ready.at[warpgroup])
         # What is read from here to the queries' arrival takes as long as they do.
-        own, num_pieces = read_counts()
+        own = read_dealing()
         settled_stop, stop = own.chunks, own.all
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
@@ -220,7 +229,7 @@ def _kernel(
 
         def pieces(turn: jax.Array) -> list[Piece]:
             """The pieces of a turn."""
-            found = [piece_of(own, num_pieces, number_of(turn), j) for j in range(packed)]
+            found = [piece_of(own, number_of(turn), j) for j in range(packed)]
             return [Piece(number * piece, rows_of) for _, number, rows_of in found]
 
         def softmax_over_chunk(scores: jax.Array, so_far: Softmax, rows_of: jax.Array) -> tuple[Softmax, jax.Array]:
@@ -233,7 +242,7 @@ def _kernel(
             return online_softmax.advance(so_far, scores, jnp.exp2, scale=scale)
 
         settled_turns = lax.min(turns(settled_stop), total)
-        first_members = members(jnp.int32(0))
+        first_members = ahead(sub, per_chunk + 1)
         with jax.named_scope("wait q"):
             plgpu.barrier_wait(q_ready.at[warpgroup])
         if interpret:
@@ -259,7 +268,7 @@ def _kernel(
                 plgpu.barrier_wait(ready.at[v_buffer])
             values = ring_smem.at[v_buffer, slots]
             if lengths is not None:
-                online_softmax.clean(values, online_softmax.held_ends(tasks, piece, lengths), piece)
+                online_softmax.clean(values, tasks, piece, lengths, interpret=interpret)
             softmax = softmax._replace(acc=product(softmax.acc, (p, values)))
             leave(v_buffer)
             return softmax, upcoming
@@ -368,13 +377,14 @@ def shared_attention_mosaic(
         raise ValueError(f"{sharing.num_pieces.shape[1]} parts in the plan, {len(tuning.splits)} in {tuning}")
     if tuning.stages % tuning.subs:
         raise ValueError(f"warpgroups that take turns must divide stages: {tuning}")
+    if not tuning.subs <= AHEAD <= tuning.stages:
+        raise ValueError(f"{AHEAD} chunks are known before the others, for as many turns and stages: {tuning}")
 
     size = len(tuning.splits) * tuning.tiles * QUERIES
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
     shares = tuning.shares
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
-    num_packed = -(-sharing.num_pieces * sharing.piece // PACKED)
-    dealt = dealings(sharing.num_chunks, num_packed, tuning.splits, extra=extra_of(chunk))
+    dealt = dealings(sharing, tuning.splits)
     pairs = q.reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
         pairs = jnp.pad(pairs, ((0, size // group_heads), (0, 0), (0, 0)))
@@ -418,7 +428,6 @@ def shared_attention_mosaic(
         value_pages,
         sharing.chunks,
         sharing.pieces,
-        sharing.num_pieces,
         dealt,
         limits,
         lengths,

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from smcjax.pallas.sharing import PACKED
+from smcjax.pallas.sharing import PACKED, Sharing
 
 
 def extra_of(chunk: int) -> int:
@@ -37,6 +37,7 @@ class Dealing(NamedTuple):
     chunks: jax.Array  # how many it takes
     packed: jax.Array  # how many tasks of packed pieces it takes
     first_packed: jax.Array  # the first of them
+    pieces: jax.Array  # how many pieces the part has
     extra: int
 
     @property
@@ -54,8 +55,9 @@ class Dealing(NamedTuple):
         return self.first_packed + (number - self.chunks) * self.splits
 
 
-def deal(block: Array, splits: Array, chunks: Array, packed: Array, *, extra: int) -> Dealing:
-    """What one block of `splits` takes of a part's `chunks` and `packed` tasks of pieces; or arrays of them."""
+def deal(block: Array, splits: Array, chunks: Array, pieces: Array, *, in_task: int, extra: int) -> Dealing:
+    """What one block of `splits` takes of a part's `chunks` and `pieces`, `in_task` a task; or arrays of them."""
+    packed = -(-pieces // in_task)
     more = packed % splits
     if extra:
         more = jnp.where(chunks >= (1 + extra) * splits, more, 0)
@@ -66,17 +68,34 @@ def deal(block: Array, splits: Array, chunks: Array, packed: Array, *, extra: in
         return jnp.maximum((count - place + splits - 1) // splits, 0)
 
     mine = own(chunks + extra * more, block) - jnp.where(block >= splits - more, extra, 0)
-    return Dealing(block, splits, more, mine, own(packed, first_packed), first_packed, extra)
+    return Dealing(block, splits, more, mine, own(packed, first_packed), first_packed, pieces, extra)
 
 
-FIELDS = ("more", "chunks", "packed", "first_packed")  # of a dealing, what `dealings` has
+FIELDS = ("more", "chunks", "packed", "first_packed", "pieces")  # of a dealing, what `dealings` has
+AHEAD = 2  # chunks, before them
 
 
-def dealings(
-    num_chunks: Int[Array, "G parts"], num_packed: Int[Array, "G parts"], splits: Sequence[int], *, extra: int
-) -> Int[Array, "G shares 4"]:
-    """What kernels read: `FIELDS` for all blocks, those of a part behind those of the part before."""
+def dealings(sharing: Sharing, splits: Sequence[int]) -> Int[Array, "G shares F"]:
+    """What kernels read, so that one load finds it: for all blocks, those of a part behind those of the part before.
+
+    A block's first `AHEAD` chunks as they are in the plan, or -1; its `FIELDS`; zeros, so that all begin at 16 bytes.
+    """
     part = np.repeat(np.arange(len(splits)), splits)
-    block = jnp.asarray(np.concatenate([np.arange(count) for count in splits]))
-    own = deal(block, jnp.asarray(np.repeat(splits, splits)), num_chunks[:, part], num_packed[:, part], extra=extra)
-    return jnp.stack([getattr(own, field) for field in FIELDS], axis=2).astype(jnp.int32)
+    own = deal(
+        jnp.asarray(np.concatenate([np.arange(count) for count in splits])),
+        jnp.asarray(np.repeat(splits, splits)),
+        sharing.num_chunks[:, part],
+        sharing.num_pieces[:, part],
+        in_task=PACKED // sharing.piece,
+        extra=extra_of(sharing.chunk),
+    )
+    group = np.arange(own.chunks.shape[0])[:, None]
+    ahead = []
+    for number in range(AHEAD):
+        there = number < own.chunks
+        at = jnp.where(there, own.chunk(jnp.int32(number)), 0)
+        chunk = sharing.chunks.at[group, part, at].get(mode="promise_in_bounds")
+        ahead.append(jnp.where(there[..., None], chunk, -1))
+    fields = jnp.stack([getattr(own, field) for field in FIELDS], axis=2).astype(jnp.int32)
+    record = jnp.concatenate([*ahead, fields], axis=2)
+    return jnp.pad(record, ((0, 0), (0, 0), (0, -record.shape[2] % 4)))

@@ -143,6 +143,13 @@ def test_pages_and_chunks(page_size: int, chunk: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tuning", [Tuning(splits=(2,), stages=1), Tuning(splits=(2,), subs=3, stages=3)])
+def test_a_tuning_of_fewer_stages_or_more_turns_than_chunks_known_ahead(tuning: Tuning) -> None:
+    poisoned, clean = case([40, 40], [0, 1], rows=2)
+    with pytest.raises(ValueError, match="2 chunks are known before the others"):
+        check(poisoned, clean, rows=2, tuning=tuning)
+
+
 def test_nothing_shared_and_more_shares_than_tasks() -> None:
     poisoned, clean = case([60, 70], [0, 0], rows=2)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(5,), subs=1, stages=2))
