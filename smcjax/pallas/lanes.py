@@ -11,6 +11,7 @@ the elements t·v … t·v + v − 1 with v = M/8.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.products import SWIZZLED, Ref
+from smcjax.pallas.products import SWIZZLED, Ref, of_part
 
 FEATURES = 16  # rows of a tile
 _THREADS = 128
@@ -363,7 +364,13 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
 
 
 def clear_slots(
-    slots: Ref, firsts: Sequence[jax.Array], members: Sequence[jax.Array], lengths: Sequence[jax.Array], width: int
+    slots: Ref,
+    firsts: Sequence[jax.Array],
+    members: Sequence[jax.Array],
+    lengths: Sequence[jax.Array],
+    width: int,
+    *,
+    interpret: bool = False,
 ) -> None:
     """Zeros in those of a chunk's slots that no row holds. [C, D] bf16 SMEM, as products read it (`SWIZZLED`).
 
@@ -371,6 +378,14 @@ def clear_slots(
     row r holds `lengths[r]`. A thread clears 64 of a slot's elements, each eight of them so that they meet all banks.
     """
     count, dim = slots.shape
+    if interpret:
+        ends = []
+        for part, (first, rows) in enumerate(zip(firsts, members, strict=True)):
+            longest = [jnp.where(((rows >> r) & 1) != 0, length, 0) for r, length in enumerate(lengths)]
+            ends.append(functools.reduce(jnp.maximum, longest) - first + part * width)
+        slot = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+        slots[...] = jnp.where(slot < of_part(slot, ends, width), slots[...], 0)
+        return
     halves = dim // 64
     if count * halves > _THREADS or dim % 64:
         raise ValueError(f"{count} slots of {dim} elements are more than 64 elements a thread")

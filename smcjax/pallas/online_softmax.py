@@ -8,13 +8,11 @@ with scores s in base 2, so times log2(e)/√D. A chunk that all of its rows see
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
@@ -98,15 +96,6 @@ def clean(values: Ref, pieces: Sequence[Piece], width: int, lengths: Sequence[ja
 
     Pieces are `width` slots. Row r holds `lengths[r]`.
     """
-    if not interpret:
-        lanes.clear_slots(
-            values, [piece.first for piece in pieces], [piece.members for piece in pieces], lengths, width
-        )
-        plgpu.commit_smem()
-        return
-    held = []
-    for part, (first, members) in enumerate(pieces):
-        longest = [jnp.where(((members >> r) & 1) != 0, n, 0) for r, n in enumerate(lengths)]
-        held.append(functools.reduce(jnp.maximum, longest) - first + part * width)
-    slot = lax.broadcasted_iota(jnp.int32, values.shape, 0)
-    values[...] = jnp.where(slot < of_part(slot, held, width), values[...], 0)
+    firsts, members = zip(*pieces, strict=True)
+    lanes.clear_slots(values, firsts, members, lengths, width, interpret=interpret)
+    plgpu.commit_smem()

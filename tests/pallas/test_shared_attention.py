@@ -142,7 +142,6 @@ def test_pages_and_chunks(page_size: int, chunk: int) -> None:
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=1, stages=2), chunk=chunk)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tuning", [Tuning(splits=(2,), stages=1), Tuning(splits=(2,), subs=3, stages=3)])
 def test_a_tuning_of_fewer_stages_or_more_turns_than_chunks_known_ahead(tuning: Tuning) -> None:
     poisoned, clean = case([40, 40], [0, 1], rows=2)
@@ -150,6 +149,7 @@ def test_a_tuning_of_fewer_stages_or_more_turns_than_chunks_known_ahead(tuning: 
         check(poisoned, clean, rows=2, tuning=tuning)
 
 
+@pytest.mark.slow
 def test_nothing_shared_and_more_shares_than_tasks() -> None:
     poisoned, clean = case([60, 70], [0, 0], rows=2)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(5,), subs=1, stages=2))
