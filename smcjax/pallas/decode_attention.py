@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import lanes, online_softmax
+from smcjax.pallas import eviction, lanes, online_softmax
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, Shape, Which
 from smcjax.pallas.online_softmax import Piece, Softmax
@@ -115,7 +115,8 @@ class Attention:
                 with lanes.of_layer(refs, layer, interpret=self._interpret) as ref:
                     for j, page in enumerate(pages):
                         target = s["chunk_smem"].at[slot, side, pl.ds(j * page_size, page_size)]
-                        plgpu.copy_gmem_to_smem(ref.at[page, :, head], target, s["w_full"].at[slot])
+                        full = s["w_full"].at[slot]
+                        eviction.load_to_leave(ref.at[page, :, head], target, full, interpret=self._interpret)
             for place in range(tiles):
                 for _ in range(shape.tile_arrivals - 2 * len(pages) // tiles):
                     plgpu.barrier_arrive(s["w_full"].at[lax.rem(t + place, shape.ring)])

@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import lanes
+from smcjax.pallas import eviction, lanes
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which
@@ -217,7 +217,7 @@ class _Body:
                 for target, row, column in self._tile(products, half, steps, first, i):
                     source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
-                    plgpu.copy_gmem_to_smem(source, target, self.s["w_full"].at[slot])
+                    eviction.load_to_leave(source, target, self.s["w_full"].at[slot], interpret=self.interpret)
             for _ in range(shape.tile_arrivals - 4):
                 plgpu.barrier_arrive(self.s["w_full"].at[slot])
             return t + 1, arrived

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.pallas import online_softmax
+from smcjax.pallas import eviction, online_softmax
 from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part, product_of
 from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Dealing, dealings, extra_of
@@ -283,7 +283,7 @@ def _kernel(
             values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MOST_F16, MOST_F16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_ref.at[place])
+            eviction.store_to_stay(out_smem.at[warpgroup], parts_ref, place, interpret=interpret)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(warpgroup == warpgroups)
