@@ -248,6 +248,7 @@ def test_lowers_for_cuda(shape: dict[str, int]) -> None:
     )
     text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "shared_attention_merge" in text
+    assert "L2::cache_hint" in text  # parts stay in the L2
 
 
 LLAMA = {
