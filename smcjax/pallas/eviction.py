@@ -4,117 +4,103 @@ Weights of a step stream through the L2 once and, taken for as good as anything 
 activations, small KV, tables, code. And what a kernel leaves for the next one may be written to memory for nothing when
 a stream drives it out.
 
-Pallas' copies say nothing of that. So here Pallas makes the copy, and another instruction takes the place of the one
-that it wrote, with the same operands and a policy. (NVVM's own operation takes no policy beside a predicate.)
-Interpreted, there is no L2.
+Pallas' copies say nothing of that. So Pallas makes the copy, and another instruction takes the place of the one that it
+writes, with the same operands and a policy. (NVVM's own operation takes no policy beside a predicate.) In kernels of
+`Lane` semantics the instruction is there at once. In others there is an operation of Mosaic's dialect, which is marked:
+the rule that lowers it later is here followed by the exchange. Interpreted, there is no L2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic import gpu as mgpu
+from jax._src.lib.mlir.dialects import llvm
+from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.products import SWIZZLED, Ref
-from smcjax.pallas.simt import SCALAR, i64, scalar
+from smcjax.pallas.products import Ref
+from smcjax.pallas.simt import i64
 
-_LOAD = "nvvm.cp.async.bulk.tensor.shared.cluster.global"
-_STORE = "nvvm.cp.async.bulk.tensor.global.shared.cta"
+LOAD = "nvvm.cp.async.bulk.tensor.shared.cluster.global"
+STORE = "nvvm.cp.async.bulk.tensor.global.shared.cta"
+_LOWERED_TO = {"mosaic_gpu.async_load": LOAD, "mosaic_gpu.async_store": STORE}
+_POLICIES = {"evict_first": 0x12F0000000000000, "evict_last": 0x14F0000000000000}  # as `createpolicy` makes them
+_MARK = "smcjax.policy"
 
 
 def load_to_leave(source: Ref, target: Ref, barrier: Ref, *, interpret: bool) -> None:
-    """`plgpu.copy_gmem_to_smem` of what nobody reads again soon: its lines leave the L2 first.
-
-    In kernels of `Lane` semantics; others write their copies' instructions only later.
-    """
+    """`plgpu.copy_gmem_to_smem` of what nobody reads again soon: its lines leave the L2 first."""
     plgpu.copy_gmem_to_smem(source, target, barrier)
+    _last_copy("evict_first", interpret=interpret)
+
+
+def store_to_stay(source: Ref, target: Ref, *, interpret: bool) -> None:
+    """`plgpu.copy_smem_to_gmem` of what is soon read and then written anew: its lines leave the L2 last.
+
+    So it never goes to memory.
+    """
+    plgpu.copy_smem_to_gmem(source, target)
+    _last_copy("evict_last", interpret=interpret)
+
+
+# -------------------------------------------------------------------------------------------------------------- within
+
+
+def _last_copy(policy: str, *, interpret: bool) -> None:
+    """Gives the copy that was traced last, which must be of tiles, a policy."""
     if interpret:
         return
 
     @plgpu.inline_mgpu()
     def go(_: Any) -> None:
-        load = _last_of(_LOAD)
-        _replace(
-            load,
-            "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-            "[$1], [$2, {coordinates}], [$3], $4;",
-            (load.dstMem, "r"),
-            (load.tmaDescriptor, "l"),
-            (load.mbar, "r"),
-            (_policy("evict_first"), "l"),
-        )
+        block = ir.InsertionPoint.current.block
+        within = block.owner.operation
+        if within.name != "mosaic_gpu.custom_primitive":
+            _replace(_last_of(block, LOAD, STORE), policy)
+        else:
+            _last_of(within.block, *_LOWERED_TO).attributes[_MARK] = ir.StringAttr.get(policy)
 
     go()
 
 
-def store_to_stay(source: Ref, target: Ref, place: Sequence[jax.Array], *, interpret: bool) -> None:
-    """Starts target[place] = source, whose lines leave the L2 last, as a group of its own.
-
-    For what is soon read and then written anew: so it never goes to memory. `source` is SMEM, `SWIZZLED`; `target` GMEM
-    as the kernel was given it. Behind `plgpu.commit_smem`; `plgpu.wait_smem_to_gmem` waits for it.
-    """
-    if interpret:
-        target[tuple(place)] = source[...]
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(), *(SCALAR,) * len(place)))
-    def go(ctx: Any, source: ir.Value, target: ir.Value, *place: Any) -> None:
-        index = ir.IndexType.get()
-        ctx.async_copy(
-            src_ref=source,
-            dst_ref=target,
-            gmem_slice=tuple(arith.index_cast(index, scalar(at)) for at in place),
-            gmem_transform=mgpu.TileTransform((8, 64)),
-            swizzle=128,
-            arrive=True,
-        )
-        store = _last_of(_STORE)
-        _replace(
-            store,
-            "cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group.L2::cache_hint "
-            "[$1, {coordinates}], [$2], $3;",
-            (store.tmaDescriptor, "l"),
-            (store.srcMem, "r"),
-            (_policy("evict_last"), "l"),
-        )
-
-    go(source, target, *place)
+def _last_of(block: ir.Block, *names: str) -> Any:
+    """The operation of one of these names that was written last."""
+    return next(one.operation for one in reversed(list(block.operations)) if one.operation.name in names)
 
 
-# -------------------------------------------------------------------------------------------------------------- within
-
-_POLICIES = {"evict_first": 0x12F0000000000000, "evict_last": 0x14F0000000000000}  # as `createpolicy` makes them
-
-
-def _policy(name: str) -> ir.Value:
-    return mu.c(_POLICIES[name], i64())
-
-
-def _last_of(name: str) -> Any:
-    """The operation of this name that was written last."""
-    operations = list(ir.InsertionPoint.current.block.operations)
-    return next(one.opview for one in reversed(operations) if one.operation.name == name)
+def _lowered(rule: Callable[[Any, Any], Any], ctx: Any, copy: Any) -> Any:
+    """What the rule makes of a copy; with a policy, if the copy is marked."""
+    results = rule(ctx, copy)
+    if _MARK in copy.attributes:
+        written = _last_of(ir.InsertionPoint.current.block, _LOWERED_TO[copy.operation.name])
+        _replace(written, ir.StringAttr(copy.attributes[_MARK]).value)
+    return results
 
 
-def _replace(copy: Any, instruction: str, *operands: tuple[ir.Value, str]) -> None:
-    """Puts an instruction of these operands, each with its constraint, in the place of a copy.
+for _name in _LOWERED_TO:
+    dialect_lowering._lowerings[_name] = functools.partial(_lowered, dialect_lowering._lowerings[_name])
 
-    `{rank}` and `{coordinates}` in it are the copy's, whose coordinates come behind the other operands.
-    """
-    values, kinds = zip(*operands, strict=True)
-    where, first = list(copy.coordinates), 1 + len(operands)
-    coordinates = ", ".join(f"${first + i}" for i in range(len(where)))
+
+def _replace(operation: ir.Operation, policy: str) -> None:
+    """Puts an instruction with a policy in the place of a copy."""
+    copy: Any = operation.opview
+    hint, coordinates = mu.c(_POLICIES[policy], i64()), list(copy.coordinates)
+    if operation.name == LOAD:
+        name, where = "shared::cluster.global.tile.mbarrier::complete_tx::bytes", "[$3], [$2, {at}], [$4]"
+        ends = [copy.dstMem, copy.mbar]
+    else:
+        name, where, ends = "global.shared::cta.tile.bulk_group", "[$2, {at}], [$3]", [copy.srcMem]
+    first = 3 + len(ends)
+    at = ", ".join(f"${first + i}" for i in range(len(coordinates)))
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
-        [copy.predicate, *values, *where],
-        "@$0 " + instruction.format(rank=len(where), coordinates=f"{{{coordinates}}}"),
-        ",".join(["b", *kinds, *("r" for _ in where)]),
+        [copy.predicate, hint, copy.tmaDescriptor, *ends, *coordinates],
+        f"@$0 cp.async.bulk.tensor.{len(coordinates)}d.{name}.L2::cache_hint {where.format(at=f'{{{at}}}')}, $1;",
+        ",".join(["b", "l", "l", *("r" for _ in (*ends, *coordinates))]),
         has_side_effects=True,
     )
-    copy.operation.erase()
+    operation.erase()

@@ -283,7 +283,7 @@ def _kernel(
             values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MOST_F16, MOST_F16)
             plgpu.commit_smem()
-            eviction.store_to_stay(out_smem.at[warpgroup], parts_ref, place, interpret=interpret)
+            eviction.store_to_stay(out_smem.at[warpgroup], parts_ref.at[place], interpret=interpret)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(warpgroup == warpgroups)
