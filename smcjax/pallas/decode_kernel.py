@@ -44,23 +44,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, lanes
 from smcjax.pallas.decode_attention import Attention
+from smcjax.pallas.decode_epilogue import Epilogue
 from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which
-from smcjax.pallas.noise import gumbel
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, when
+from smcjax.pallas.products import QUERIES, SWIZZLED, Ref, of_part
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
-
-
-def _when(condition: Any, do: Callable[[], None]) -> None:
-    """`do()` where a condition holds, which may be known when this is traced."""
-    if isinstance(condition, bool):
-        if condition:
-            do()
-    else:
-        pl.when(condition)(do)
 
 
 class _Body:
@@ -82,7 +73,9 @@ class _Body:
             self.s["w_smem"] = ring_smem
         self.block = lax.axis_index("block")
         self.step = g.step[0]
-        self.attention = Attention(self.shape, g, self.s, block=self.block, step=self.step, interpret=self.interpret)
+        where: dict[str, Any] = {"block": self.block, "step": self.step, "interpret": self.interpret}
+        self.attention = Attention(self.shape, g, self.s, **where)
+        self.epilogue = Epilogue(self.shape, self.sites, g, self.s, **where)
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
         self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers
@@ -261,7 +254,7 @@ class _Body:
                 with jax.named_scope("load for qkv or gate_up"):
                     self._load_x("of_x", (self.g.xg, self.g.xg), half, scaled=True)
             if "attend" in self.stages:
-                _when(half == 0, functools.partial(attend, layer))
+                when(half == 0, functools.partial(attend, layer))
             if self._has("of_stage", half):
                 with jax.named_scope("barrier before o or down"):
                     self._await(layer, "of_stage", half)
@@ -323,24 +316,24 @@ class _Body:
     # The consumer's warpgroup.
 
     def _consumer(self) -> None:
-        attention = self.attention
+        attention, epilogue = self.attention, self.epilogue
 
         def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
             if self._has("of_x", half):
                 with jax.named_scope("qkv or gate_up"):
-                    finish = functools.partial(self._finish_of_x, layer, half)
-                    t, _ = self._multiply("of_x", half, finish, t, None, functools.partial(self._early_of_x, half))
+                    finish = functools.partial(epilogue.finish_of_x, layer, half)
+                    t, _ = self._multiply("of_x", half, finish, t, None, functools.partial(epilogue.early_of_x, half))
                 first, last = self._units("of_x", half)
                 self._finish(first < last)
             if "attend" in self.stages:
-                _when(half == 0, lambda: attend(layer, t))
+                when(half == 0, lambda: attend(layer, t))
                 t = t + jnp.where(half == 0, attention.places(), 0)
             if "merge" in self.stages:  # of its own where there are no semaphores
                 attention.merge()
             if self._has("of_stage", half):
                 with jax.named_scope("o or down"):
-                    early = functools.partial(self._early_of_stage, layer, half)
-                    t, _ = self._multiply("of_stage", half, self._finish_of_stage, t, None, early)
+                    early = functools.partial(epilogue.early_of_stage, layer, half)
+                    t, _ = self._multiply("of_stage", half, epilogue.finish_of_stage, t, None, early)
                 first, last = self._units("of_stage", half)
                 self._finish(first < last)
             return t
@@ -396,7 +389,7 @@ class _Body:
                     slot, x_slot = lax.rem(t + number, ring), lax.rem(number, slots)
                     with jax.named_scope("wait x"):
                         arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
-                        _when(single or index == first, arrived)
+                        when(single or index == first, arrived)
                     with jax.named_scope("wait w"):
                         plgpu.barrier_wait(self.s["w_full"].at[slot])
                     x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
@@ -427,141 +420,11 @@ class _Body:
             tiles.append(functools.reduce(jnp.add, parts))
         return tiles
 
-    def _scaled(self, unit: jax.Array, first: jax.Array, tiles: list[jax.Array]) -> list[jax.Array]:
-        """The tiles times 1/rms of their tokens."""
-
-        @pl.when(unit == first)
-        def _arrived() -> None:
-            plgpu.barrier_wait(self.s["scale_ready"])
-
-        scale = self.s["scale_smem"][...]
-        return [tile * scale for tile in tiles]
-
-    def _gather(self, ref: Ref, row: Any, row_step: int, column: Any, column_step: int = 1) -> jax.Array:
-        return lanes.gather(
-            ref, row, row_step, column, column_step=column_step, tokens=self.shape.tokens, interpret=self.interpret
-        )
-
-    def _scatter(self, ref: Ref, row: Any, row_step: int, column: Any, value: jax.Array) -> None:
-        lanes.scatter(ref, row, row_step, column, value, interpret=self.interpret)
-
-    def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(head, column of its first half) of a unit of the qkv product."""
-        first, _ = self.sites["of_x"].products[0].tiles(unit)
-        return lax.div(first, self.shape.dim), lax.rem(first, self.shape.dim)
-
-    def _early_of_x(self, half: Which, unit: jax.Array) -> Any:
-        if isinstance(half, int) and half == 1:
-            return None
-        # Of gate_up too, which does not use it.
-        _, column = self._place_in_head(unit)
-        row = self.step * self.shape.tokens
-        return self._gather(self.g.cos, row, 1, column), self._gather(self.g.sin, row, 1, column)
-
-    def _finish_of_x(
-        self, layer: Any, half: Which, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
-    ) -> None:
-        a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
-        _when(half == 0, lambda: self._finish_qkv(layer, unit, loaded, a, b))
-        _when(half == 1, lambda: self._finish_gate_up(unit, a, b))
-
-    def _finish_qkv(self, layer: Any, unit: jax.Array, angles: Any, a: jax.Array, b: jax.Array) -> None:
-        shape, g = self.shape, self.g
-        head, column = self._place_in_head(unit)
-        cos, sin = angles
-
-        def rotated() -> tuple[jax.Array, jax.Array]:
-            return a * cos - b * sin, b * cos + a * sin
-
-        @pl.when(head < shape.heads)
-        def _query() -> None:
-            kv_head, place = lax.div(head, shape.per_kv_head), lax.rem(head, shape.per_kv_head)
-            row = kv_head * shape.tokens * shape.q_step + place
-            for part, value in enumerate(rotated()):
-                self._scatter(g.q, row, shape.q_step, column + part * shape.dim // 2, value)
-
-        def write(refs: Sequence[Ref], kv_head: jax.Array, values: tuple[jax.Array, jax.Array]) -> None:
-            for part, value in enumerate(values):
-                at = column + part * shape.dim // 2
-                first = self.step * shape.tokens
-                lanes.scatter_to_slots(refs, layer, g.slots, first, kv_head, at, value, interpret=self.interpret)
-
-        @pl.when((head >= shape.heads) & (head < shape.heads + shape.kv_heads))
-        def _key() -> None:
-            write(g.keys, head - shape.heads, rotated())
-
-        @pl.when(head >= shape.heads + shape.kv_heads)
-        def _value() -> None:
-            write(g.values, head - shape.heads - shape.kv_heads, (a, b))
-
-    def _finish_gate_up(self, unit: jax.Array, gate: jax.Array, up: jax.Array) -> None:
-        self._scatter(self.g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
-
-    def _early_of_stage(self, layer: Any, half: Which, unit: jax.Array) -> Any:
-        """For each tile its first row, the residual and the next norm's weight."""
-        norm = 2 * layer + 1 + half
-        starts = self.sites["of_stage"].products[0].tiles(unit)
-        return [
-            (start, self._gather(self.g.x, 0, 1, start), self._gather(self.g.norms, norm, 0, start)) for start in starts
-        ]
-
-    def _finish_of_stage(self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None) -> None:
-        for tile, (start, x, weight) in zip(tiles, loaded, strict=True):
-            x = _round(x.astype(jnp.float32) + _round(tile))
-            self._scatter(self.g.x, 0, 1, start, x)
-            self._scatter(self.g.xg, 0, 1, start, x * weight.astype(jnp.float32))
-
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
-        shape, g = self.shape, self.g
-        layout = lanes.tile_layout(shape.tokens)
-        now = self.step * shape.tokens
-        key0, key1 = (self._gather(g.noise_keys, now, 1, word, column_step=0) for word in range(2))
-        forbids = self._gather(g.forbids, now, 1, 0, column_step=0)
-        inverse = self._gather(g.inverse_temperature, 0, 1, 0, column_step=0)
-        noise_scale = self._gather(g.noise_scale, 0, 1, 0, column_step=0)
-
-        def tile_of(value: float | int, dtype: Any) -> jax.Array:
-            return plgpu.layout_cast(jnp.full((TILE, shape.tokens), value, dtype), layout)
-
-        def early(unit: jax.Array) -> jax.Array:
-            return self._gather(g.forbidden, 0, 1, unit, column_step=0) & forbids
-
-        def finish(
-            unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], state: tuple[jax.Array, ...]
-        ) -> Any:
-            best, best_id, best_logit, top, mass = state
-            feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
-            for piece, tile in enumerate(self._scaled(unit, first, tiles)):
-                at = feature + piece * TILE
-                ids = at + unit * 32
-                bit = lax.shift_right_logical(words, at.astype(jnp.uint32)) & jnp.uint32(1)
-                logit = jnp.where(bit == jnp.uint32(0), tile * inverse, -jnp.inf)
-                perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
-                better = perturbed > best
-                best_id = jnp.where(better, ids, best_id)
-                best_logit = jnp.where(better, logit, best_logit)
-                best = jnp.where(better, perturbed, best)
-                new_top = jnp.maximum(top, logit)
-                mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
-                top = new_top
-            return best, best_id, best_logit, top, mass
-
-        start = (
-            tile_of(-jnp.inf, jnp.float32),
-            tile_of(0, jnp.int32),
-            tile_of(-jnp.inf, jnp.float32),
-            tile_of(MASKED, jnp.float32),
-            tile_of(0.0, jnp.float32),
-        )
-        _, (best, best_id, best_logit, top, mass) = self._multiply("head", 0, finish, t, start, early)
-        for ref, value in zip(g.found, (best, best_id, best_logit, top, mass), strict=True):
-            self._scatter(ref, 0, 1, self.block * TILE, value)
-
-
-def _round(x: jax.Array) -> jax.Array:
-    """To bf16 and back."""
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
+        start, early, finish = self.epilogue.sampling()
+        _, found = self._multiply("head", 0, finish, t, start, early)
+        self.epilogue.found(found)
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from smcjax.pallas import lanes
 from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
@@ -158,6 +159,15 @@ class Product:
 
 
 Which = Any  # an int, or a jax.Array of a number that is known when the kernel runs
+
+
+def when(condition: Any, do: Callable[[], None]) -> None:
+    """`do()` where a condition holds, which may be known when this is traced, as of an int `Which`."""
+    if isinstance(condition, bool):
+        if condition:
+            do()
+    else:
+        pl.when(condition)(do)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""What becomes of a product's sums inside the persistent decode step (`decode_kernel.py`): its epilogues.
+
+By the product: norm scale, rotary and KV write (qkv); norm scale and SwiGLU (gate_up); the residual, and that times the
+next norm's weight (o, down); norm scale and what a token is drawn by (head). A unit's sums come as tiles of 16 features
+of all tokens (`lanes.py`). What an epilogue has to load comes by its `early_…` while the tensor core is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas import lanes
+from smcjax.pallas.decode_operands import Operands
+from smcjax.pallas.decode_shape import TILE, Shape, Site, Which, when
+from smcjax.pallas.noise import gumbel
+from smcjax.pallas.products import MASKED, Ref
+
+
+class Epilogue:
+    """One block's, of every product. `scratch` are references in shared memory, by name."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        sites: dict[str, Site],
+        operands: Operands,
+        scratch: dict[str, Ref],
+        *,
+        block: jax.Array,
+        step: jax.Array,
+        interpret: bool,
+    ) -> None:
+        self._shape, self._sites, self._g, self._s, self._interpret = shape, sites, operands, scratch, interpret
+        self._block, self._step = block, step
+
+    def early_of_x(self, half: Which, unit: jax.Array) -> Any:
+        """The angles that a unit of qkv is rotated by."""
+        if isinstance(half, int) and half == 1:
+            return None
+        # Of gate_up too, which does not use it.
+        _, column = self._place_in_head(unit)
+        row = self._step * self._shape.tokens
+        return self._gather(self._g.cos, row, 1, column), self._gather(self._g.sin, row, 1, column)
+
+    def finish_of_x(
+        self, layer: Any, half: Which, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    ) -> None:
+        """Of qkv: rotated, to the queries or the KV pages. Of gate_up: SwiGLU."""
+        a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
+        when(half == 0, lambda: self._finish_qkv(layer, unit, loaded, a, b))
+        when(half == 1, lambda: self._finish_gate_up(unit, a, b))
+
+    def _finish_qkv(self, layer: Any, unit: jax.Array, angles: Any, a: jax.Array, b: jax.Array) -> None:
+        shape, g = self._shape, self._g
+        head, column = self._place_in_head(unit)
+        cos, sin = angles
+
+        def rotated() -> tuple[jax.Array, jax.Array]:
+            return a * cos - b * sin, b * cos + a * sin
+
+        @pl.when(head < shape.heads)
+        def _query() -> None:
+            kv_head, place = lax.div(head, shape.per_kv_head), lax.rem(head, shape.per_kv_head)
+            row = kv_head * shape.tokens * shape.q_step + place
+            for part, value in enumerate(rotated()):
+                self._scatter(g.q, row, shape.q_step, column + part * shape.dim // 2, value)
+
+        def write(refs: Sequence[Ref], kv_head: jax.Array, values: tuple[jax.Array, jax.Array]) -> None:
+            for part, value in enumerate(values):
+                at = column + part * shape.dim // 2
+                first = self._step * shape.tokens
+                lanes.scatter_to_slots(refs, layer, g.slots, first, kv_head, at, value, interpret=self._interpret)
+
+        @pl.when((head >= shape.heads) & (head < shape.heads + shape.kv_heads))
+        def _key() -> None:
+            write(g.keys, head - shape.heads, rotated())
+
+        @pl.when(head >= shape.heads + shape.kv_heads)
+        def _value() -> None:
+            write(g.values, head - shape.heads - shape.kv_heads, (a, b))
+
+    def _finish_gate_up(self, unit: jax.Array, gate: jax.Array, up: jax.Array) -> None:
+        self._scatter(self._g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
+
+    def early_of_stage(self, layer: Any, half: Which, unit: jax.Array) -> Any:
+        """For each tile its first row, the residual and the next norm's weight."""
+        norm = 2 * layer + 1 + half
+        starts = self._sites["of_stage"].products[0].tiles(unit)
+        return [
+            (start, self._gather(self._g.x, 0, 1, start), self._gather(self._g.norms, norm, 0, start))
+            for start in starts
+        ]
+
+    def finish_of_stage(self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None) -> None:
+        """Of o and down: added to the residual, which is then times the next norm's weight, too."""
+        for tile, (start, x, weight) in zip(tiles, loaded, strict=True):
+            x = _round(x.astype(jnp.float32) + _round(tile))
+            self._scatter(self._g.x, 0, 1, start, x)
+            self._scatter(self._g.xg, 0, 1, start, x * weight.astype(jnp.float32))
+
+    def sampling(self) -> tuple[tuple[jax.Array, ...], Callable[..., Any], Callable[..., Any]]:
+        """What the head starts from, loads early and does with a unit: what decides the token, and its log-probability.
+
+        Each tile element keeps its own: the best perturbed logit, that one's id and logit, the largest logit and
+        Σ exp(· − it).
+        """
+        shape, g = self._shape, self._g
+        layout = lanes.tile_layout(shape.tokens)
+        now = self._step * shape.tokens
+        key0, key1 = (self._gather(g.noise_keys, now, 1, word, column_step=0) for word in range(2))
+        forbids = self._gather(g.forbids, now, 1, 0, column_step=0)
+        inverse = self._gather(g.inverse_temperature, 0, 1, 0, column_step=0)
+        noise_scale = self._gather(g.noise_scale, 0, 1, 0, column_step=0)
+
+        def tile_of(value: float | int, dtype: Any) -> jax.Array:
+            return plgpu.layout_cast(jnp.full((TILE, shape.tokens), value, dtype), layout)
+
+        def early(unit: jax.Array) -> jax.Array:
+            return self._gather(g.forbidden, 0, 1, unit, column_step=0) & forbids
+
+        def finish(
+            unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], state: tuple[jax.Array, ...]
+        ) -> Any:
+            best, best_id, best_logit, top, mass = state
+            feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
+            for piece, tile in enumerate(self._scaled(unit, first, tiles)):
+                at = feature + piece * TILE
+                ids = at + unit * 32
+                bit = lax.shift_right_logical(words, at.astype(jnp.uint32)) & jnp.uint32(1)
+                logit = jnp.where(bit == jnp.uint32(0), tile * inverse, -jnp.inf)
+                perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
+                better = perturbed > best
+                best_id = jnp.where(better, ids, best_id)
+                best_logit = jnp.where(better, logit, best_logit)
+                best = jnp.where(better, perturbed, best)
+                new_top = jnp.maximum(top, logit)
+                mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
+                top = new_top
+            return best, best_id, best_logit, top, mass
+
+        start = (
+            tile_of(-jnp.inf, jnp.float32),
+            tile_of(0, jnp.int32),
+            tile_of(-jnp.inf, jnp.float32),
+            tile_of(MASKED, jnp.float32),
+            tile_of(0.0, jnp.float32),
+        )
+        return start, early, finish
+
+    def found(self, state: tuple[jax.Array, ...]) -> None:
+        """Writes what `sampling` ended with."""
+        for ref, value in zip(self._g.found, state, strict=True):
+            self._scatter(ref, 0, 1, self._block * TILE, value)
+
+    # What they have in common.
+
+    def _scaled(self, unit: jax.Array, first: jax.Array, tiles: list[jax.Array]) -> list[jax.Array]:
+        """The tiles times 1/rms of their tokens."""
+
+        @pl.when(unit == first)
+        def _arrived() -> None:
+            plgpu.barrier_wait(self._s["scale_ready"])
+
+        scale = self._s["scale_smem"][...]
+        return [tile * scale for tile in tiles]
+
+    def _gather(self, ref: Ref, row: Any, row_step: int, column: Any, column_step: int = 1) -> jax.Array:
+        return lanes.gather(
+            ref, row, row_step, column, column_step=column_step, tokens=self._shape.tokens, interpret=self._interpret
+        )
+
+    def _scatter(self, ref: Ref, row: Any, row_step: int, column: Any, value: jax.Array) -> None:
+        lanes.scatter(ref, row, row_step, column, value, interpret=self._interpret)
+
+    def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(head, column of its first half) of a unit of the qkv product."""
+        first, _ = self._sites["of_x"].products[0].tiles(unit)
+        return lax.div(first, self._shape.dim), lax.rem(first, self._shape.dim)
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To bf16 and back."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
