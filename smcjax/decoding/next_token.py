@@ -22,6 +22,7 @@ from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
+from smcjax.pallas.products import QUERIES
 
 PAGES_BY_ONE = 128  # of a row's table: up to here the one kernel's attention tasks are single pages
 
@@ -126,7 +127,7 @@ def sample(
 class OneKernelPlan:
     """What the steps of one cycle have in common that run in one kernel."""
 
-    tasks: Sharing  # what rows of a group share
+    tasks: dict[int, Sharing]  # what rows share, by how many are read together: `Shape.rows`
     prefetches: bool  # `prefetches` of their table
     norms: Float[Array, "norms E"]  # all of the model's, in its order
     stop_words: UInt[Array, "R words"]  # the law's stops, 32 to a word
@@ -173,9 +174,12 @@ def plan(
     shapes = [_one_kernel(config, params, total, width, rows, page_size, ahead, implementation) for width in widths]
     if law.truncation is not None or not any(shapes):
         return Plan(sharing, keeps_laws=keeps_laws)
-    tasks = tasks_of(
-        config, block_table, lengths, settled, rows=rows, page_size=page_size, implementation=implementation
-    )
+    tasks = {
+        together: tasks_of(
+            config, block_table, lengths, settled, rows=together, page_size=page_size, implementation=implementation
+        )
+        for together in sorted({shape.rows for shape in shapes if shape is not None})
+    }
     return Plan(sharing, OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops)), keeps_laws)
 
 
@@ -309,7 +313,7 @@ def next_token(
         shape, tables = steps.one_kernel
         if copies is not None:
             cache = cache.copy_pages(copies, implementation="mosaic")
-        weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks
+        weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks[shape.rows]
         if begin is None:
             begin = decode_step.embedded(weights.embed, weights.norms[0], tokens)
         done = decode_step.decode_step(shape, weights, begin, step, tables, tasks, cache.keys, cache.values)
@@ -352,15 +356,20 @@ def _one_kernel(
     prefetches: bool,
     implementation: str,
 ) -> decode_step.Shape | None:
-    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply."""
+    """The kernel's shape for `total` rows of `columns` tokens, None where it does not apply.
+
+    It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
+    """
     layer = params.layers[0]
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
     plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
     if not (plain and uses_kernels(implementation)):
         return None
+    queries = rows * columns * (config.num_heads // config.num_kv_heads)
+    together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows
     shape = shape_of(
-        config, groups=total // rows, rows=rows, columns=columns, page_size=page_size, prefetches=prefetches
+        config, groups=total // together, rows=together, columns=columns, page_size=page_size, prefetches=prefetches
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 

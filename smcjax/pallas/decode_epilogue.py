@@ -168,7 +168,7 @@ class Epilogue:
         def _arrived() -> None:
             plgpu.barrier_wait(self._s["scale_ready"])
 
-        scale = self._s["scale_smem"][...]
+        scale = lanes.load_tile(self._s["scale_smem"])
         return [tile * scale for tile in tiles]
 
     def _gather(self, ref: Ref, row: Any, row_step: int, column: Any, column_step: int = 1) -> jax.Array:

@@ -416,7 +416,10 @@ class _Body:
         scratch[...] = of_part(row, blocks, 64 // product.split)
         tiles = []
         for piece in range(product.pieces):
-            parts = [scratch[pl.ds((q * product.pieces + piece) * TILE, TILE)] for q in range(product.split)]
+            parts = [
+                lanes.load_tile(scratch.at[pl.ds((q * product.pieces + piece) * TILE, TILE)])
+                for q in range(product.split)
+            ]
             tiles.append(functools.reduce(jnp.add, parts))
         return tiles
 

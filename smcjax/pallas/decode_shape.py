@@ -17,18 +17,19 @@ BLOCKS = STREAMING_MULTIPROCESSORS  # one each; all must be resident at once
 CHUNK = 64  # KV slots that attention multiplies at once: of one task, or of several single pages
 DEPTH = 128  # inner elements of one weight tile of 64 rows
 WEIGHT_TILE = 64 * DEPTH * 2  # bytes
+MOST_TOKENS = 32
 SHARED_MEMORY = 227 * 1024  # bytes that a block may have
 TILE = lanes.FEATURES
 
 
 def padded_tokens(count: int) -> int:
-    """M for this many tokens: the tensor core takes eight at a time."""
-    return -(-count // 8) * 8
+    """M for this many tokens, at least eight: a power of two, as each thread has M/8 elements of a tile."""
+    return max(8, 1 << (count - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """All that is static. M `tokens` = G `groups` · `group_tokens`, padded to a multiple of 8."""
+    """All that is static. M `tokens` = G `groups` · `group_tokens`, padded to a power of two."""
 
     hidden: int  # E
     ffn: int  # F
@@ -231,7 +232,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.hidden % 256 == 0
         and shape.vocab % 32 == 0
         and shape.ffn % TILE == 0
-        and shape.tokens in (8, 16)
+        and shape.tokens <= MOST_TOKENS
         and shape.queries <= QUERIES
         and shape.queries * shape.dim % 128 == 0
         and shape.query_rows % 8 == 0

@@ -36,8 +36,13 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def tile_layout(tokens: int) -> Any:
-    """The layout of a [16, tokens] tile; `tokens` is a multiple of 8."""
+    """The layout of a [16, tokens] tile; `tokens` is 8, 16 or 32."""
     return plgpu.Layout.WG_STRIDED((FEATURES, tokens), vec_size=tokens // 8)
+
+
+def load_tile(ref: Ref) -> jax.Array:
+    """A [16, M] tile of f32 from shared memory."""
+    return plgpu.load(ref, layout=tile_layout(ref.shape[1]))
 
 
 def _i32() -> ir.Type:

@@ -227,16 +227,19 @@ def random_params(config: ModelConfig) -> Any:
     return jax.tree.map(vary, params)
 
 
-CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem, blocks of the kernel
-    "two groups of four, two tokens a row": (TINY, {"groups": 2, "rows": 4, "columns": 2, "context": 150}, 4),
+CASES: dict[str, tuple[ModelConfig, dict[str, int], int, int]] = {  # model, problem, rows read together, blocks
+    "eight rows of two tokens, read by four": (TINY, {"groups": 1, "rows": 8, "columns": 2, "context": 150}, 4, 4),
     "one row, wide heads, two layers": (
         dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2),
         {"groups": 1, "rows": 1, "columns": 1, "context": 330},
+        1,
         2,  # one has three chunks, the other two and the pieces
     ),
+    "four groups of eight": (TINY, {"groups": 4, "rows": 8, "columns": 1, "context": 40}, 8, 8),
     "activations that do not fit": (
         dataclasses.replace(TINY, hidden_size=512, intermediate_size=768, num_heads=8),
         {"groups": 1, "rows": 8, "columns": 1, "context": 20},
+        8,
         16,
     ),
 }
@@ -249,8 +252,9 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int]] = {  # model, problem,
 def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
-    config, where, blocks = CASES[case]
-    problem, params = make_problem(config, **where), random_params(config)
+    config, where, together, blocks = CASES[case]
+    problem = dataclasses.replace(make_problem(config, **where), rows=together)
+    params = random_params(config)
     shape = kernel_shape(problem, ring=4, blocks=blocks)
     assert shape.prefetches == by_chunks
     assert ds.supports(shape, jnp.bfloat16)
@@ -283,19 +287,26 @@ def test_the_noise_is_that_of_jax_random() -> None:
 
 @pytest.mark.parametrize("by_chunks", [False, True])
 @pytest.mark.parametrize(
-    ("name", "rows", "columns"), [("llama-3.2-1b", 8, 1), ("llama-3.2-1b", 8, 2), ("llama-3.1-8b", 1, 1)]
+    ("name", "groups", "rows", "columns"),
+    [("llama-3.2-1b", 1, 8, 1), ("llama-3.2-1b", 1, 8, 2), ("llama-3.2-1b", 4, 8, 1), ("llama-3.1-8b", 1, 1, 1)],
 )
-def test_lowers_to_cuda(name: str, rows: int, columns: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_to_cuda(
+    name: str, groups: int, rows: int, columns: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
     config = dataclasses.replace(SHAPES[name], num_layers=3)
-    problem = make_problem(dataclasses.replace(TINY, num_layers=1), groups=1, rows=rows, columns=columns, context=40)
+    problem = make_problem(
+        dataclasses.replace(TINY, num_layers=1), groups=groups, rows=rows, columns=columns, context=40
+    )
     struct = jax.ShapeDtypeStruct
     pool = struct((600, PAGE, config.num_kv_heads, config.head_dim), jnp.bfloat16)
     problem = dataclasses.replace(
         problem,
         config=config,
-        draws=dataclasses.replace(problem.draws, forbidden=jnp.zeros((rows, config.vocab_size // 32), jnp.uint32)),
+        draws=dataclasses.replace(
+            problem.draws, forbidden=jnp.zeros((groups * rows, config.vocab_size // 32), jnp.uint32)
+        ),
     )
     shape = kernel_shape(problem)
     assert ds.supports(shape, jnp.bfloat16)
@@ -312,10 +323,26 @@ def test_lowers_to_cuda(name: str, rows: int, columns: int, by_chunks: bool, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns", "context"), [(8, 1, 256), (8, 2, 700), (1, 1, 256), (8, 1, 4000)])
-def test_on_a_gpu(rows: int, columns: int, context: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "rows", "columns", "context"),
+    [
+        (1, 8, 1, 256),
+        (1, 8, 2, 700),
+        (1, 1, 1, 256),
+        (1, 8, 1, 4000),
+        (1, 16, 1, 700),
+        (1, 16, 2, 700),
+        (2, 8, 2, 700),
+        (3, 8, 1, 300),
+        (4, 8, 1, 700),
+        (4, 8, 1, 4000),
+        (2, 16, 1, 300),
+    ],
+)
+def test_on_a_gpu(groups: int, rows: int, columns: int, context: int) -> None:
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=2)
-    problem = make_problem(config, groups=1, rows=rows, columns=columns, context=context)
+    problem = make_problem(config, groups=groups, rows=rows, columns=columns, context=context)
+    problem = dataclasses.replace(problem, rows=min(rows, 64 // (4 * columns)))  # read together
     params = jax.jit(random_params, static_argnums=0)(config)
     shape = kernel_shape(problem)
     step = jax.jit(lambda params: run(problem, params, shape))
@@ -327,7 +354,7 @@ def test_on_a_gpu(rows: int, columns: int, context: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("groups", "rows", "live_groups"), [(1, 8, 1), (2, 8, 1), (8, 1, 8), (8, 1, 1)])
+@pytest.mark.parametrize(("groups", "rows", "live_groups"), [(1, 8, 1), (2, 8, 1), (8, 1, 8), (8, 1, 1), (4, 8, 4)])
 def test_one_launch_equals_a_launch_a_stage(
     groups: int, rows: int, live_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
