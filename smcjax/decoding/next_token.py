@@ -7,7 +7,7 @@ Two ways to the same law: layer by layer, then logits, then the draw; or all of 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,13 @@ def plan(
     total = block_table.shape[0]
     widths = range(1, columns + 1)
     ahead = prefetches(block_table)
-    shapes = [_one_kernel(config, params, total, width, rows, page_size, ahead, implementation) for width in widths]
+    terms: dict[str, Any] = {
+        "rows": rows,
+        "page_size": page_size,
+        "prefetches": ahead,
+        "implementation": implementation,
+    }
+    shapes = [one_kernel_of(config, params, total, columns=width, **terms) for width in widths]
     if law.truncation is not None or not any(shapes):
         return Plan(sharing, keeps_laws=keeps_laws)
     tasks = {
@@ -269,8 +275,16 @@ def prepare(
     if plan.one_kernel is None:
         return steps
     _, total, columns = steps.positions.shape
-    ahead = plan.one_kernel.prefetches
-    shape = _one_kernel(config, params, total, columns, rows, page_size, ahead, implementation)
+    shape = one_kernel_of(
+        config,
+        params,
+        total,
+        rows=rows,
+        columns=columns,
+        page_size=page_size,
+        prefetches=plan.one_kernel.prefetches,
+        implementation=implementation,
+    )
     if shape is None:
         return steps
     cos, sin = (
@@ -346,12 +360,13 @@ def beginning(params: Params, steps: Steps, drawn: Drawn) -> decode_step.Embedde
     return decode_step.embedded(params.embed, norms_of(params)[0], drawn.token)
 
 
-def _one_kernel(
+def one_kernel_of(
     config: ModelConfig,
     params: Params,
     total: int,
-    columns: int,
+    *,
     rows: int,
+    columns: int,
     page_size: int,
     prefetches: bool,
     implementation: str,

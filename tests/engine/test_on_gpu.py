@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax.decoding.next_token import one_kernel_of
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
+from smcjax.model.params import param_shapes
 from smcjax.pallas.paged_attention import on_hopper
 
 pytestmark = pytest.mark.gpu
 TARGET = ModelConfig(256, 1024, 1024, 2, 8, 4, 64, 4096, tie_embeddings=True)  # wide enough for all kernels
-DRAFT = ModelConfig(256, 256, 256, 1, 8, 2, 64, 4096, tie_embeddings=True)
+DRAFT = ModelConfig(256, 512, 512, 1, 8, 2, 64, 4096, tie_embeddings=True)
 PROMPTS = [
     {"prompt_token_ids": np.random.default_rng(i).integers(0, 256, length).tolist()}
     for i, length in enumerate((1, 5, 12, 16, 17, 40, 100, 130))
@@ -67,18 +69,30 @@ def answers(pair: tuple[str, str], n_particles: int, implementation: str, max_nu
 
 
 @pytest.mark.parametrize(
-    ("n_particles", "max_num_seqs"),
+    ("n_particles", "max_num_seqs", "together"),  # rows that the persistent step reads together, by new tokens a row
     [
-        (8, 64),  # drafts layer by layer
-        (8, 4),  # by the persistent step, but for the first of a cycle
-        (8, 1),
-        (16, 1),  # the first step of a cycle reads them by eight
+        (8, 64, (None, None)),  # drafts layer by layer
+        (8, 4, (8, None)),
+        (8, 1, (8, 8)),
+        (16, 1, (16, 8)),
     ],
 )
 def test_repeatable_and_of_the_same_law_as_plain_xla(
-    pair: tuple[str, str], n_particles: int, max_num_seqs: int
+    pair: tuple[str, str], n_particles: int, max_num_seqs: int, together: tuple[int | None, ...]
 ) -> None:
     """Twice the same tokens; log Ẑ, whose mean over seeds is a property of the law, agrees with plain XLA's."""
+    for columns, rows in enumerate(together, 1):
+        shape = one_kernel_of(
+            DRAFT,
+            param_shapes(DRAFT, "bfloat16"),
+            max_num_seqs * n_particles,
+            rows=n_particles,
+            columns=columns,
+            page_size=16,
+            prefetches=False,
+            implementation="auto",
+        )
+        assert (None if shape is None else shape.rows) == rows
     first, second = (answers(pair, n_particles, "auto", max_num_seqs) for _ in range(2))
     plain = plain_answers(pair, n_particles)
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
