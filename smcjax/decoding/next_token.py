@@ -1,7 +1,8 @@
 """The next token of each row: a forward over its newest tokens, and a draw from what it predicts.
 
-Two ways to the same law: layer by layer, then logits, then the draw; or all of it in one persistent kernel
-(`smcjax.pallas.decode_step`), which writes no logits at all.
+Ways to the same law: all of it in one persistent kernel (`smcjax.pallas.decode_step`); layer by layer, and behind the
+last the head and the draw in one kernel (`smcjax.pallas.sampled_head`); or logits, and then the draw. Only the last
+writes logits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
 from smcjax.pallas.products import QUERIES
+from smcjax.pallas.sampled_head import sampled_head
+from smcjax.pallas.sampled_head import supports as supports_sampled_head
 
 PAGES_BY_ONE = 128  # of a row's table: up to here the one kernel's attention tasks are single pages
 
@@ -51,6 +54,11 @@ class Steps:
     keys: Key[Array, "K R"]
     token_number: Int[Array, "K R"]  # of the token to be drawn, from 1
     one_kernel: tuple[decode_step.Shape, decode_step.Tables] | None = None  # its arguments; None: layer by layer
+
+
+def noise_scale_of(law: Law) -> Float[Array, " R"]:
+    """What kernels multiply their noise by: nothing is left of it in rows that are greedy."""
+    return jnp.ones_like(law.temperature) if law.greedy is None else jnp.where(law.greedy, 0.0, 1.0)
 
 
 def law_of(requests: Requests, *, rows: int, truncates: bool) -> Law:
@@ -140,6 +148,7 @@ class Plan:
     sharing: Sharing | None  # layer by layer: what rows of a group share
     one_kernel: OneKernelPlan | None = None  # None where no step may run so
     keeps_laws: bool = False  # whether the laws that are drawn from are wanted whole
+    stop_words: UInt[Array, "words R"] | None = None  # layer by layer: the stops, for the head's kernel; None: logits
 
 
 def plan(
@@ -169,6 +178,11 @@ def plan(
         implementation=implementation,
     )
     total = block_table.shape[0]
+    by_kernel = uses_kernels(implementation) and not isinstance(params.unembed, QuantizedMatrix)
+    by_kernel &= law.truncation is None and not keeps_laws
+    vocab, hidden = config.vocab_size, config.hidden_size
+    by_kernel &= supports_sampled_head(rows=total, hidden=hidden, vocab=vocab, dtype=params.embed.dtype)
+    stop_words = pack_bits(law.stops).T if by_kernel else None
     widths = range(1, columns + 1)
     ahead = prefetches(block_table)
     terms: dict[str, Any] = {
@@ -179,14 +193,15 @@ def plan(
     }
     shapes = [one_kernel_of(config, params, total, columns=width, **terms) for width in widths]
     if law.truncation is not None or not any(shapes):
-        return Plan(sharing, keeps_laws=keeps_laws)
+        return Plan(sharing, keeps_laws=keeps_laws, stop_words=stop_words)
     tasks = {
         together: tasks_of(
             config, block_table, lengths, settled, rows=together, page_size=page_size, implementation=implementation
         )
         for together in sorted({shape.rows for shape in shapes if shape is not None})
     }
-    return Plan(sharing, OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops)), keeps_laws)
+    one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops))
+    return Plan(sharing, one_kernel, keeps_laws, stop_words)
 
 
 def tasks_of(
@@ -290,11 +305,10 @@ def prepare(
     cos, sin = (
         x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
     )
-    greedy = jnp.zeros(total, bool) if law.greedy is None else law.greedy
     draws = decode_step.Draws(
         keys=jax.random.key_data(steps.keys),
         temperature=law.temperature,
-        noise_scale=jnp.where(greedy, 0.0, 1.0),
+        noise_scale=noise_scale_of(law),
         forbidden=plan.one_kernel.stop_words,
         forbids=steps.token_number <= law.minimum,
     )
@@ -346,8 +360,12 @@ def next_token(
         sharing=plan.sharing,
         implementation=implementation,
     )
-    logits = unembed(params, hidden[:, -1])
     keys, number = steps.keys[step], steps.token_number[step]
+    if plan.stop_words is not None:
+        noise_scale, forbids = noise_scale_of(law), number <= law.minimum
+        terms = (jax.random.key_data(keys), law.temperature, noise_scale, plan.stop_words, forbids)
+        return Drawn(*sampled_head(hidden[:, -1], params.unembed, *terms)), cache
+    logits = unembed(params, hidden[:, -1])
     return sample(law, keys, number, logits, keep_logits=plan.keeps_laws), cache
 
 

@@ -1,10 +1,9 @@
 """From one decode step to the next: each row's token, its log-probability and its embedding, in one small launch.
 
-The blocks of a step (`decode_kernel.py`) leave what they found among their own ids. Per row, with c over that:
+The blocks of a step (`decode_kernel.py`) leave what they found among their own ids. Per row:
 
-    token    = the id of the largest perturbed logit; of equal ones the lowest
-    logprob  = logit(token) − LSE,   LSE = m + log Σ_c mass_c · exp(top_c − m),   m = max_c top_c
-    x, x∘g   = embedding of the token, which is where the next step begins, and that times its first norm's weight
+    token, logprob   from these candidates (`gumbel_max.py`)
+    x, x∘g           the token's embedding, where the next step begins, and that times its first norm's weight
 
 One block a row; the reference is `conclude_reference`, which XLA makes two launches of.
 """
@@ -23,21 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas.decode_shape import padded_tokens
+from smcjax.pallas.gumbel_max import NO_ID, Found, decide
 from smcjax.pallas.products import MASKED, Ref
 
 VECTOR = 4  # candidates that each of 128 threads loads at once
 WHOLE = 128 * VECTOR  # candidates come in multiples of these
-NO_ID = jnp.iinfo(jnp.int32).max
-
-
-class Found(NamedTuple):
-    """What the blocks of a step found, `count` candidates a token and then whatever was there up to a `WHOLE`."""
-
-    best: Float[Array, "M n"]  # largest perturbed logit
-    ids: Int[Array, "M n"]  # its id
-    logit: Float[Array, "M n"]  # its logit
-    top: Float[Array, "M n"]  # largest logit
-    mass: Float[Array, "M n"]  # Σ exp(logit − top)
 
 
 class Embedded(NamedTuple):
@@ -70,21 +59,9 @@ def embedded(embed: Float[Array, "V E"], norm: Float[Array, " E"], tokens: Int[A
 def conclude_reference(
     found: Found, embed: Float[Array, "V E"], norm: Float[Array, " E"], *, count: int, rows: int, columns: int
 ) -> Concluded:
-    """As `conclude`, by one reduction of all five."""
-
-    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b
-        first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
-        top = jnp.maximum(top_a, top_b)
-        mass = mass_a * jnp.exp(top_a - top) + mass_b * jnp.exp(top_b - top)
-        chosen = (jnp.where(first, x, y) for x, y in ((best_a, best_b), (id_a, id_b), (logit_a, logit_b)))
-        return (*chosen, top, mass)
-
-    operands = tuple(x[columns - 1 : rows * columns : columns, :count] for x in found)
-    nothing = (-jnp.inf, NO_ID, -jnp.inf, MASKED, 0.0)
-    start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(nothing, operands, strict=True))
-    _, token, logit, top, mass = lax.reduce(operands, start, better, (1,))
-    return Concluded(token, logit - top - jnp.log(mass), embedded(embed, norm, token))
+    """As `conclude`, by XLA."""
+    token, logprob = decide(Found(*(x[columns - 1 : rows * columns : columns, :count] for x in found)))
+    return Concluded(token, logprob, embedded(embed, norm, token))
 
 
 def _kernel(

@@ -19,8 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.pallas import lanes
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import TILE, Shape, Site, Which, when
+from smcjax.pallas.gumbel_max import Found, nothing, seen
 from smcjax.pallas.noise import gumbel
-from smcjax.pallas.products import MASKED, Ref
+from smcjax.pallas.products import Ref
 
 
 class Epilogue:
@@ -105,11 +106,10 @@ class Epilogue:
             self._scatter(self._g.x, 0, 1, start, x)
             self._scatter(self._g.xg, 0, 1, start, x * weight.astype(jnp.float32))
 
-    def sampling(self) -> tuple[tuple[jax.Array, ...], Callable[..., Any], Callable[..., Any]]:
+    def sampling(self) -> tuple[Found, Callable[..., Any], Callable[..., Any]]:
         """What the head starts from, loads early and does with a unit: what decides the token, and its log-probability.
 
-        Each tile element keeps its own: the best perturbed logit, that one's id and logit, the largest logit and
-        Σ exp(· − it).
+        Each tile element keeps a candidate of its own.
         """
         shape, g = self._shape, self._g
         layout = lanes.tile_layout(shape.tokens)
@@ -125,10 +125,7 @@ class Epilogue:
         def early(unit: jax.Array) -> jax.Array:
             return self._gather(g.forbidden, 0, 1, unit, column_step=0) & forbids
 
-        def finish(
-            unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], state: tuple[jax.Array, ...]
-        ) -> Any:
-            best, best_id, best_logit, top, mass = state
+        def finish(unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], found: Found) -> Found:
             feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
             for piece, tile in enumerate(self._scaled(unit, first, tiles)):
                 at = feature + piece * TILE
@@ -136,25 +133,12 @@ class Epilogue:
                 bit = lax.shift_right_logical(words, at.astype(jnp.uint32)) & jnp.uint32(1)
                 logit = jnp.where(bit == jnp.uint32(0), tile * inverse, -jnp.inf)
                 perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
-                better = perturbed > best
-                best_id = jnp.where(better, ids, best_id)
-                best_logit = jnp.where(better, logit, best_logit)
-                best = jnp.where(better, perturbed, best)
-                new_top = jnp.maximum(top, logit)
-                mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
-                top = new_top
-            return best, best_id, best_logit, top, mass
+                found = seen(found, logit, perturbed, ids)
+            return found
 
-        start = (
-            tile_of(-jnp.inf, jnp.float32),
-            tile_of(0, jnp.int32),
-            tile_of(-jnp.inf, jnp.float32),
-            tile_of(MASKED, jnp.float32),
-            tile_of(0.0, jnp.float32),
-        )
-        return start, early, finish
+        return nothing(tile_of), early, finish
 
-    def found(self, state: tuple[jax.Array, ...]) -> None:
+    def found(self, state: Found) -> None:
         """Writes what `sampling` ended with."""
         for ref, value in zip(self._g.found, state, strict=True):
             self._scatter(ref, 0, 1, self._block * TILE, value)

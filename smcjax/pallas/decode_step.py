@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.decode_conclude import Embedded, Found, conclude, embedded, padded_candidates
+from smcjax.pallas.decode_conclude import Embedded, conclude, embedded, padded_candidates
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
+from smcjax.pallas.gumbel_max import DTYPES, Found
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
@@ -226,7 +227,7 @@ def make_operands(
         partial_lse=scratch(shares, QUERIES, dtype=f32),
         attended=scratch(padded, shape.heads * shape.dim),
         h=scratch(padded, shape.ffn),
-        found=tuple(scratch(padded, candidates, dtype=dtype) for dtype in (f32, jnp.int32, f32, f32, f32)),
+        found=tuple(scratch(padded, candidates, dtype=dtype) for dtype in DTYPES),
     )
 
 

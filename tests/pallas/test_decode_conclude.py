@@ -12,15 +12,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.decode_conclude import (
-    NO_ID,
     WHOLE,
     Concluded,
-    Found,
     conclude,
     conclude_reference,
     padded_candidates,
 )
 from smcjax.pallas.decode_shape import padded_tokens
+from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Found
 
 INTERPRET = plgpu.InterpretGPUParams()
 VOCABULARY = 5000
@@ -95,8 +94,7 @@ def test_a_row_that_is_no_law_has_no_probability_and_harms_no_other() -> None:
 def test_lowers_for_cuda(rows: int, columns: int, hidden: int) -> None:
     count = 132 * 16
     place = (padded_tokens(rows * columns), padded_candidates(count))
-    dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
-    found = Found(*(jax.ShapeDtypeStruct(place, dtype) for dtype in dtypes))
+    found = Found(*(jax.ShapeDtypeStruct(place, dtype) for dtype in DTYPES))
     embed, norms = (jax.ShapeDtypeStruct((n, hidden), jnp.bfloat16) for n in (128_256, 33))
     run = functools.partial(conclude, count=count, rows=rows, columns=columns)
     text = jax.jit(run).trace(found, embed, norms).lower(lowering_platforms=("cuda",)).as_text()

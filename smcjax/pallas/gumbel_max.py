@@ -1,0 +1,74 @@
+"""A draw from softmax(logits) and its log-probability by one pass over the logits, which are kept nowhere.
+
+    token    = argmax_v (logit_v + noise_v),  noise Gumbel (`noise.py`); of equal ones the lowest
+    logprob  = logit(token) − LSE,   LSE = m + log Σ_c mass_c · exp(top_c − m),   m = max_c top_c
+
+Whoever sees logits pass keeps five numbers in each of several places c, a *candidate* each, which are compared last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from smcjax.pallas.products import MASKED
+
+NO_ID = jnp.iinfo(jnp.int32).max
+
+
+class Found(NamedTuple):
+    """Candidates of M tokens: n each, and then perhaps whatever was there. In a kernel: an array of places."""
+
+    best: Float[Array, "M n"]  # largest perturbed logit
+    ids: Int[Array, "M n"]  # its id
+    logit: Float[Array, "M n"]  # its logit
+    top: Float[Array, "M n"]  # largest logit
+    mass: Float[Array, "M n"]  # Σ exp(logit − top)
+
+
+DTYPES = Found(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
+
+
+def nothing(full: Callable[[float | int, Any], jax.Array]) -> Found:
+    """Before the first logit; `full(value, dtype)` is an array of places."""
+    return Found(
+        full(-jnp.inf, jnp.float32),
+        full(0, jnp.int32),
+        full(-jnp.inf, jnp.float32),
+        full(MASKED, jnp.float32),
+        full(0.0, jnp.float32),
+    )
+
+
+def seen(found: Found, logit: jax.Array, perturbed: jax.Array, ids: jax.Array) -> Found:
+    """After one logit more in every place."""
+    best, best_id, best_logit, top, mass = found
+    better = perturbed > best
+    best_id = jnp.where(better, ids, best_id)
+    best_logit = jnp.where(better, logit, best_logit)
+    best = jnp.where(better, perturbed, best)
+    new_top = jnp.maximum(top, logit)
+    mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
+    return Found(best, best_id, best_logit, new_top, mass)
+
+
+def decide(found: Found) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """Token and log-probability of each, by one reduction of all five."""
+
+    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b
+        first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
+        top = jnp.maximum(top_a, top_b)
+        mass = mass_a * jnp.exp(top_a - top) + mass_b * jnp.exp(top_b - top)
+        chosen = (jnp.where(first, x, y) for x, y in ((best_a, best_b), (id_a, id_b), (logit_a, logit_b)))
+        return (*chosen, top, mass)
+
+    before = (-jnp.inf, NO_ID, -jnp.inf, MASKED, 0.0)
+    start = tuple(jnp.asarray(x, operand.dtype) for x, operand in zip(before, found, strict=True))
+    _, token, logit, top, mass = lax.reduce(tuple(found), start, better, (1,))
+    return token, logit - top - jnp.log(mass)
