@@ -24,10 +24,11 @@ import numpy as np
 from profile_cycle import read_kernels
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.next_token import norms_of, prefetches, shape_of, tasks_of, weights_of
+from smcjax.decoding.next_token import norms_of, prefetches, scales_of, shape_of, tasks_of, weights_of
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
+from smcjax.model.quantize import quantize_params
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import paged_attention_reference, rms_norm
 from smcjax.pallas.kv_write import rotate
@@ -52,12 +53,12 @@ class Problem:
 
     def operands(self, params: Params, keys: Any, values: Any) -> ds.Operands:
         """Of a launch."""
-        weights = weights_of(params, norms_of(params))
+        weights = weights_of(params, norms_of(params), scales_of(params))
         begin = ds.embedded(weights.embed, weights.norms[0], self.tokens)
         return ds.make_operands(self.shape, weights, begin, 0, self.tables, self.sharing, keys, values)
 
 
-def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Problem:
+def make(config: ModelConfig, columns: int, context: int, *, int8: bool = False, **tuning: int) -> Problem:
     """ROWS rows of `columns` tokens after `context`."""
     rng = np.random.default_rng(0)
     positions = np.broadcast_to(context + np.arange(columns), (ROWS, columns)).astype(np.int32)
@@ -69,7 +70,8 @@ def make(config: ModelConfig, columns: int, context: int, **tuning: int) -> Prob
     table[:, shared:need] = names[shared:].reshape(ROWS, -1)
     block_table = jnp.asarray(table)
     ahead = prefetches(block_table)
-    shape = shape_of(config, groups=1, rows=ROWS, columns=columns, page_size=PAGE, prefetches=ahead, **tuning)
+    sizes = {"groups": 1, "rows": ROWS, "columns": columns, "page_size": PAGE}
+    shape = shape_of(config, **sizes, prefetches=ahead, int8=int8, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
@@ -176,18 +178,25 @@ def halves_together(shape: ds.Shape, out: np.ndarray, lse: np.ndarray) -> tuple[
     return np.where(weights[..., None] > 0, weights[..., None] * outs, 0).sum(axis=0), total
 
 
-def check(columns: int, context: int) -> None:
+def random_params(config: ModelConfig, int8: bool) -> Params:
+    """In bf16, or rounded to int8."""
+    params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
+    return quantize_params(params, consume=True) if int8 else params
+
+
+def check(columns: int, context: int, int8: bool) -> None:
     """Prints every stage's error, each from what the kernel itself handed it."""
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=1)
-    params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
+    params = random_params(config, int8)
     layer, eps = params.layers[0], config.rms_norm_eps
-    problem = make(config, columns, context)
+    problem = make(config, columns, context, int8=int8)
     keys, values = pools(config, problem.pages)
     shape = problem.shape
     total = shape.group_tokens
     for together in (False, True):
         got = stages(config, params, problem, keys, values, together=together)
-        print(f"\nT={columns}, context {context}, {'together' if together else 'stage by stage'}")
+        dtype = "int8" if int8 else "bf16"
+        print(f"\n{dtype}, T={columns}, context {context}, {'together' if together else 'stage by stage'}")
         x0 = got["x0"][:total]
         qkv = linear(rms_norm(x0, layer.attn_norm, eps), layer.qkv, None).reshape(ROWS, columns, -1, shape.dim)
         cos, sin = rope_angles(config, problem.positions)
@@ -299,14 +308,14 @@ VARIANTS: dict[str, tuple[Callable[..., None], int, int, dict[str, int]]] = {
 }
 
 
-def time_all(variants: list[str]) -> None:
+def time_all(variants: list[str], int8: bool) -> None:
     """A line each."""
     config = SHAPES["llama-3.2-1b"]
-    params = jax.jit(lambda: init_params(config, jax.random.key(1), jnp.bfloat16))()
+    params = random_params(config, int8)
     for name in variants or VARIANTS:
         launches, columns, context, tuning = VARIANTS[name]
-        label = f"{name}: T={columns} context {context} {tuning or ''}"
-        time_step(label, config, params, make(config, columns, context, **tuning), launches)
+        label = f"{name}: T={columns} context {context} {'int8 ' if int8 else ''}{tuning or ''}"
+        time_step(label, config, params, make(config, columns, context, int8=int8, **tuning), launches)
 
 
 def main() -> None:
@@ -314,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("check", "time"), nargs="?", default="check")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"to time (all): {', '.join(VARIANTS)}")
+    parser.add_argument("--int8", action="store_true", help="weights in int8 (default: bfloat16)")
     args = parser.parse_args()
     for variant in args.variants:
         if variant not in VARIANTS:
@@ -322,10 +332,10 @@ def main() -> None:
         parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     if args.what == "time":
-        time_all(args.variants)
+        time_all(args.variants, args.int8)
     else:
         for columns, context in ((1, 256), (2, 700), (1, 4000), (2, 4000)):
-            check(columns, context)
+            check(columns, context, args.int8)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Product(NamedTuple):
     rows: int  # of x
     outputs: int
     inputs: int
-    dtype: str  # of both operands
+    dtype: str  # of both operands, or of the weights where these are converted within
     result: str
     added: bool = False  # to another array, within the product
 
@@ -47,6 +48,11 @@ def product_forms(forms: Mapping[Product, Form]) -> Iterator[None]:
         _forms.reset(token)
 
 
+def form_of(what: Product, usual: Any = None) -> Any:
+    """The form that this product is to take; who traces within `product_forms` sees that it was asked for."""
+    return _forms.get().get(what, usual)
+
+
 def product(
     x: Float[Array, "*shape I"],
     weight: Float[Array, "O I"],
@@ -60,17 +66,14 @@ def product(
     """
     *shape, inputs = x.shape
     dtype, out = jnp.dtype(x.dtype), jnp.dtype(x.dtype if result is None else result)
-    rows = 1
-    for size in shape:
-        rows *= size
     precision = product_precision(dtype)
-    what = Product(rows, weight.shape[0], inputs, dtype.name, out.name, add_to is not None)
+    what = Product(math.prod(shape), weight.shape[0], inputs, dtype.name, out.name, add_to is not None)
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     y = jax.lax.dot_general(
         x,
         weight,
         contracted,
-        precision=_forms.get().get(what, precision),
+        precision=form_of(what, precision),
         preferred_element_type=None if result is None else out,
     )
     return y if add_to is None else add_to + y

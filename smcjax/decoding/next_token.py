@@ -138,6 +138,7 @@ class OneKernelPlan:
     tasks: dict[int, Sharing]  # what rows share, by how many are read together: `Shape.rows`
     prefetches: bool  # `prefetches` of their table
     norms: Float[Array, "norms E"]  # all of the model's, in its order
+    scales: Float[Array, "1 S"] | None  # of int8 matrices
     stop_words: UInt[Array, "R words"]  # the law's stops, 32 to a word
 
 
@@ -200,7 +201,7 @@ def plan(
         )
         for together in sorted({shape.rows for shape in shapes if shape is not None})
     }
-    one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), pack_bits(law.stops))
+    one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), scales_of(params), pack_bits(law.stops))
     return Plan(sharing, one_kernel, keeps_laws, stop_words)
 
 
@@ -240,22 +241,45 @@ def norms_of(params: Params) -> Float[Array, "norms E"]:
     return jnp.stack([*(folded if norm is None else norm for norm in norms), params.final_norm])
 
 
-def weights_of(params: Params, norms: Float[Array, "norms E"]) -> decode_step.Weights:
-    """The one kernel's view of a decoder's parameters."""
+def scales_of(params: Params) -> Float[Array, "1 S"] | None:
+    """Of quantised matrices, as `decode_step.Weights` wants them."""
+    if not isinstance(params.unembed, QuantizedMatrix):
+        return None
+    of_layers = [m.scale for layer in params.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return jnp.concatenate([*of_layers, params.unembed.scale])[None]
+
+
+def weights_of(
+    params: Params, norms: Float[Array, "norms E"], scales: Float[Array, "1 S"] | None
+) -> decode_step.Weights:
+    """The one kernel's view of a decoder's parameters; `norms_of` and `scales_of` them."""
+
+    def values(matrix: Any) -> jax.Array:
+        return matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
+
     layers = params.layers
     return decode_step.Weights(
-        qkv=tuple(layer.qkv for layer in layers),
-        o=tuple(layer.o for layer in layers),
-        gate_up=tuple(layer.gate_up for layer in layers),
-        down=tuple(layer.down for layer in layers),
+        qkv=tuple(values(layer.qkv) for layer in layers),
+        o=tuple(values(layer.o) for layer in layers),
+        gate_up=tuple(values(layer.gate_up) for layer in layers),
+        down=tuple(values(layer.down) for layer in layers),
         norms=norms,
         embed=params.embed,
-        unembed=params.unembed,
+        unembed=values(params.unembed),
+        scales=scales,
     )
 
 
 def shape_of(
-    config: ModelConfig, *, groups: int, rows: int, columns: int, page_size: int, prefetches: bool, **tuning: int
+    config: ModelConfig,
+    *,
+    groups: int,
+    rows: int,
+    columns: int,
+    page_size: int,
+    prefetches: bool,
+    int8: bool = False,
+    **tuning: int,
 ) -> decode_step.Shape:
     """The one kernel's static shape."""
     return decode_step.make_shape(
@@ -271,6 +295,7 @@ def shape_of(
         columns=columns,
         page_size=page_size,
         prefetches=prefetches,
+        int8=int8,
         **tuning,
     )
 
@@ -341,7 +366,8 @@ def next_token(
         shape, tables = steps.one_kernel
         if copies is not None:
             cache = cache.copy_pages(copies, implementation="mosaic")
-        weights, tasks = weights_of(params, plan.one_kernel.norms), plan.one_kernel.tasks[shape.rows]
+        one_kernel = plan.one_kernel
+        weights, tasks = weights_of(params, one_kernel.norms, one_kernel.scales), one_kernel.tasks[shape.rows]
         if begin is None:
             begin = decode_step.embedded(weights.embed, weights.norms[0], tokens)
         done = decode_step.decode_step(shape, weights, begin, step, tables, tasks, cache.keys, cache.values)
@@ -396,13 +422,20 @@ def one_kernel_of(
     layer = params.layers[0]
     variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
     plain = all(variant is None for variant in variants)
-    plain &= not isinstance(layer.qkv, QuantizedMatrix) and not isinstance(params.unembed, QuantizedMatrix)
-    if not (plain and uses_kernels(implementation)):
+    matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, params.unembed)
+    quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
+    if not (plain and len(quantized) == 1 and uses_kernels(implementation)):
         return None
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows
     shape = shape_of(
-        config, groups=total // together, rows=together, columns=columns, page_size=page_size, prefetches=prefetches
+        config,
+        groups=total // together,
+        rows=together,
+        columns=columns,
+        page_size=page_size,
+        prefetches=prefetches,
+        int8=quantized.pop(),
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 

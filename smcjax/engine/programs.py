@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from smcjax.engine.memory import device_memory
 from smcjax.engine.product_choice import chosen_forms, products_asked
-from smcjax.model.quantize import QuantizedMatrix
 from smcjax.numerics import Form, Product, product_forms
 from smcjax.pallas import uses_kernels
 
@@ -192,20 +190,19 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
     """A decoding step of (params, state), which donates its state.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
-    timing of single products does not see (docs/performance.md). Int8 weights need Triton to be converted on the way,
-    products of a few rows are not faster without, and "xla" is XLA as it is by itself.
+    timing of single products does not see (docs/performance.md). Int8 weights that XLA multiplies need Triton to be
+    converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
-    plain = all(not isinstance(leaf, QuantizedMatrix) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
     job = Job(function, (1,), (abstract(params), state))
     few = state.sequences.length.shape[0] < 8  # sequences
-    if few or not plain or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+    if few or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+        return job
+    asked = products_asked(function, *job.arguments)
+    if any(what.dtype != "bfloat16" for what in asked):
         return job
 
     def forms() -> dict[Product, Form]:
-        return chosen_forms(
-            getattr(params, "target", params), products_asked(function, *job.arguments), CUBLAS_PRODUCTS
-        )
+        return chosen_forms(getattr(params, "target", params), asked, CUBLAS_PRODUCTS)
 
     return job._replace(options=CUBLAS_PRODUCTS, forms=forms)
 

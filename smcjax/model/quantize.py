@@ -4,19 +4,22 @@
     x · Wᵀ ≈ (x · valuesᵀ) ∘ scale
 
 int8 values are exact in bfloat16, so the only error is the rounding of the weights; the conversion is fused into the
-product's load. Norms, biases and an embedding that is only looked up stay as they are.
+product's load. Norms, biases and an embedding that is only looked up stay as they are. Columns are stored in the order
+that kernels want (`smcjax.pallas.int8`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from smcjax.model.params import Params
-from smcjax.numerics import product_precision
+from smcjax.numerics import Product, form_of, product_precision
+from smcjax.pallas.int8 import interleave, restore
 
 QUANTIZATIONS = ("int8",)
 
@@ -32,7 +35,7 @@ def check_quantization(name: str, value: object) -> None:
 class QuantizedMatrix:
     """A matrix [out, in] as int8 rows with a scale each. Looking up rows gives them in `compute_dtype`."""
 
-    values: Any  # Int8[Array, "O I"]
+    values: Any  # Int8[Array, "O I"], columns as `interleave` orders them
     scale: Any  # Float32[Array, " O"]
     compute_dtype: str = dataclasses.field(metadata={"static": True})
 
@@ -47,7 +50,8 @@ class QuantizedMatrix:
         return self.values.shape
 
     def __getitem__(self, rows: Any) -> jax.Array:
-        return (self.values[rows].astype(jnp.float32) * self.scale[rows][..., None]).astype(self.dtype)
+        values = restore(self.values[rows])
+        return (values.astype(jnp.float32) * self.scale[rows][..., None]).astype(self.dtype)
 
 
 def quantize_matrix(matrix: jax.Array) -> QuantizedMatrix:
@@ -56,13 +60,15 @@ def quantize_matrix(matrix: jax.Array) -> QuantizedMatrix:
     largest = jnp.max(jnp.abs(wide), axis=1)
     scale = jnp.where(largest > 0, largest / 127.0, 1.0)
     values = jnp.round(wide / scale[:, None]).astype(jnp.int8)
-    return QuantizedMatrix(values, scale, jnp.dtype(matrix.dtype).name)
+    return QuantizedMatrix(interleave(values), scale, jnp.dtype(matrix.dtype).name)
 
 
 def quantized_product(x: jax.Array, weight: QuantizedMatrix, dtype: Any) -> jax.Array:
     """x · Wᵀ, accumulated and scaled in f32, in `dtype`."""
+    *shape, inputs = x.shape
+    form_of(Product(math.prod(shape), weight.shape[0], inputs, "int8", jnp.dtype(dtype).name))  # it has but one
     y = jax.lax.dot_general(
-        x,
+        interleave(x),  # small beside the matrix, whose order it takes
         weight.values.astype(x.dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=product_precision(x.dtype),

@@ -49,15 +49,15 @@ def padded_candidates(count: int) -> int:
     return -(-count // WHOLE) * WHOLE
 
 
-def embedded(embed: Float[Array, "V E"], norm: Float[Array, " E"], tokens: Int[Array, "*shape"]) -> Embedded:
-    """The beginning of a step over these tokens, row by row; zeros beyond them."""
+def embedded(embed: Any, norm: Float[Array, " E"], tokens: Int[Array, "*shape"]) -> Embedded:
+    """The beginning of a step over these tokens, row by row; zeros beyond them. `embed` [V, E] as in `Weights`."""
     x = embed[tokens.reshape(-1)]
     x = jnp.pad(x, ((0, padded_tokens(x.shape[0]) - x.shape[0]), (0, 0)))
     return Embedded(x, (x.astype(jnp.float32) * norm.astype(jnp.float32)).astype(x.dtype))
 
 
 def conclude_reference(
-    found: Found, embed: Float[Array, "V E"], norm: Float[Array, " E"], *, count: int, rows: int, columns: int
+    found: Found, embed: Any, norm: Float[Array, " E"], *, count: int, rows: int, columns: int
 ) -> Concluded:
     """As `conclude`, by XLA."""
     token, logprob = decide(Found(*(x[columns - 1 : rows * columns : columns, :count] for x in found)))

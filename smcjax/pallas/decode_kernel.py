@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import eviction, lanes
+from smcjax.pallas import eviction, int8, lanes
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_epilogue import Epilogue
 from smcjax.pallas.decode_operands import Operands
@@ -50,6 +50,7 @@ from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, w
 from smcjax.pallas.products import QUERIES, SWIZZLED, Ref, of_part
 
 WEIGHTS, LOADER, CONSUMER = 0, 1, 2
+REGISTERS = (120, 144, 240)  # a thread, of int8 weights; a launch has 168 for each
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 
@@ -82,9 +83,14 @@ class _Body:
         if not self.alone:
             self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
             self.pairs = pl.get_global(plgpu.SemaphoreType.REGULAR((self.shape.groups * self.shape.kv_heads,)))
-        pl.when(warpgroup == WEIGHTS)(self._weights)
-        pl.when(warpgroup == LOADER)(self._loader)
-        pl.when(warpgroup == CONSUMER)(self._consumer)
+        for role, work in ((WEIGHTS, self._weights), (LOADER, self._loader), (CONSUMER, self._consumer)):
+            pl.when(warpgroup == role)(functools.partial(self._play, role, work))
+
+    def _play(self, role: int, work: Callable[[], None]) -> None:
+        """A warpgroup's part. What converts weights takes registers that the others do not need."""
+        if self.shape.int8 and not self.interpret:
+            plgpu.set_max_registers(REGISTERS[role], action="increase" if role == CONSUMER else "decrease")
+        work()
 
     # Order of stages, the same for all three.
 
@@ -208,7 +214,8 @@ class _Body:
             arrived = self._claim(t, arrived, jnp.where(late, shape.in_flight, shape.in_flight_early))
             with lanes.of_layer(refs, index, interpret=self.interpret) as ref:
                 for target, row, column in self._tile(products, half, steps, first, i):
-                    source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(pl.multiple_of(column, DEPTH), DEPTH)]
+                    columns = pl.ds(pl.multiple_of(column, shape.tile_columns), shape.tile_columns)
+                    source = ref.at[pl.ds(pl.multiple_of(row, TILE), TILE), columns]
                     target = self.s["w_smem"].at[slot, pl.ds(target, TILE)]
                     eviction.load_to_leave(source, target, self.s["w_full"].at[slot], interpret=self.interpret)
             for _ in range(shape.tile_arrivals - 4):
@@ -235,11 +242,11 @@ class _Body:
     def _tile(
         self, site: Site, half: Which, steps: Any, first: jax.Array, number: jax.Array
     ) -> list[tuple[int, jax.Array, jax.Array]]:
-        """The four [16, 128] parts of a block's weight tile: row among the 64, row and column in the matrix."""
+        """The four parts of 16 rows of a block's weight tile: row among the 64, row and column in the matrix."""
         unit, step = first + lax.div(number, steps), lax.rem(number, steps)
         part_length = site.pick(half, lambda product: product.part)
         return [
-            ((part * site.pieces + piece) * TILE, start, part * part_length + step * DEPTH)
+            ((part * site.pieces + piece) * TILE, start, part * part_length + step * self.shape.tile_columns)
             for part in range(site.split)
             for piece, start in enumerate(site.rows(half, unit))
         ]
@@ -308,7 +315,7 @@ class _Body:
                 for _unused in range(4 - products.split):  # the barrier counts four arrivals whatever the split
                     plgpu.barrier_arrive(self.s["x_full"].at[slot])
 
-            lax.fori_loop(0, products.pick(half, lambda product: product.steps), tile, None)
+            lax.fori_loop(0, products.pick(half, lambda product: product.x_steps), tile, None)
             if scaled:
                 lanes.inverse_rms(self.g.x, self.s["scale_smem"], self.shape.eps, interpret=self.interpret)
                 plgpu.barrier_arrive(self.s["scale_ready"])
@@ -322,7 +329,8 @@ class _Body:
             if self._has("of_x", half):
                 with jax.named_scope("qkv or gate_up"):
                     finish = functools.partial(epilogue.finish_of_x, layer, half)
-                    t, _ = self._multiply("of_x", half, finish, t, None, functools.partial(epilogue.early_of_x, half))
+                    early = functools.partial(epilogue.early_of_x, half)
+                    t, _ = self._multiply("of_x", layer, half, finish, t, None, early)
                 first, last = self._units("of_x", half)
                 self._finish(first < last)
             if "attend" in self.stages:
@@ -333,7 +341,7 @@ class _Body:
             if self._has("of_stage", half):
                 with jax.named_scope("o or down"):
                     early = functools.partial(epilogue.early_of_stage, layer, half)
-                    t, _ = self._multiply("of_stage", half, epilogue.finish_of_stage, t, None, early)
+                    t, _ = self._multiply("of_stage", layer, half, epilogue.finish_of_stage, t, None, early)
                 first, last = self._units("of_stage", half)
                 self._finish(first < last)
             return t
@@ -355,6 +363,7 @@ class _Body:
     def _multiply(
         self,
         site: str,
+        layer: Any,
         half: Which,
         finish: Callable[..., Any],
         t: jax.Array,
@@ -369,44 +378,100 @@ class _Body:
         first, last = self._units(site, half)
         steps = product.pick(half, lambda product: product.steps)
         tokens, slots, ring = self.shape.tokens, self._x_slots(site), self.shape.ring
-        rows = product.split * tokens
+        rows, x_tiles = product.split * tokens, self.shape.x_tiles
+        x_steps = product.pick(half, lambda product: product.x_steps)
         single = product.single(self.shape.blocks)
 
-        def free(number: jax.Array, t: jax.Array) -> None:
+        def free_w(t: jax.Array) -> None:
             plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
+
+        def free_x(number: jax.Array) -> None:
             if single:
 
-                @pl.when(number + slots < steps)
-                def _free_x() -> None:
+                @pl.when(number + slots < x_steps)
+                def _free() -> None:
                     plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(number, slots)])
 
         def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             t, state = carry
             loaded = early(index)
+            scales = self._scales(site, layer, half, index) if self.shape.int8 else None
+
+            def x_tile(number: jax.Array) -> Ref:
+                """Of the unit's x, transposed, as soon as it is there."""
+                x_slot = lax.rem(number, slots)
+                with jax.named_scope("wait x"):
+                    arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
+                    when(single or index == first, arrived)
+                return self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)].transpose((1, 0))
+
+            def w_tile(number: jax.Array) -> Ref:
+                slot = lax.rem(t + number, ring)
+                with jax.named_scope("wait w"):
+                    plgpu.barrier_wait(self.s["w_full"].at[slot])
+                return self.s["w_smem"].at[slot]
 
             def accumulate(acc: Ref) -> jax.Array:
                 def step(number: jax.Array, _: None) -> None:
-                    slot, x_slot = lax.rem(t + number, ring), lax.rem(number, slots)
-                    with jax.named_scope("wait x"):
-                        arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
-                        when(single or index == first, arrived)
-                    with jax.named_scope("wait w"):
-                        plgpu.barrier_wait(self.s["w_full"].at[slot])
-                    x = self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
-                    plgpu.wgmma(acc, self.s["w_smem"].at[slot], x.transpose((1, 0)))
+                    x, w = x_tile(number), w_tile(number)
+                    plgpu.wgmma(acc, w, x)
                     plgpu.wgmma_wait(1)
-                    pl.when(number > 0)(lambda: free(number - 1, t + number - 1))
+
+                    @pl.when(number > 0)
+                    def _free() -> None:
+                        free_w(t + number - 1)
+                        free_x(number - 1)
 
                 lax.fori_loop(0, steps, step, None)
                 return acc[...]
 
-            acc = pl.run_scoped(accumulate, plgpu.ACC((64, rows), jnp.float32))
+            def accumulate_int8(acc: Ref) -> jax.Array:
+                """Each half of a tile is converted while the half before it is multiplied."""
+
+                def step(number: jax.Array, sums: Any) -> Any:
+                    w = w_tile(number)
+                    for part in range(x_tiles):
+                        x = x_tile(number * x_tiles + part)
+                        a = int8.operand(w.at[:, pl.ds(part * DEPTH, DEPTH)], interpret=self.interpret)
+                        if part == x_tiles - 1:
+                            free_w(t + number)  # all of it is in registers
+                        if self.interpret:  # knows no product with a factor in registers
+                            sums += jnp.dot(a, x[...], preferred_element_type=jnp.float32)
+                        else:
+                            plgpu.wgmma(acc, a, x)
+                            plgpu.wgmma_wait(1)
+                        before = number * x_tiles + part - 1
+                        pl.when(before >= 0)(functools.partial(free_x, before))
+                    return sums
+
+                sums = lax.fori_loop(0, steps, step, jnp.zeros((64, rows), jnp.float32) if self.interpret else None)
+                return sums if self.interpret else acc[...]
+
+            sums = accumulate if scales is None else accumulate_int8
+            acc = pl.run_scoped(sums, plgpu.ACC((64, rows), jnp.float32))
             t = t + steps
-            free(jnp.asarray(steps - 1, jnp.int32), t - 1)
+            if scales is None:
+                free_w(t - 1)
+            free_x(jnp.asarray(x_steps - 1, jnp.int32))
+            tiles = self._fold(product, acc)
+            if scales is not None:
+                tiles = [tile * scale for tile, scale in zip(tiles, scales, strict=True)]
             with jax.named_scope("finish"):
-                return t, finish(index, first, loaded, self._fold(product, acc), state)
+                return t, finish(index, first, loaded, tiles, state)
 
         return lax.fori_loop(first, last, unit, (t, state))
+
+    def _scales(self, site: str, layer: Any, half: Which, unit: jax.Array) -> list[jax.Array]:
+        """Of the rows of each of a unit's tiles."""
+        shape, product = self.shape, self.sites[site]
+        places = shape.scale_places()
+        starts = [places[name] for name in product.names]
+        start: Any = starts[half] if isinstance(half, int) else jnp.where(half == 0, *starts)
+        before = len(self.g.qkv) * places["head"] if site == "head" else layer * places["head"] + start
+        return [
+            lanes.gather(self.g.scales[0], 0, 0, before + row, tokens=shape.tokens, interpret=self.interpret)
+            for row in product.rows(half, unit)
+        ]
 
     def _fold(self, product: Site, acc: jax.Array) -> list[jax.Array]:
         """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
@@ -426,7 +491,7 @@ class _Body:
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
         start, early, finish = self.epilogue.sampling()
-        _, found = self._multiply("head", 0, finish, t, start, early)
+        _, found = self._multiply("head", 0, 0, finish, t, start, early)
         self.epilogue.found(found)
 
 
@@ -435,7 +500,8 @@ def _scratch(shape: Shape) -> dict[str, Any]:
     kv = (shape.kv_ring, CHUNK, shape.dim)
     x_slots = shape.x_rows // (2 * shape.tokens)
     bf16 = jnp.bfloat16
-    ring = plgpu.SMEM((shape.ring, 64, DEPTH), bf16, transforms=SWIZZLED)
+    dtype, transforms = (jnp.int8, int8.SWIZZLED_INT8) if shape.int8 else (bf16, SWIZZLED)
+    ring = plgpu.SMEM((shape.ring, 64, shape.tile_columns), dtype, transforms=transforms)
     if shape.prefetches:
         chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=SWIZZLED)
         ring = plgpu.RefUnion(ring, chunks)

@@ -10,13 +10,17 @@ from smcjax.pallas.products import Ref
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """References of one launch: `layers` of each matrix, the KV pages they write, and what the stages hand on."""
+    """References of one launch: `layers` of each matrix, the KV pages they write, and what the stages hand on.
+
+    Matrices are bf16, or int8 with a scale a row.
+    """
 
     qkv: Sequence[Ref]  # [(H + 2·Hkv)·D, E] each
     o: Sequence[Ref]  # [E, H·D]
     gate_up: Sequence[Ref]  # [2·F, E]
     down: Sequence[Ref]  # [E, F]
     head: Sequence[Ref]  # [V, E], one or none
+    scales: Sequence[Ref]  # [1, S] f32, one of int8 matrices (`Shape.scale_places`), otherwise none
     norms: Ref  # [2·L + 1, E]: attention, MLP, attention … and the one after the last layer
     step: Ref  # [1] int32: which of the K steps that the tables hold
     cos: Ref  # [K·M, D/2] f32

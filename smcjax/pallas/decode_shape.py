@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,8 @@ from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
 
 BLOCKS = STREAMING_MULTIPROCESSORS  # one each; all must be resident at once
 CHUNK = 64  # KV slots that attention multiplies at once: of one task, or of several single pages
-DEPTH = 128  # inner elements of one weight tile of 64 rows
-WEIGHT_TILE = 64 * DEPTH * 2  # bytes
+DEPTH = 128  # inner elements of one tile of activations, and of one of 64 rows of bf16 weights
+WEIGHT_TILE = 64 * DEPTH * 2  # bytes, of int8 weights twice as many elements
 MOST_TOKENS = 32
 SHARED_MEMORY = 227 * 1024  # bytes that a block may have
 TILE = lanes.FEATURES
@@ -44,12 +46,23 @@ class Shape:
     group_tokens: int  # N · tokens a row
     page_size: int
     prefetches: bool  # KV chunks that no step of the cycle writes come with the weights, before attention's turn
+    int8: bool  # matrices are int8 with a scale a row, otherwise bf16
     ring: int  # weight tiles in shared memory
     in_flight: int = 4  # of them, on their way: a deeper queue would delay the barriers
     in_flight_early: int = 2  # the same for qkv, o, down, and until gate_up and head have filled the ring once
     kv_in_flight: int = 4  # the same for KV chunks that are prefetched
     kv_ring: int = 2  # chunks of pieces
     blocks: int = BLOCKS
+
+    @property
+    def tile_columns(self) -> int:
+        """Inner elements of a weight tile."""
+        return DEPTH * self.x_tiles
+
+    @property
+    def x_tiles(self) -> int:
+        """Tiles of activations that face one of weights."""
+        return 2 if self.int8 else 1
 
     @property
     def pieces_per_chunk(self) -> int:
@@ -118,14 +131,22 @@ class Shape:
             first = lax.div(unit, per_head) * self.dim + lax.rem(unit, per_head) * TILE
             return first, first + half
 
-        o, down = _plain((inner, self.ffn), self.hidden, self.blocks)
+        columns = self.tile_columns
+        of_hidden = functools.partial(Product, self.hidden, columns)
+        o, down = _plain((inner, self.ffn), columns, self.hidden, self.blocks)
         return {
-            "qkv": Product(self.hidden, (self.heads + 2 * self.kv_heads) * half // TILE, head_pair),
+            "qkv": of_hidden((self.heads + 2 * self.kv_heads) * half // TILE, head_pair),
             "o": o,
-            "gate_up": Product(self.hidden, self.ffn // TILE, lambda unit: (unit * TILE, self.ffn + unit * TILE)),
+            "gate_up": of_hidden(self.ffn // TILE, lambda unit: (unit * TILE, self.ffn + unit * TILE)),
             "down": down,
-            "head": Product(self.hidden, self.vocab // 32, lambda unit: (unit * 32, unit * 32 + TILE)),
+            "head": of_hidden(self.vocab // 32, lambda unit: (unit * 32, unit * 32 + TILE)),
         }
+
+    def scale_places(self) -> dict[str, int]:
+        """Where each int8 matrix's scales begin among a layer's; `head` is how many a layer has."""
+        rows = {"qkv": (self.heads + 2 * self.kv_heads) * self.dim, "o": self.hidden, "gate_up": 2 * self.ffn}
+        sizes = [*rows.values(), self.hidden]
+        return dict(zip((*rows, "down", "head"), itertools.accumulate(sizes, initial=0), strict=True))
 
     def sites(self) -> dict[str, Site]:
         """The same by what they read: the normed residual, what the stage before leaves, the last residual."""
@@ -139,6 +160,7 @@ class Product:
     """y = W·x by units of one or two tiles of 16 rows."""
 
     depth: int  # inner dimension
+    columns: int  # of a weight tile
     units: int
     tiles: Callable[[Any], tuple[Any, ...]]  # unit → first rows of its tiles
     pieces: int = 2  # tiles a unit
@@ -156,6 +178,11 @@ class Product:
     @property
     def steps(self) -> int:
         """Weight tiles a unit."""
+        return self.part // self.columns
+
+    @property
+    def x_steps(self) -> int:
+        """Tiles of activations that it multiplies them with."""
         return self.part // DEPTH
 
 
@@ -212,15 +239,15 @@ class Site:
         return max(product.units for product in self.products) <= blocks
 
 
-def _plain(depths: tuple[int, ...], out: int, blocks: int) -> list[Product]:
+def _plain(depths: tuple[int, ...], columns: int, out: int, blocks: int) -> list[Product]:
     """Consecutive rows, by 16 or by 32: whichever loads the busiest block less."""
 
     def busiest(rows: int) -> int:
         return -(-(out // rows) // blocks) * rows
 
-    if busiest(16) < busiest(32) and all(depth % (4 * DEPTH) == 0 for depth in depths):
-        return [Product(depth, out // 16, lambda unit: (unit * 16,), pieces=1) for depth in depths]
-    return [Product(depth, out // 32, lambda unit: (unit * 32, unit * 32 + TILE)) for depth in depths]
+    if busiest(16) < busiest(32) and all(depth % (4 * columns) == 0 for depth in depths):
+        return [Product(depth, columns, out // 16, lambda unit: (unit * 16,), pieces=1) for depth in depths]
+    return [Product(depth, columns, out // 32, lambda unit: (unit * 32, unit * 32 + TILE)) for depth in depths]
 
 
 def supports(shape: Shape, dtype: Any) -> bool:
@@ -239,7 +266,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.groups * shape.kv_heads <= shape.blocks
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
-        and all(product.depth % (product.split * DEPTH) == 0 for product in products)
+        and all(product.depth % (product.split * product.columns) == 0 for product in products)
         and all(_x_fits(shape, site) for site in shape.sites().values())
         and shape.ring >= max(4, shape.in_flight)  # two chunks of wide heads take four places
     )
@@ -248,7 +275,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
 def _x_fits(shape: Shape, site: Site) -> bool:
     """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least)."""
     slots = shape.x_rows // (site.split * shape.tokens)
-    return all(product.steps <= slots for product in site.products) or (slots >= 2 and site.single(shape.blocks))
+    return all(product.x_steps <= slots for product in site.products) or (slots >= 2 and site.single(shape.blocks))
 
 
 def _turns(shape: Shape) -> int:
@@ -272,6 +299,7 @@ def make_shape(
     columns: int,
     page_size: int,
     prefetches: bool,
+    int8: bool = False,
     blocks: int = BLOCKS,
     **tuning: Any,
 ) -> Shape:
@@ -290,6 +318,7 @@ def make_shape(
         group_tokens=rows * columns,
         page_size=page_size,
         prefetches=prefetches,
+        int8=int8,
         **({"ring": 0} | tuning),
     )
     if shape.ring:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.decode_conclude import Embedded, conclude, embedded, padded_candidates
+from smcjax.pallas.decode_conclude import Embedded, conclude, conclude_reference, embedded, padded_candidates
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
@@ -41,15 +41,20 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A decoder's weights, layer by layer, without biases and norms of heads."""
+    """A decoder's weights, layer by layer, without biases and norms of heads.
+
+    All matrices are bf16, or int8 with columns in `int8.interleave`'s order. `embed` is what tokens are looked up in:
+    whatever gives their rows in bf16 by [] and says so by `dtype` and `shape`.
+    """
 
     qkv: tuple[Float[Array, "qkv E"], ...]
     o: tuple[Float[Array, "E HD"], ...]
     gate_up: tuple[Float[Array, "FF E"], ...]
     down: tuple[Float[Array, "E F"], ...]
     norms: Float[Array, "norms E"]  # attention and MLP of each layer in turn, and the final one
-    embed: Float[Array, "V E"]
+    embed: Any  # [V, E]
     unembed: Float[Array, "V E"]
+    scales: Float[Array, "1 S"] | None = None  # of int8: of each layer's qkv, o, gate_up, down, then of unembed
 
 
 @jax.tree_util.register_dataclass
@@ -172,10 +177,11 @@ def decode_step(
         _launch_by_stage(shape, operands, interpret)
     rows, columns = shape.groups * shape.rows, shape.group_tokens // shape.rows
     found = Found(*(ref[...] for ref in operands.found))
-    candidates = shape.blocks * TILE
-    token, logprob, following = conclude(
-        found, weights.embed, weights.norms, count=candidates, rows=rows, columns=columns, interpret=interpret
-    )
+    sizes = {"count": shape.blocks * TILE, "rows": rows, "columns": columns}
+    if isinstance(weights.embed, jax.Array):
+        token, logprob, following = conclude(found, weights.embed, weights.norms, **sizes, interpret=interpret)
+    else:
+        token, logprob, following = conclude_reference(found, weights.embed, weights.norms[0], **sizes)
     return Stepped(
         token=token,
         logprob=logprob,
@@ -211,6 +217,7 @@ def make_operands(
         gate_up=weights.gate_up,
         down=weights.down,
         head=(weights.unembed,),
+        scales=() if weights.scales is None else (weights.scales,),
         norms=weights.norms,
         step=jnp.asarray(step, jnp.int32).reshape(1),
         **{field.name: getattr(tables, field.name) for field in dataclasses.fields(Tables)},
@@ -234,10 +241,11 @@ def make_operands(
 def _launch_by_stage(shape: Shape, operands: Operands, interpret: Any) -> None:
     """Each stage of each layer as a launch of its own: interpret mode has no semaphores."""
     run = functools.partial(launch, shape, interpret=interpret)
-    per_layer = ("qkv", "o", "gate_up", "down", "keys", "values")
+    per_layer, rows = ("qkv", "o", "gate_up", "down", "keys", "values"), shape.scale_places()["head"]
     for layer in range(len(operands.qkv)):
         own: dict[str, Any] = {name: (getattr(operands, name)[layer],) for name in per_layer}
         own["norms"] = operands.norms[2 * layer : 2 * layer + 3]
+        own["scales"] = tuple(ref[:, layer * rows : (layer + 1) * rows] for ref in operands.scales)
         for stage in ("qkv", "attend", "merge", "o", "gate_up", "down"):
             run(dataclasses.replace(operands, **own), stages=(stage,), with_head=False)
     run(operands, stages=(), with_head=True)

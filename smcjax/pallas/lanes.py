@@ -99,7 +99,7 @@ def _flat(row: ir.Value, width: int, column: ir.Value) -> ir.Value:
 
 def gather(
     ref: Ref,
-    row: jax.Array,
+    row: jax.Array | int,
     row_step: int,
     column: jax.Array,
     *,

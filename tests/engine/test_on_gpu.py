@@ -17,6 +17,7 @@ from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingP
 from smcjax.decoding.next_token import one_kernel_of
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.params import param_shapes
+from smcjax.model.quantize import quantize_params
 from smcjax.pallas.paged_attention import on_hopper
 
 pytestmark = pytest.mark.gpu
@@ -47,17 +48,20 @@ def saved(config: ModelConfig, seed: int, path: Path) -> str:
 
 
 @functools.cache
-def plain_answers(pair: tuple[str, str], n_particles: int) -> list[RequestOutput]:
+def plain_answers(pair: tuple[str, str], n_particles: int, draft_quantization: str | None) -> list[RequestOutput]:
     """Those of plain XLA."""
-    return answers(pair, n_particles, "xla", 64)
+    return answers(pair, n_particles, draft_quantization, "xla", 64)
 
 
-def answers(pair: tuple[str, str], n_particles: int, implementation: str, max_num_seqs: int) -> list[RequestOutput]:
+def answers(
+    pair: tuple[str, str], n_particles: int, draft_quantization: str | None, implementation: str, max_num_seqs: int
+) -> list[RequestOutput]:
     """512 seeded requests."""
     decoding = SMC(n_particles=n_particles, gamma=4, ess_threshold=0.9)
     with LLM(
         pair[0],
         draft_model=pair[1],
+        draft_quantization=draft_quantization,
         decoding=decoding,
         max_model_len=256,
         max_num_seqs=max_num_seqs,
@@ -69,22 +73,30 @@ def answers(pair: tuple[str, str], n_particles: int, implementation: str, max_nu
 
 
 @pytest.mark.parametrize(
-    ("n_particles", "max_num_seqs", "together"),  # rows that the persistent step reads together, by new tokens a row
+    # `together`: rows that the persistent step reads together, by new tokens a row
+    ("n_particles", "max_num_seqs", "together", "draft_quantization"),
     [
-        (8, 64, (None, None)),  # drafts layer by layer
-        (8, 4, (8, None)),
-        (8, 1, (8, 8)),
-        (16, 1, (16, 8)),
+        (8, 64, (None, None), None),  # drafts layer by layer
+        (8, 4, (8, None), None),
+        (8, 1, (8, 8), None),
+        (16, 1, (16, 8), None),
+        (8, 1, (8, 8), "int8"),
     ],
 )
 def test_repeatable_and_of_the_same_law_as_plain_xla(
-    pair: tuple[str, str], n_particles: int, max_num_seqs: int, together: tuple[int | None, ...]
+    pair: tuple[str, str],
+    n_particles: int,
+    max_num_seqs: int,
+    together: tuple[int | None, ...],
+    draft_quantization: str | None,
 ) -> None:
     """Twice the same tokens; log Ẑ, whose mean over seeds is a property of the law, agrees with plain XLA's."""
+    draft = param_shapes(DRAFT, "bfloat16")
+    draft = draft if draft_quantization is None else jax.eval_shape(quantize_params, draft)
     for columns, rows in enumerate(together, 1):
         shape = one_kernel_of(
             DRAFT,
-            param_shapes(DRAFT, "bfloat16"),
+            draft,
             max_num_seqs * n_particles,
             rows=n_particles,
             columns=columns,
@@ -93,8 +105,8 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(
             implementation="auto",
         )
         assert (None if shape is None else shape.rows) == rows
-    first, second = (answers(pair, n_particles, "auto", max_num_seqs) for _ in range(2))
-    plain = plain_answers(pair, n_particles)
+    first, second = (answers(pair, n_particles, draft_quantization, "auto", max_num_seqs) for _ in range(2))
+    plain = plain_answers(pair, n_particles, draft_quantization)
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
     mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in (first, plain))
     z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
@@ -150,14 +162,14 @@ def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> Non
 
 
 KERNELS = ("paged_attention", "add_rms_norm", "rotate_and_write", "swiglu", "copy_pages", "shared_attention")
-KERNELS += ("decode_step", "conclude_step", "find_sharing")
+KERNELS += ("decode_step", "conclude_step", "sampled_head", "find_sharing")
 
 
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
     """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
     assert on_hopper()
     seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
-    for implementation, max_model_len in (("auto", 256), ("auto", 2048), ("xla", 2048)):
+    for implementation, max_model_len, requests in (("auto", 256, 1), ("auto", 2048, 8), ("xla", 2048, 1)):
         with LLM(
             pair[0],
             draft_model=pair[1],
@@ -166,10 +178,10 @@ def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> N
             implementation=implementation,
             compile_at_start=False,
         ) as llm:
-            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
+            llm.generate(PROMPTS[:requests], SamplingParams(max_tokens=10), use_tqdm=False)
             directory = tmp_path / f"{implementation}-{max_model_len}"
             with jax.profiler.trace(str(directory)):
-                llm.generate(PROMPTS[:1], SamplingParams(max_tokens=10), use_tqdm=False)
+                llm.generate(PROMPTS[:requests], SamplingParams(max_tokens=10), use_tqdm=False)
         file = next(directory.rglob("*.trace.json.gz"))
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         names = {event["name"] for event in events if event.get("ph") == "X"}

@@ -267,6 +267,11 @@ def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.Mon
     assert job.options == CUBLAS_PRODUCTS
     assert {what.rows for what in job.forms()} >= {8 * 3}
     assert step_job(step, program, smc.PairParams(quantize_params(one), one), state).options is None
+    # Int8 that kernels multiply is none of XLA's business.
+    of_target = step_job(lambda params, _: logits(config, params.target, prompts), program, params, state)
+    half = smc.PairParams(one, quantize_params(one))
+    assert step_job(of_target.function, program, half, state).options == CUBLAS_PRODUCTS
+    assert step_job(step, program, half, state).options is None
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -13,6 +13,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.model import init_params, logits
 from smcjax.model.decoder import linear
 from smcjax.model.quantize import QuantizedMatrix, check_quantization, quantize_matrix, quantize_params
+from smcjax.pallas.int8 import restore
 
 
 def test_rounding_by_hand() -> None:
@@ -34,7 +35,7 @@ def test_a_product_is_that_of_the_rounded_matrix(dtype: Any, bias: bool) -> None
     quantised = quantize_matrix(weight)
     assert quantised.dtype == dtype
     assert quantised.shape == (32, 64)
-    rounded = np.asarray(quantised.values, np.float64) * np.asarray(quantised.scale, np.float64)[:, None]
+    rounded = np.asarray(restore(quantised.values), np.float64) * np.asarray(quantised.scale, np.float64)[:, None]
     exact = np.asarray(x, np.float64) @ rounded.T + (0.0 if b is None else np.asarray(b, np.float64))
     y = linear(x, quantised, b)
     assert y.dtype == dtype

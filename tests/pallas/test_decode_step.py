@@ -17,13 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding import next_token
-from smcjax.decoding.next_token import Head, norms_of, prefetches, shape_of, tasks_of, weights_of
+from smcjax.decoding.next_token import Head, norms_of, prefetches, scales_of, shape_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
+from smcjax.model.quantize import quantize_params
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import rms_norm
 from smcjax.pallas.noise import gumbel
@@ -117,7 +118,7 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
     )
 
 
-def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
+def kernel_shape(problem: Problem, *, int8: bool = False, **tuning: int) -> ds.Shape:
     """The kernel's static shape."""
     groups = problem.table.shape[0] // problem.rows
     return shape_of(
@@ -127,6 +128,7 @@ def kernel_shape(problem: Problem, **tuning: int) -> ds.Shape:
         columns=problem.columns,
         page_size=PAGE,
         prefetches=prefetches(problem.table),
+        int8=int8,
         **tuning,
     )
 
@@ -151,7 +153,7 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, l
         """The tables' second step of three, of which the others are elsewhere."""
         return jnp.stack([0 * x, x, 0 * x])
 
-    weights = weights_of(params, norms_of(params))
+    weights = weights_of(params, norms_of(params), scales_of(params))
     return ds.decode_step(
         shape,
         weights,
@@ -261,6 +263,24 @@ def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypat
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "columns", "ffn", "layers", "blocks", "by_chunks"),
+    [(1, 1, 512, 2, 2, True), (8, 1, 1536, 1, 16, False)],  # of the last, down's activations do not fit
+)
+def test_int8_equals_the_layer_by_layer_forward(
+    rows: int, columns: int, ffn: int, layers: int, blocks: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_chunks:
+        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
+    config = dataclasses.replace(TINY, hidden_size=512, intermediate_size=ffn, num_heads=8, num_layers=layers)
+    problem = make_problem(config, groups=1, rows=rows, columns=columns, context=150)
+    params = quantize_params(random_params(config))
+    shape = kernel_shape(problem, int8=True, ring=4, blocks=blocks)
+    assert ds.supports(shape, jnp.bfloat16)
+    check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
+
+
 @pytest.mark.parametrize("ffn", [8192, 11008, 14336])
 def test_products_through_the_same_code(ffn: int) -> None:
     """A site's units cover the rows of both of its products once, also where one of them could be divided finer."""
@@ -285,13 +305,16 @@ def test_the_noise_is_that_of_jax_random() -> None:
     np.testing.assert_allclose(ours, jax.random.gumbel(key, (4096,)), rtol=1e-6, atol=1e-6)
 
 
+LOWERED = [("llama-3.2-1b", 1, 8, 1), ("llama-3.2-1b", 1, 8, 2), ("llama-3.2-1b", 4, 8, 1), ("llama-3.1-8b", 1, 1, 1)]
+
+
 @pytest.mark.parametrize("by_chunks", [False, True])
 @pytest.mark.parametrize(
-    ("name", "groups", "rows", "columns"),
-    [("llama-3.2-1b", 1, 8, 1), ("llama-3.2-1b", 1, 8, 2), ("llama-3.2-1b", 4, 8, 1), ("llama-3.1-8b", 1, 1, 1)],
+    ("name", "groups", "rows", "columns", "int8"),
+    [*((*shape, False) for shape in LOWERED), *((*shape, True) for shape in LOWERED[1:3])],
 )
 def test_lowers_to_cuda(
-    name: str, groups: int, rows: int, columns: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, groups: int, rows: int, columns: int, int8: bool, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
@@ -308,14 +331,16 @@ def test_lowers_to_cuda(
             problem.draws, forbidden=jnp.zeros((groups * rows, config.vocab_size // 32), jnp.uint32)
         ),
     )
-    shape = kernel_shape(problem)
+    shape = kernel_shape(problem, int8=int8)
     assert ds.supports(shape, jnp.bfloat16)
 
     def step(params: Any, keys: Any, values: Any) -> Any:
         return run(dataclasses.replace(problem, keys=keys, values=values), params, shape)
 
     pools = (pool,) * config.num_layers
-    lowered = jax.jit(step, donate_argnums=(1, 2)).trace(param_shapes(config, jnp.bfloat16), pools, pools)
+    params = param_shapes(config, jnp.bfloat16)
+    params = jax.eval_shape(quantize_params, params) if int8 else params
+    lowered = jax.jit(step, donate_argnums=(1, 2)).trace(params, pools, pools)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 1
     assert "decode_step" in text
@@ -324,27 +349,31 @@ def test_lowers_to_cuda(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("groups", "rows", "columns", "context"),
+    ("groups", "rows", "columns", "context", "int8"),
     [
-        (1, 8, 1, 256),
-        (1, 8, 2, 700),
-        (1, 1, 1, 256),
-        (1, 8, 1, 4000),
-        (1, 16, 1, 700),
-        (1, 16, 2, 700),
-        (2, 8, 2, 700),
-        (3, 8, 1, 300),
-        (4, 8, 1, 700),
-        (4, 8, 1, 4000),
-        (2, 16, 1, 300),
+        (1, 8, 1, 256, False),
+        (1, 8, 2, 700, False),
+        (1, 1, 1, 256, False),
+        (1, 8, 1, 4000, False),
+        (1, 16, 1, 700, False),
+        (1, 16, 2, 700, False),
+        (2, 8, 2, 700, False),
+        (3, 8, 1, 300, False),
+        (4, 8, 1, 700, False),
+        (4, 8, 1, 4000, False),
+        (2, 16, 1, 300, False),
+        (1, 8, 1, 256, True),
+        (1, 8, 2, 4000, True),
+        (4, 8, 1, 700, True),
     ],
 )
-def test_on_a_gpu(groups: int, rows: int, columns: int, context: int) -> None:
+def test_on_a_gpu(groups: int, rows: int, columns: int, context: int, int8: bool) -> None:
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=2)
     problem = make_problem(config, groups=groups, rows=rows, columns=columns, context=context)
     problem = dataclasses.replace(problem, rows=min(rows, 64 // (4 * columns)))  # read together
     params = jax.jit(random_params, static_argnums=0)(config)
-    shape = kernel_shape(problem)
+    params = quantize_params(params) if int8 else params
+    shape = kernel_shape(problem, int8=int8)
     step = jax.jit(lambda params: run(problem, params, shape))
     got = step(params)
     check(problem, params, got)
@@ -354,15 +383,27 @@ def test_on_a_gpu(groups: int, rows: int, columns: int, context: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("groups", "rows", "live_groups"), [(1, 8, 1), (2, 8, 1), (8, 1, 8), (8, 1, 1), (4, 8, 4)])
+@pytest.mark.parametrize(
+    ("groups", "rows", "live_groups", "int8"),
+    [
+        (1, 8, 1, False),
+        (2, 8, 1, False),
+        (8, 1, 8, False),
+        (8, 1, 1, False),
+        (4, 8, 4, False),
+        (1, 8, 1, True),
+        (8, 1, 1, True),
+    ],
+)
 def test_one_launch_equals_a_launch_a_stage(
-    groups: int, rows: int, live_groups: int, monkeypatch: pytest.MonkeyPatch
+    groups: int, rows: int, live_groups: int, int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, over layers: no block may run ahead of the stages, also where many have nothing to do in them."""
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], num_layers=6)
     problem = make_problem(config, groups=groups, rows=rows, columns=1, context=300)
     params = jax.jit(random_params, static_argnums=0)(config)
-    shape = kernel_shape(problem)
+    params = quantize_params(params) if int8 else params
+    shape = kernel_shape(problem, int8=int8)
 
     def results() -> Any:
         token, logprob, _, _, keys, values = jax.jit(

@@ -1,0 +1,77 @@
+"""int8 weights as a tensor core's operand: the order of their columns, and their way through registers.
+
+A product of bfloat16 wants, of every 16 columns, 2q, 2q + 1, 2q + 8 and 2q + 9 in thread q of four. Matrices are stored
+so that these lie together (`interleave`), where the thread loads four bytes, and in the order in which it makes
+bfloat16 of them: the first and third, then the second and fourth. With low the lower seven bits of a byte and sign its
+highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bfloat16 that has these bits in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils as mu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Shaped
+
+from smcjax.pallas.products import QUERIES, Ref, _swizzle, _tiling
+
+COLUMNS = 16  # whose order changes: an instruction's
+SWIZZLED_INT8 = (_tiling((8, 128)), _swizzle(128))  # in shared memory, as `operand` reads it
+
+
+def interleave(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
+    """Columns in the order that matrices are stored in: number habe of 16, in binary, becomes number baeh.
+
+    Thread ab loads from number 8b + 4a on, as Mosaic's `WGMMA_UPCAST_2X` has it. As they are where I is no multiple of
+    16, which kernels do not take.
+    """
+    return _reordered(x, (2, 1, 3, 0))
+
+
+def restore(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
+    """The reverse of `interleave`."""
+    return _reordered(x, (3, 1, 0, 2))
+
+
+def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
+    *shape, columns = x.shape
+    if columns % COLUMNS:
+        return x
+    first = len(shape) + 1
+    axes = (*range(first), *(first + bit for bit in bits))
+    return x.reshape(*shape, columns // COLUMNS, 2, 2, 2, 2).transpose(axes).reshape(x.shape)
+
+
+def operand(ref: Ref, *, interpret: bool = False) -> jax.Array:
+    """64 stored rows in shared memory (`SWIZZLED_INT8`) as bfloat16 that `plgpu.wgmma` takes for its first factor."""
+    if interpret:
+        return restore(ref[...].astype(jnp.bfloat16))
+    stored = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_UPCAST_2X,),
+        return_type=plgpu.ShapeDtypeStruct((QUERIES, ref.shape[1]), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def converted(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        for index, four in np.ndenumerate(x.registers):
+            for half, two in enumerate(_to_bfloat16(mu.bitcast(four, ir.IntegerType.get_signless(32)))):
+                registers[(index[0], 2 * index[1] + half, *index[2:-1])] = mu.bitcast(two, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
+
+    return converted(stored)
+
+
+def _to_bfloat16(word: ir.Value) -> list[ir.Value]:
+    """Of a word's bytes the first and third, then the others, two to a word."""
+    terms = "lop3.b32 a, w, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w, 0x00800080, 0x43004300, 0xea;"  # w & m | 128s
+    ptx = f"{{.reg .b32 w, a, b; %s {terms} sub.bf16x2 $0, a, b;}}"
+    return [mu.inline_ptx(ptx % of, word, result_types=word.type) for of in ("mov.b32 w, $1;", "shr.u32 w, $1, 8;")]

@@ -1,0 +1,101 @@
+"""int8 weights on their way to the tensor core: the order of columns by hand, products exactly, lowering for CUDA."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.int8 import SWIZZLED_INT8, interleave, operand, restore
+from smcjax.pallas.products import SWIZZLED, Ref
+
+ROWS, COLUMNS = 16, 256
+
+
+def test_the_order_by_hand() -> None:
+    """Thread q finds its columns 2q, 2q + 1, 2q + 8, 2q + 9 in four bytes: the first, third, second and fourth."""
+    stored = np.asarray(interleave(jnp.arange(32)))
+    for block in (0, 16):
+        words = stored[block : block + 16].reshape(4, 4)[[0, 2, 1, 3]] - block  # by thread
+        for thread, word in enumerate(words):
+            assert word[[0, 2, 1, 3]].tolist() == [2 * thread, 2 * thread + 1, 2 * thread + 8, 2 * thread + 9]
+
+
+def test_it_is_undone_and_leaves_other_widths_alone() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 5, 48))
+    np.testing.assert_array_equal(restore(interleave(x)), x)
+    np.testing.assert_array_equal(interleave(restore(x)), x)
+    assert not np.array_equal(interleave(x), x)
+    odd = x[..., :20]
+    np.testing.assert_array_equal(interleave(odd), odd)
+
+
+def multiply(values: jax.Array, x: jax.Array, interpret: Any = None) -> jax.Array:
+    """values · xᵀ of 64 stored rows, by one block in two halves."""
+    interpreted = interpret is not None
+
+    def kernel(w_ref: Ref, x_ref: Ref, out_ref: Ref, *, w_smem: Ref, x_smem: Ref, full: Ref) -> None:
+        plgpu.copy_gmem_to_smem(w_ref, w_smem, full)
+        plgpu.copy_gmem_to_smem(x_ref, x_smem, full)
+        plgpu.barrier_wait(full)
+        halves = [pl.ds(0, COLUMNS // 2), pl.ds(COLUMNS // 2, COLUMNS // 2)]
+
+        def factors(half: Any) -> tuple[jax.Array, Ref]:
+            return operand(w_smem.at[:, half], interpret=interpreted), x_smem.at[:, half].transpose((1, 0))
+
+        def sums(acc: Ref) -> jax.Array:
+            for half in halves:
+                plgpu.wgmma(acc, *factors(half))
+            return acc[...]
+
+        if interpreted:  # knows no product with a factor in registers
+            terms = (jnp.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in map(factors, halves))
+            out_ref[...] = functools.reduce(jnp.add, terms)
+        else:
+            out_ref[...] = pl.run_scoped(sums, plgpu.ACC((64, ROWS), jnp.float32))
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((64, ROWS), jnp.float32),
+        grid=(1,),
+        grid_names=("block",),
+        scratch_types={
+            "w_smem": plgpu.SMEM((64, COLUMNS), jnp.int8, transforms=SWIZZLED_INT8),
+            "x_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.bfloat16, transforms=SWIZZLED),
+            "full": plgpu.Barrier(num_arrivals=2),
+        },
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name="int8_product",
+    )(interleave(values), x)
+
+
+def every_value() -> tuple[jax.Array, jax.Array]:
+    """Each int8 in every place of a word, but −128, which no matrix has; and small integers, so that sums are exact."""
+    values = (jnp.arange(64 * COLUMNS) * 67) % 255 - 127
+    x = jax.random.randint(jax.random.key(1), (ROWS, COLUMNS), -8, 9)
+    return values.reshape(64, COLUMNS).astype(jnp.int8), x.astype(jnp.bfloat16)
+
+
+def test_products_are_exact_interpreted() -> None:
+    values, x = every_value()
+    exact = np.asarray(values, np.int64) @ np.asarray(x, np.int64).T
+    np.testing.assert_array_equal(multiply(values, x, plgpu.InterpretGPUParams()), exact)
+
+
+def test_lowers_for_cuda() -> None:
+    text = jax.jit(multiply).trace(*every_value()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "sub.bf16x2" in text
+
+
+@pytest.mark.gpu
+def test_products_are_exact_on_a_gpu() -> None:
+    values, x = every_value()
+    exact = np.asarray(values, np.int64) @ np.asarray(x, np.int64).T
+    np.testing.assert_array_equal(multiply(values, x), exact)
