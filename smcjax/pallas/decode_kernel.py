@@ -49,8 +49,8 @@ from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, when
 from smcjax.pallas.products import QUERIES, SWIZZLED, Ref, of_part
 
-WEIGHTS, LOADER, CONSUMER = 0, 1, 2
-REGISTERS = (120, 144, 240)  # a thread, of int8 weights; a launch has 168 for each
+WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
+REGISTERS = (96, 104, 192, 120)  # a thread, of int8 weights; a launch has 128 for each
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 
@@ -64,10 +64,10 @@ class _Body:
 
     def __call__(self, g: Operands, *, ring_smem: Ref, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
-        names = (("x_smem", "fold_smem", "scale_smem"), ("k_smem", "v_smem", "q_smem"))
+        names = (("x_smem", "scale_smem", "fold_smem", "half_smem"), ("k_smem", "v_smem", "q_smem"))
         self.s = dict(scratch)
         for group, refs in zip(names, turns_smem, strict=True):
-            self.s.update(zip(group, refs, strict=True))
+            self.s.update(zip(group, refs, strict=False))
         if self.shape.prefetches:
             self.s["w_smem"], self.s["chunk_smem"] = ring_smem
         else:
@@ -83,11 +83,13 @@ class _Body:
         if not self.alone:
             self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
             self.pairs = pl.get_global(plgpu.SemaphoreType.REGULAR((self.shape.groups * self.shape.kv_heads,)))
-        for role, work in ((WEIGHTS, self._weights), (LOADER, self._loader), (CONSUMER, self._consumer)):
+        for role, work in enumerate(
+            (self._weights, self._loader, self._consumer, self._assist)[: self.shape.warpgroups]
+        ):
             pl.when(warpgroup == role)(functools.partial(self._play, role, work))
 
     def _play(self, role: int, work: Callable[[], None]) -> None:
-        """A warpgroup's part. What converts weights takes registers that the others do not need."""
+        """A warpgroup's part. Where there are four, the consumer takes registers that the others do not need."""
         if self.shape.int8 and not self.interpret:
             plgpu.set_max_registers(REGISTERS[role], action="increase" if role == CONSUMER else "decrease")
         work()
@@ -377,89 +379,94 @@ class _Body:
         product = self.sites[site]
         first, last = self._units(site, half)
         steps = product.pick(half, lambda product: product.steps)
-        tokens, slots, ring = self.shape.tokens, self._x_slots(site), self.shape.ring
-        rows, x_tiles = product.split * tokens, self.shape.x_tiles
-        x_steps = product.pick(half, lambda product: product.x_steps)
-        single = product.single(self.shape.blocks)
-
-        def free_w(t: jax.Array) -> None:
-            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t, ring)])
-
-        def free_x(number: jax.Array) -> None:
-            if single:
-
-                @pl.when(number + slots < x_steps)
-                def _free() -> None:
-                    plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(number, slots)])
 
         def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             t, state = carry
             loaded = early(index)
             scales = self._scales(site, layer, half, index) if self.shape.int8 else None
-
-            def x_tile(number: jax.Array) -> Ref:
-                """Of the unit's x, transposed, as soon as it is there."""
-                x_slot = lax.rem(number, slots)
-                with jax.named_scope("wait x"):
-                    arrived = functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot])
-                    when(single or index == first, arrived)
-                return self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)].transpose((1, 0))
-
-            def w_tile(number: jax.Array) -> Ref:
-                slot = lax.rem(t + number, ring)
-                with jax.named_scope("wait w"):
-                    plgpu.barrier_wait(self.s["w_full"].at[slot])
-                return self.s["w_smem"].at[slot]
-
-            def accumulate(acc: Ref) -> jax.Array:
-                def step(number: jax.Array, _: None) -> None:
-                    x, w = x_tile(number), w_tile(number)
-                    plgpu.wgmma(acc, w, x)
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(number > 0)
-                    def _free() -> None:
-                        free_w(t + number - 1)
-                        free_x(number - 1)
-
-                lax.fori_loop(0, steps, step, None)
-                return acc[...]
-
-            def accumulate_int8(acc: Ref) -> jax.Array:
-                """Each half of a tile is converted while the half before it is multiplied."""
-
-                def step(number: jax.Array, sums: Any) -> Any:
-                    w = w_tile(number)
-                    for part in range(x_tiles):
-                        x = x_tile(number * x_tiles + part)
-                        a = int8.operand(w.at[:, pl.ds(part * DEPTH, DEPTH)], interpret=self.interpret)
-                        if part == x_tiles - 1:
-                            free_w(t + number)  # all of it is in registers
-                        if self.interpret:  # knows no product with a factor in registers
-                            sums += jnp.dot(a, x[...], preferred_element_type=jnp.float32)
-                        else:
-                            plgpu.wgmma(acc, a, x)
-                            plgpu.wgmma_wait(1)
-                        before = number * x_tiles + part - 1
-                        pl.when(before >= 0)(functools.partial(free_x, before))
-                    return sums
-
-                sums = lax.fori_loop(0, steps, step, jnp.zeros((64, rows), jnp.float32) if self.interpret else None)
-                return sums if self.interpret else acc[...]
-
-            sums = accumulate if scales is None else accumulate_int8
-            acc = pl.run_scoped(sums, plgpu.ACC((64, rows), jnp.float32))
-            t = t + steps
-            if scales is None:
-                free_w(t - 1)
-            free_x(jnp.asarray(x_steps - 1, jnp.int32))
-            tiles = self._fold(product, acc)
+            sums = self._accumulate(site, half, index == first, t, 0)
+            tiles = self._fold(product, sums)
             if scales is not None:
                 tiles = [tile * scale for tile, scale in zip(tiles, scales, strict=True)]
             with jax.named_scope("finish"):
-                return t, finish(index, first, loaded, tiles, state)
+                return t + steps, finish(index, first, loaded, tiles, state)
 
         return lax.fori_loop(first, last, unit, (t, state))
+
+    def _accumulate(self, site: str, half: Which, fresh: Any, t: jax.Array, part: int) -> jax.Array:
+        """[64, s·M] sums of a unit's product, `t` places into the ring; of int8 those of a half of each tile's columns.
+
+        `fresh`: of the first unit, before which x comes.
+        """
+        product, x_tiles = self.sites[site], self.shape.x_tiles
+        steps, x_steps = (product.pick(half, of) for of in (lambda p: p.steps, lambda p: p.x_steps))
+        slots, ring = self._x_slots(site), self.shape.ring
+        rows = product.split * self.shape.tokens
+        single = product.single(self.shape.blocks)
+
+        def free_w(number: jax.Array) -> None:
+            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t + number, ring)])
+
+        def free_x(number: jax.Array) -> None:
+            if single:
+                x_number = number * x_tiles + part
+
+                @pl.when(x_number + slots < x_steps)
+                def _free() -> None:
+                    plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(x_number, slots)])
+
+        def free(number: jax.Array) -> None:
+            free_w(number)
+            free_x(number)
+
+        def factors(number: jax.Array) -> tuple[Ref, Ref]:
+            slot, x_slot = lax.rem(t + number, ring), lax.rem(number * x_tiles + part, slots)
+            with jax.named_scope("wait x"):
+                when(single or fresh, functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot]))
+            with jax.named_scope("wait w"):
+                plgpu.barrier_wait(self.s["w_full"].at[slot])
+            return self.s["w_smem"].at[slot], self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
+
+        def accumulate(acc: Ref) -> jax.Array:
+            def step(number: jax.Array, _: None) -> None:
+                w, x = factors(number)
+                plgpu.wgmma(acc, w, x.transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+                pl.when(number > 0)(lambda: free(number - 1))
+
+            lax.fori_loop(0, steps, step, None)
+            sums = acc[...]
+            free(jnp.asarray(steps - 1, jnp.int32))
+            return sums
+
+        def accumulate_int8(acc: Ref) -> jax.Array:
+            """Columns are converted while those before them are multiplied, or while the other warpgroup's are.
+
+            Nothing multiplies from one step to the next, when its registers would be written.
+            """
+
+            def step(number: jax.Array, sums: Any) -> Any:
+                w, x = factors(number)
+                columns = w.at[:, pl.ds(part * DEPTH, DEPTH)]
+                for place, a in enumerate(int8.operands(columns, DEPTH // 2, interpret=self.interpret)):
+                    if place == 0:  # all of it has been read
+                        free_w(number)
+                    b = x.at[:, pl.ds(place * DEPTH // 2, DEPTH // 2)].transpose((1, 0))
+                    if self.interpret:  # knows no product with a factor in registers
+                        sums += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+                    else:
+                        plgpu.wgmma(acc, a, b)
+                if not self.interpret:
+                    plgpu.wgmma_wait(0)
+                free_x(number)
+                return sums
+
+            start = jnp.zeros((64, rows), jnp.float32) if self.interpret else None
+            sums = lax.fori_loop(0, steps, step, start)
+            return sums if self.interpret else acc[...]
+
+        body = accumulate_int8 if self.shape.int8 else accumulate
+        return pl.run_scoped(body, plgpu.ACC((64, rows), jnp.float32))
 
     def _scales(self, site: str, layer: Any, half: Which, unit: jax.Array) -> list[jax.Array]:
         """Of the rows of each of a unit's tiles."""
@@ -473,26 +480,84 @@ class _Body:
             for row in product.rows(half, unit)
         ]
 
-    def _fold(self, product: Site, acc: jax.Array) -> list[jax.Array]:
-        """Adds the diagonal blocks of [64, s·M]: the unit's tiles [16, M]."""
-        tokens, scratch = self.shape.tokens, self.s["fold_smem"]
-        row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
-        blocks = [acc[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
-        scratch[...] = of_part(row, blocks, 64 // product.split)
+    def _fold(self, product: Site, sums: jax.Array) -> list[jax.Array]:
+        """Adds the diagonal blocks of [64, s·M], of int8 those of both halves: the unit's tiles [16, M]."""
+        self.s["fold_smem"][...] = self._diagonal(product, sums)
+        scratch = [self.s["fold_smem"]]
+        if self.shape.int8:
+            plgpu.barrier_wait(self.s["half_full"])
+            scratch.append(self.s["half_smem"])
         tiles = []
         for piece in range(product.pieces):
             parts = [
-                lanes.load_tile(scratch.at[pl.ds((q * product.pieces + piece) * TILE, TILE)])
+                lanes.load_tile(ref.at[pl.ds((q * product.pieces + piece) * TILE, TILE)])
+                for ref in scratch
                 for q in range(product.split)
             ]
             tiles.append(functools.reduce(jnp.add, parts))
+        if self.shape.int8:
+            plgpu.barrier_arrive(self.s["half_empty"])
         return tiles
+
+    def _diagonal(self, product: Site, sums: jax.Array) -> jax.Array:
+        """Of [64, s·M] the diagonal blocks, [64, M]."""
+        tokens = self.shape.tokens
+        row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
+        blocks = [sums[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
+        return of_part(row, blocks, 64 // product.split)
 
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
         start, early, finish = self.epilogue.sampling()
         _, found = self._multiply("head", 0, 0, finish, t, start, early)
         self.epilogue.found(found)
+
+    # The assistant's warpgroup, of int8 only.
+
+    def _assist(self) -> None:
+        """Multiplies the second half of each tile's columns."""
+
+        def half_layer(layer: Any, half: Which, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            if self._has("of_x", half):
+                carry = self._leave_halves("of_x", half, *carry)
+            t, units = carry
+            if "attend" in self.stages:
+                # Whoever frees a place of the ring must know that it was filled, which KV does, too.
+                chunks = jnp.where(half == 0, self.attention.places(), 0)
+
+                def pass_by(i: jax.Array, _: None) -> None:
+                    place = lax.rem(t + i, self.shape.ring)
+                    plgpu.barrier_wait(self.s["w_full"].at[place])
+                    plgpu.barrier_arrive(self.s["w_empty"].at[place])
+
+                lax.fori_loop(0, chunks, pass_by, None)
+                t = t + chunks
+            if self._has("of_stage", half):
+                return self._leave_halves("of_stage", half, t, units)
+            return t, units
+
+        carry = self._over_halves(half_layer, (jnp.int32(0), jnp.int32(0)))
+        if self.with_head:
+            carry = self._leave_halves("head", 0, *carry)
+        _, units = carry
+        # A barrier must not die with an arrival to come.
+        pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self.s["half_empty"]))
+
+    def _leave_halves(self, site: str, half: Which, t: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums of this block's units where `_fold` finds them; `units` counts those of all products."""
+        product = self.sites[site]
+        first, last = self._units(site, half)
+        steps = product.pick(half, lambda product: product.steps)
+
+        def unit(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            t, units = carry
+            diagonal = self._diagonal(product, self._accumulate(site, half, index == first, t, 1))
+            pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self.s["half_empty"]))
+            self.s["half_smem"][...] = diagonal
+            plgpu.barrier_arrive(self.s["half_full"])
+            return t + steps, units + 1
+
+        return lax.fori_loop(first, last, unit, (t, units))
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:
@@ -505,13 +570,15 @@ def _scratch(shape: Shape) -> dict[str, Any]:
     if shape.prefetches:
         chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=SWIZZLED)
         ring = plgpu.RefUnion(ring, chunks)
+    of_int8 = {"half_full": plgpu.Barrier(), "half_empty": plgpu.Barrier()} if shape.int8 else {}
     return {
+        **of_int8,
         "ring_smem": ring,
         "turns_smem": plgpu.RefUnion(
             (
                 plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=SWIZZLED),
-                plgpu.SMEM((64, shape.tokens), jnp.float32),
                 plgpu.SMEM((TILE, shape.tokens), jnp.float32),
+                *(plgpu.SMEM((64, shape.tokens), jnp.float32) for _ in range(shape.x_tiles)),
             ),
             (
                 plgpu.SMEM(kv, bf16, transforms=SWIZZLED),
@@ -520,7 +587,7 @@ def _scratch(shape: Shape) -> dict[str, Any]:
             ),
         ),
         "w_full": plgpu.Barrier(num_arrivals=shape.tile_arrivals, num_barriers=shape.ring),
-        "w_empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.ring),
+        "w_empty": plgpu.Barrier(num_arrivals=shape.x_tiles, num_barriers=shape.ring),
         "x_full": plgpu.Barrier(num_arrivals=4, num_barriers=x_slots),
         "x_empty": plgpu.Barrier(num_arrivals=1, num_barriers=x_slots),
         "scale_ready": plgpu.Barrier(num_arrivals=1),
@@ -558,7 +625,7 @@ def launch(
         out_type=(),
         grid=(shape.blocks,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=shape.warpgroups,
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

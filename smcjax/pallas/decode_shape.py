@@ -65,6 +65,11 @@ class Shape:
         return 2 if self.int8 else 1
 
     @property
+    def warpgroups(self) -> int:
+        """Of a block. Converting int8 takes two, a half of each tile's columns each."""
+        return 4 if self.int8 else 3
+
+    @property
     def pieces_per_chunk(self) -> int:
         """Pages that are multiplied at once, where tasks are single ones."""
         return CHUNK // self.page_size
@@ -273,14 +278,18 @@ def supports(shape: Shape, dtype: Any) -> bool:
 
 
 def _x_fits(shape: Shape, site: Site) -> bool:
-    """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least)."""
-    slots = shape.x_rows // (site.split * shape.tokens)
-    return all(product.x_steps <= slots for product in site.products) or (slots >= 2 and site.single(shape.blocks))
+    """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least).
+
+    With two tiles to one of weights each of them has slots of its own.
+    """
+    slots, more = divmod(shape.x_rows // (site.split * shape.tokens), shape.x_tiles)
+    fits = all(product.steps <= slots for product in site.products)
+    return more == 0 and (fits or (slots >= 2 and site.single(shape.blocks)))
 
 
 def _turns(shape: Shape) -> int:
     """Bytes of a block in which attention and products take turns: all but the weights' ring."""
-    products = shape.x_rows * DEPTH * 2 + (64 + TILE) * shape.tokens * 4
+    products = shape.x_rows * DEPTH * 2 + (64 * shape.x_tiles + TILE) * shape.tokens * 4
     attention = 2 * shape.kv_ring * CHUNK * shape.dim * 2 + QUERIES * shape.dim * 2
     return max(products, attention)
 

@@ -8,11 +8,13 @@ highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bflo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
@@ -51,13 +53,21 @@ def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
 
 def operand(ref: Ref, *, interpret: bool = False) -> jax.Array:
     """64 stored rows in shared memory (`SWIZZLED_INT8`) as bfloat16 that `plgpu.wgmma` takes for its first factor."""
+    return next(operands(ref, ref.shape[1], interpret=interpret))
+
+
+def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:
+    """As `operand`, so many columns after the other: converted one by one, so that few are in registers."""
+    starts = range(0, ref.shape[1], width)
     if interpret:
-        return restore(ref[...].astype(jnp.bfloat16))
+        whole = restore(ref[...].astype(jnp.bfloat16))
+        yield from (whole[:, start : start + width] for start in starts)
+        return
     stored = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA_UPCAST_2X,),
-        return_type=plgpu.ShapeDtypeStruct((QUERIES, ref.shape[1]), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((QUERIES, width), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def converted(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
@@ -67,7 +77,8 @@ def operand(ref: Ref, *, interpret: bool = False) -> jax.Array:
                 registers[(index[0], 2 * index[1] + half, *index[2:-1])] = mu.bitcast(two, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
-    return converted(stored)
+    for start in starts:
+        yield converted(stored if width == ref.shape[1] else lax.slice(stored, (0, start), (QUERIES, start + width)))
 
 
 def _to_bfloat16(word: ir.Value) -> list[ir.Value]:

@@ -265,16 +265,16 @@ def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "columns", "ffn", "layers", "blocks", "by_chunks"),
-    [(1, 1, 512, 2, 2, True), (8, 1, 1536, 1, 16, False)],  # of the last, down's activations do not fit
+    ("rows", "hidden", "ffn", "layers", "blocks", "by_chunks"),
+    [(1, 512, 512, 2, 2, True), (8, 1024, 1536, 1, 32, False)],  # of the last, down's activations do not fit
 )
 def test_int8_equals_the_layer_by_layer_forward(
-    rows: int, columns: int, ffn: int, layers: int, blocks: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, hidden: int, ffn: int, layers: int, blocks: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_chunks:
         monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
-    config = dataclasses.replace(TINY, hidden_size=512, intermediate_size=ffn, num_heads=8, num_layers=layers)
-    problem = make_problem(config, groups=1, rows=rows, columns=columns, context=150)
+    config = dataclasses.replace(TINY, hidden_size=hidden, intermediate_size=ffn, num_heads=8, num_layers=layers)
+    problem = make_problem(config, groups=1, rows=rows, columns=1, context=150)
     params = quantize_params(random_params(config))
     shape = kernel_shape(problem, int8=True, ring=4, blocks=blocks)
     assert ds.supports(shape, jnp.bfloat16)
