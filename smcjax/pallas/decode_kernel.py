@@ -2,13 +2,14 @@
 
 A step of few tokens is a chain of small dependent products whose time is the stream of their weights. Launched one by
 one, every kernel waits for the last and starts the stream afresh. Here 132 blocks, one a multiprocessor, stay for the
-whole step, and three warpgroups of each share the work:
+whole step, and the warpgroups of each share the work:
 
     weights     streams the block's share of all weight matrices through a ring in shared memory, across the
                 barriers between stages, because weights depend on nothing; nor do keys and values of earlier cycles,
                 which come in their turn where there are many (`Shape.prefetches`)
     loader      waits for the grid's barrier before each stage, then fetches its activations, queries, keys and values
     consumer    multiplies, finishes (norm scale, rotary, KV write, softmax, residual, SwiGLU, sampling), signals
+    assistant   of int8 weights, which take long to convert: multiplies a half of each tile's columns
 
 Stages of a layer, a grid-wide barrier after each, except that between `attend` and `merge` only the blocks of one KV
 head wait for each other:
@@ -21,9 +22,7 @@ head wait for each other:
     down      x += down·…;              x∘g for the next norm
     head      (after the last layer) logits by blocks of 32 ids; their Gumbel maximum and log-sum-exp, never stored
 
-A product is split among blocks by rows of W only, so no sum crosses blocks, every sum has a fixed order and a step is
-repeatable. The tensor core wants 64 rows: a unit of 64/s rows takes s parts of the inner dimension at once, as 64 rows
-of W parts against s·M columns of x parts, of which the s diagonal blocks are kept and added.
+How products divide among blocks and add up: `decode_products.py`.
 
 Activations are bf16 as in `smcjax.model.decoder`, whose roundings it follows, except that x∘g is rounded before the
 scale 1/rms instead of after. Gumbel noise has the bits of `jax.random.categorical` with the row's key.
@@ -42,12 +41,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import eviction, int8, lanes
+from smcjax.pallas import eviction, lanes
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_epilogue import Epilogue
 from smcjax.pallas.decode_operands import Operands
+from smcjax.pallas.decode_products import Products
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, when
-from smcjax.pallas.products import QUERIES, SWIZZLED, Ref, of_part
+from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
 
 WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
 REGISTERS = (96, 104, 192, 120)  # a thread, of int8 weights; a launch has 128 for each
@@ -77,6 +77,7 @@ class _Body:
         where: dict[str, Any] = {"block": self.block, "step": self.step, "interpret": self.interpret}
         self.attention = Attention(self.shape, g, self.s, **where)
         self.epilogue = Epilogue(self.shape, self.sites, g, self.s, **where)
+        self.products = Products(self.shape, self.sites, g, self.s, block=self.block, interpret=self.interpret)
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
         self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers
@@ -94,7 +95,7 @@ class _Body:
             plgpu.set_max_registers(REGISTERS[role], action="increase" if role == CONSUMER else "decrease")
         work()
 
-    # Order of stages, the same for all three.
+    # Order of stages, the same for all.
 
     def _over_halves(self, do: Callable[[Any, Which, Any], Any], carry: Any) -> Any:
         """`do(layer, half, carry)` for both halves of each layer, as many as there are stages of."""
@@ -109,13 +110,6 @@ class _Body:
         """Whether this site's product of a half is among the stages."""
         names = self.sites[site].names
         return (names[half] if isinstance(half, int) else names[0]) in self.stages
-
-    def _span(self, units: Any) -> tuple[jax.Array, jax.Array]:
-        """This block's units. To give the first blocks one each took a step longer (docs/performance.md)."""
-        return lax.div(self.block * units, self.shape.blocks), lax.div((self.block + 1) * units, self.shape.blocks)
-
-    def _units(self, site: str, half: Which) -> tuple[jax.Array, jax.Array]:
-        return self._span(self.sites[site].pick(half, lambda product: product.units))
 
     def _signals(self, name: str) -> int:
         """How many blocks take part in a stage."""
@@ -199,7 +193,7 @@ class _Body:
         """Sends for the block's tiles of a matrix; `t` counts all that were sent for, `arrived` those waited for."""
         shape = self.shape
         products = self.sites[site]
-        first, last = self._units(site, half)
+        first, last = self.products.units(site, half)
         steps = products.pick(half, lambda product: product.steps)
         if isinstance(half, int):
             refs, index = matrices[half], layer
@@ -283,14 +277,11 @@ class _Body:
                 self._await(jnp.int32(self.layers), self.stages[0])
             self._load_x("head", (self.g.xg,), 0, scaled=True)
 
-    def _x_slots(self, site: str) -> int:
-        return self.shape.x_rows // (self.sites[site].split * self.shape.tokens)
-
     def _load_x(self, site: str, sources: tuple[Ref, ...], half: Which, *, scaled: bool) -> None:
         """The activations of a product, in tiles that face the weight tiles; and 1/rms."""
         products = self.sites[site]
-        first, last = self._units(site, half)
-        tokens, slots = self.shape.tokens, self._x_slots(site)
+        first, last = self.products.units(site, half)
+        tokens, slots = self.shape.tokens, self.products.x_slots(site)
         rows = products.split * tokens
         part_length = products.pick(half, lambda product: product.part)
         if isinstance(half, int) or sources[0] is sources[-1]:
@@ -332,8 +323,8 @@ class _Body:
                 with jax.named_scope("qkv or gate_up"):
                     finish = functools.partial(epilogue.finish_of_x, layer, half)
                     early = functools.partial(epilogue.early_of_x, half)
-                    t, _ = self._multiply("of_x", layer, half, finish, t, None, early)
-                first, last = self._units("of_x", half)
+                    t, _ = self.products.multiply("of_x", layer, half, finish, t, None, early)
+                first, last = self.products.units("of_x", half)
                 self._finish(first < last)
             if "attend" in self.stages:
                 when(half == 0, lambda: attend(layer, t))
@@ -343,8 +334,8 @@ class _Body:
             if self._has("of_stage", half):
                 with jax.named_scope("o or down"):
                     early = functools.partial(epilogue.early_of_stage, layer, half)
-                    t, _ = self._multiply("of_stage", layer, half, epilogue.finish_of_stage, t, None, early)
-                first, last = self._units("of_stage", half)
+                    t, _ = self.products.multiply("of_stage", layer, half, epilogue.finish_of_stage, t, None, early)
+                first, last = self.products.units("of_stage", half)
                 self._finish(first < last)
             return t
 
@@ -362,154 +353,10 @@ class _Body:
         if self.with_head:
             self._sample(t)
 
-    def _multiply(
-        self,
-        site: str,
-        layer: Any,
-        half: Which,
-        finish: Callable[..., Any],
-        t: jax.Array,
-        state: Any,
-        early: Callable[[jax.Array], Any],
-    ) -> tuple[jax.Array, Any]:
-        """All units of this block: `finish(unit, first of them, early(unit), tiles, state)` each.
-
-        `early` loads what `finish` needs while the tensor core is at work.
-        """
-        product = self.sites[site]
-        first, last = self._units(site, half)
-        steps = product.pick(half, lambda product: product.steps)
-
-        def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            t, state = carry
-            loaded = early(index)
-            scales = self._scales(site, layer, half, index) if self.shape.int8 else None
-            sums = self._accumulate(site, half, index == first, t, 0)
-            tiles = self._fold(product, sums)
-            if scales is not None:
-                tiles = [tile * scale for tile, scale in zip(tiles, scales, strict=True)]
-            with jax.named_scope("finish"):
-                return t + steps, finish(index, first, loaded, tiles, state)
-
-        return lax.fori_loop(first, last, unit, (t, state))
-
-    def _accumulate(self, site: str, half: Which, fresh: Any, t: jax.Array, part: int) -> jax.Array:
-        """[64, s·M] sums of a unit's product, `t` places into the ring; of int8 those of a half of each tile's columns.
-
-        `fresh`: of the first unit, before which x comes.
-        """
-        product, x_tiles = self.sites[site], self.shape.x_tiles
-        steps, x_steps = (product.pick(half, of) for of in (lambda p: p.steps, lambda p: p.x_steps))
-        slots, ring = self._x_slots(site), self.shape.ring
-        rows = product.split * self.shape.tokens
-        single = product.single(self.shape.blocks)
-
-        def free_w(number: jax.Array) -> None:
-            plgpu.barrier_arrive(self.s["w_empty"].at[lax.rem(t + number, ring)])
-
-        def free_x(number: jax.Array) -> None:
-            if single:
-                x_number = number * x_tiles + part
-
-                @pl.when(x_number + slots < x_steps)
-                def _free() -> None:
-                    plgpu.barrier_arrive(self.s["x_empty"].at[lax.rem(x_number, slots)])
-
-        def free(number: jax.Array) -> None:
-            free_w(number)
-            free_x(number)
-
-        def factors(number: jax.Array) -> tuple[Ref, Ref]:
-            slot, x_slot = lax.rem(t + number, ring), lax.rem(number * x_tiles + part, slots)
-            with jax.named_scope("wait x"):
-                when(single or fresh, functools.partial(plgpu.barrier_wait, self.s["x_full"].at[x_slot]))
-            with jax.named_scope("wait w"):
-                plgpu.barrier_wait(self.s["w_full"].at[slot])
-            return self.s["w_smem"].at[slot], self.s["x_smem"].at[pl.ds(pl.multiple_of(x_slot * rows, 8), rows)]
-
-        def accumulate(acc: Ref) -> jax.Array:
-            def step(number: jax.Array, _: None) -> None:
-                w, x = factors(number)
-                plgpu.wgmma(acc, w, x.transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-                pl.when(number > 0)(lambda: free(number - 1))
-
-            lax.fori_loop(0, steps, step, None)
-            sums = acc[...]
-            free(jnp.asarray(steps - 1, jnp.int32))
-            return sums
-
-        def accumulate_int8(acc: Ref) -> jax.Array:
-            """Columns are converted while those before them are multiplied, or while the other warpgroup's are.
-
-            Nothing multiplies from one step to the next, when its registers would be written.
-            """
-
-            def step(number: jax.Array, sums: Any) -> Any:
-                w, x = factors(number)
-                columns = w.at[:, pl.ds(part * DEPTH, DEPTH)]
-                for place, a in enumerate(int8.operands(columns, DEPTH // 2, interpret=self.interpret)):
-                    if place == 0:  # all of it has been read
-                        free_w(number)
-                    b = x.at[:, pl.ds(place * DEPTH // 2, DEPTH // 2)].transpose((1, 0))
-                    if self.interpret:  # knows no product with a factor in registers
-                        sums += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-                    else:
-                        plgpu.wgmma(acc, a, b)
-                if not self.interpret:
-                    plgpu.wgmma_wait(0)
-                free_x(number)
-                return sums
-
-            start = jnp.zeros((64, rows), jnp.float32) if self.interpret else None
-            sums = lax.fori_loop(0, steps, step, start)
-            return sums if self.interpret else acc[...]
-
-        body = accumulate_int8 if self.shape.int8 else accumulate
-        return pl.run_scoped(body, plgpu.ACC((64, rows), jnp.float32))
-
-    def _scales(self, site: str, layer: Any, half: Which, unit: jax.Array) -> list[jax.Array]:
-        """Of the rows of each of a unit's tiles."""
-        shape, product = self.shape, self.sites[site]
-        places = shape.scale_places()
-        starts = [places[name] for name in product.names]
-        start: Any = starts[half] if isinstance(half, int) else jnp.where(half == 0, *starts)
-        before = len(self.g.qkv) * places["head"] if site == "head" else layer * places["head"] + start
-        return [
-            lanes.gather(self.g.scales[0], 0, 0, before + row, tokens=shape.tokens, interpret=self.interpret)
-            for row in product.rows(half, unit)
-        ]
-
-    def _fold(self, product: Site, sums: jax.Array) -> list[jax.Array]:
-        """Adds the diagonal blocks of [64, s·M], of int8 those of both halves: the unit's tiles [16, M]."""
-        self.s["fold_smem"][...] = self._diagonal(product, sums)
-        scratch = [self.s["fold_smem"]]
-        if self.shape.int8:
-            plgpu.barrier_wait(self.s["half_full"])
-            scratch.append(self.s["half_smem"])
-        tiles = []
-        for piece in range(product.pieces):
-            parts = [
-                lanes.load_tile(ref.at[pl.ds((q * product.pieces + piece) * TILE, TILE)])
-                for ref in scratch
-                for q in range(product.split)
-            ]
-            tiles.append(functools.reduce(jnp.add, parts))
-        if self.shape.int8:
-            plgpu.barrier_arrive(self.s["half_empty"])
-        return tiles
-
-    def _diagonal(self, product: Site, sums: jax.Array) -> jax.Array:
-        """Of [64, s·M] the diagonal blocks, [64, M]."""
-        tokens = self.shape.tokens
-        row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
-        blocks = [sums[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
-        return of_part(row, blocks, 64 // product.split)
-
     def _sample(self, t: jax.Array) -> None:
         """Logits of this block's ids, and of them what decides the token and its log-probability."""
         start, early, finish = self.epilogue.sampling()
-        _, found = self._multiply("head", 0, 0, finish, t, start, early)
+        _, found = self.products.multiply("head", 0, 0, finish, t, start, early)
         self.epilogue.found(found)
 
     # The assistant's warpgroup, of int8 only.
@@ -519,7 +366,7 @@ class _Body:
 
         def half_layer(layer: Any, half: Which, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             if self._has("of_x", half):
-                carry = self._leave_halves("of_x", half, *carry)
+                carry = self.products.leave_halves("of_x", half, *carry)
             t, units = carry
             if "attend" in self.stages:
                 # Whoever frees a place of the ring must know that it was filled, which KV does, too.
@@ -533,31 +380,15 @@ class _Body:
                 lax.fori_loop(0, chunks, pass_by, None)
                 t = t + chunks
             if self._has("of_stage", half):
-                return self._leave_halves("of_stage", half, t, units)
+                return self.products.leave_halves("of_stage", half, t, units)
             return t, units
 
         carry = self._over_halves(half_layer, (jnp.int32(0), jnp.int32(0)))
         if self.with_head:
-            carry = self._leave_halves("head", 0, *carry)
+            carry = self.products.leave_halves("head", 0, *carry)
         _, units = carry
         # A barrier must not die with an arrival to come.
         pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self.s["half_empty"]))
-
-    def _leave_halves(self, site: str, half: Which, t: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of this block's units where `_fold` finds them; `units` counts those of all products."""
-        product = self.sites[site]
-        first, last = self._units(site, half)
-        steps = product.pick(half, lambda product: product.steps)
-
-        def unit(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            t, units = carry
-            diagonal = self._diagonal(product, self._accumulate(site, half, index == first, t, 1))
-            pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self.s["half_empty"]))
-            self.s["half_smem"][...] = diagonal
-            plgpu.barrier_arrive(self.s["half_full"])
-            return t + steps, units + 1
-
-        return lax.fori_loop(first, last, unit, (t, units))
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:
@@ -565,7 +396,7 @@ def _scratch(shape: Shape) -> dict[str, Any]:
     kv = (shape.kv_ring, CHUNK, shape.dim)
     x_slots = shape.x_rows // (2 * shape.tokens)
     bf16 = jnp.bfloat16
-    dtype, transforms = (jnp.int8, int8.SWIZZLED_INT8) if shape.int8 else (bf16, SWIZZLED)
+    dtype, transforms = (jnp.int8, SWIZZLED_INT8) if shape.int8 else (bf16, SWIZZLED)
     ring = plgpu.SMEM((shape.ring, 64, shape.tile_columns), dtype, transforms=transforms)
     if shape.prefetches:
         chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=SWIZZLED)

@@ -22,10 +22,9 @@ from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Shaped
 
-from smcjax.pallas.products import QUERIES, Ref, _swizzle, _tiling
+from smcjax.pallas.products import QUERIES, Ref
 
 COLUMNS = 16  # whose order changes: an instruction's
-SWIZZLED_INT8 = (_tiling((8, 128)), _swizzle(128))  # in shared memory, as `operand` reads it
 
 
 def interleave(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
@@ -51,13 +50,11 @@ def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
     return x.reshape(*shape, columns // COLUMNS, 2, 2, 2, 2).transpose(axes).reshape(x.shape)
 
 
-def operand(ref: Ref, *, interpret: bool = False) -> jax.Array:
-    """64 stored rows in shared memory (`SWIZZLED_INT8`) as bfloat16 that `plgpu.wgmma` takes for its first factor."""
-    return next(operands(ref, ref.shape[1], interpret=interpret))
-
-
 def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:
-    """As `operand`, so many columns after the other: converted one by one, so that few are in registers."""
+    """64 stored rows in shared memory as bfloat16 that `plgpu.wgmma` takes for its first factor; `width` columns each.
+
+    They are converted one by one, so that few are in registers. `ref` is `products.SWIZZLED_INT8`.
+    """
     starts = range(0, ref.shape[1], width)
     if interpret:
         whole = restore(ref[...].astype(jnp.bfloat16))

@@ -24,6 +24,7 @@ _tiling: Any = plgpu.TilingTransform  # their annotations call these two classes
 _swizzle: Any = plgpu.SwizzleTransform
 SWIZZLED = (_tiling((8, 64)), _swizzle(128))  # bf16 in shared memory as products read it
 SWIZZLED_F32 = (_tiling((8, 32)), _swizzle(128))
+SWIZZLED_INT8 = (_tiling((8, 128)), _swizzle(128))  # as `int8.operands` reads it
 
 
 def product_of(interpret: bool) -> Product:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.int8 import SWIZZLED_INT8, interleave, operand, restore
-from smcjax.pallas.products import SWIZZLED, Ref
+from smcjax.pallas.int8 import interleave, operands, restore
+from smcjax.pallas.products import SWIZZLED, SWIZZLED_INT8, Ref
 
 ROWS, COLUMNS = 16, 256
 
@@ -44,18 +45,19 @@ def multiply(values: jax.Array, x: jax.Array, interpret: Any = None) -> jax.Arra
         plgpu.copy_gmem_to_smem(w_ref, w_smem, full)
         plgpu.copy_gmem_to_smem(x_ref, x_smem, full)
         plgpu.barrier_wait(full)
-        halves = [pl.ds(0, COLUMNS // 2), pl.ds(COLUMNS // 2, COLUMNS // 2)]
+        half = COLUMNS // 2
 
-        def factors(half: Any) -> tuple[jax.Array, Ref]:
-            return operand(w_smem.at[:, half], interpret=interpreted), x_smem.at[:, half].transpose((1, 0))
+        def factors() -> Iterator[tuple[jax.Array, Ref]]:
+            for part, a in enumerate(operands(w_smem, half, interpret=interpreted)):
+                yield a, x_smem.at[:, pl.ds(part * half, half)].transpose((1, 0))
 
         def sums(acc: Ref) -> jax.Array:
-            for half in halves:
-                plgpu.wgmma(acc, *factors(half))
+            for a, b in factors():
+                plgpu.wgmma(acc, a, b)
             return acc[...]
 
         if interpreted:  # knows no product with a factor in registers
-            terms = (jnp.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in map(factors, halves))
+            terms = (jnp.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in factors())
             out_ref[...] = functools.reduce(jnp.add, terms)
         else:
             out_ref[...] = pl.run_scoped(sums, plgpu.ACC((64, ROWS), jnp.float32))
