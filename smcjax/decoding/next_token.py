@@ -131,6 +131,20 @@ def sample(
     return Drawn(token, log_softmax_at(logits, token), logits if keep_logits else None)
 
 
+def sample_in_head(
+    law: Law,
+    keys: Key[Array, " R"],
+    token_number: Int[Array, " R"],
+    hidden: Float[Array, "R E"],
+    unembed: Float[Array, "V E"],
+    stop_words: UInt[Array, "R words"],
+) -> Drawn:
+    """As `sample` of these hidden states' logits, which are kept nowhere; `stop_words` are the law's stops, packed."""
+    forbids = token_number <= law.minimum
+    terms = (jax.random.key_data(keys), law.temperature, noise_scale_of(law), stop_words.T, forbids)
+    return Drawn(*sampled_head(hidden, unembed, *terms))
+
+
 @dataclasses.dataclass(frozen=True)
 class OneKernelPlan:
     """What the steps of one cycle have in common that run in one kernel."""
@@ -139,7 +153,6 @@ class OneKernelPlan:
     prefetches: bool  # `prefetches` of their table
     norms: Float[Array, "norms E"]  # all of the model's, in its order
     scales: Float[Array, "1 S"] | None  # of int8 matrices
-    stop_words: UInt[Array, "R words"]  # the law's stops, 32 to a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +162,8 @@ class Plan:
     sharing: Sharing | None  # layer by layer: what rows of a group share
     one_kernel: OneKernelPlan | None = None  # None where no step may run so
     keeps_laws: bool = False  # whether the laws that are drawn from are wanted whole
-    stop_words: UInt[Array, "words R"] | None = None  # layer by layer: the stops, for the head's kernel; None: logits
+    stop_words: UInt[Array, "R words"] | None = None  # the law's stops, 32 to a word; None where no kernel draws
+    draws_in_head: bool = False  # layer by layer: whether the head's kernel draws
 
 
 def plan(
@@ -183,7 +197,6 @@ def plan(
     by_kernel &= law.truncation is None and not keeps_laws
     vocab, hidden = config.vocab_size, config.hidden_size
     by_kernel &= supports_sampled_head(rows=total, hidden=hidden, vocab=vocab, dtype=params.embed.dtype)
-    stop_words = pack_bits(law.stops).T if by_kernel else None
     widths = range(1, columns + 1)
     ahead = prefetches(block_table)
     terms: dict[str, Any] = {
@@ -194,15 +207,15 @@ def plan(
     }
     shapes = [one_kernel_of(config, params, total, columns=width, **terms) for width in widths]
     if law.truncation is not None or not any(shapes):
-        return Plan(sharing, keeps_laws=keeps_laws, stop_words=stop_words)
+        return Plan(sharing, None, keeps_laws, pack_bits(law.stops) if by_kernel else None, by_kernel)
     tasks = {
         together: tasks_of(
             config, block_table, lengths, settled, rows=together, page_size=page_size, implementation=implementation
         )
         for together in sorted({shape.rows for shape in shapes if shape is not None})
     }
-    one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), scales_of(params), pack_bits(law.stops))
-    return Plan(sharing, one_kernel, keeps_laws, stop_words)
+    one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), scales_of(params))
+    return Plan(sharing, one_kernel, keeps_laws, pack_bits(law.stops), by_kernel)
 
 
 def tasks_of(
@@ -312,7 +325,7 @@ def prepare(
     implementation: str = "auto",
 ) -> Steps:
     """The same steps, with tables for the one kernel where that takes them; a few launches for all K."""
-    if plan.one_kernel is None:
+    if plan.one_kernel is None or plan.stop_words is None:
         return steps
     _, total, columns = steps.positions.shape
     shape = one_kernel_of(
@@ -334,7 +347,7 @@ def prepare(
         keys=jax.random.key_data(steps.keys),
         temperature=law.temperature,
         noise_scale=noise_scale_of(law),
-        forbidden=plan.one_kernel.stop_words,
+        forbidden=plan.stop_words,
         forbids=steps.token_number <= law.minimum,
     )
     slots = steps.write_pages * page_size + steps.positions % page_size
@@ -387,10 +400,8 @@ def next_token(
         implementation=implementation,
     )
     keys, number = steps.keys[step], steps.token_number[step]
-    if plan.stop_words is not None:
-        noise_scale, forbids = noise_scale_of(law), number <= law.minimum
-        terms = (jax.random.key_data(keys), law.temperature, noise_scale, plan.stop_words, forbids)
-        return Drawn(*sampled_head(hidden[:, -1], params.unembed, *terms)), cache
+    if plan.draws_in_head and plan.stop_words is not None:
+        return sample_in_head(law, keys, number, hidden[:, -1], params.unembed, plan.stop_words), cache
     logits = unembed(params, hidden[:, -1])
     return sample(law, keys, number, logits, keep_logits=plan.keeps_laws), cache
 

@@ -66,9 +66,11 @@ def quantize_matrix(matrix: jax.Array) -> QuantizedMatrix:
 def quantized_product(x: jax.Array, weight: QuantizedMatrix, dtype: Any) -> jax.Array:
     """x · Wᵀ, accumulated and scaled in f32, in `dtype`."""
     *shape, inputs = x.shape
-    form_of(Product(math.prod(shape), weight.shape[0], inputs, "int8", jnp.dtype(dtype).name))  # it has but one
+    form_of(
+        Product(math.prod(shape), weight.shape[0], inputs, "int8", jnp.dtype(dtype).name)
+    )  # so that `products_asked` sees it
     y = jax.lax.dot_general(
-        interleave(x),  # small beside the matrix, whose order it takes
+        interleave(x),  # in the order of the matrix, beside which a step's x is small
         weight.values.astype(x.dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=product_precision(x.dtype),

@@ -5,7 +5,8 @@ The blocks of a step (`decode_kernel.py`) leave what they found among their own 
     token, logprob   from these candidates (`gumbel_max.py`)
     x, x∘g           the token's embedding, where the next step begins, and that times its first norm's weight
 
-One block a row; the reference is `conclude_reference`, which XLA makes two launches of.
+One block a row. The reference is `conclude_reference`, which XLA makes two launches of; steps whose tokens are looked
+up in int8 rows end by it.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class _Body:
 
     def __call__(self, g: Operands, *, ring_smem: Ref, turns_smem: Ref, **scratch: Ref) -> None:
         self.g = g
-        names = (("x_smem", "scale_smem", "fold_smem", "half_smem"), ("k_smem", "v_smem", "q_smem"))
+        of_products = ("x_smem", "scale_smem", "fold_smem", *(["half_smem"] if self.shape.int8 else []))
         self.s = dict(scratch)
-        for group, refs in zip(names, turns_smem, strict=True):
-            self.s.update(zip(group, refs, strict=False))
+        for names, refs in zip((of_products, ("k_smem", "v_smem", "q_smem")), turns_smem, strict=True):
+            self.s.update(zip(names, refs, strict=True))
         if self.shape.prefetches:
             self.s["w_smem"], self.s["chunk_smem"] = ring_smem
         else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from smcjax.pallas.decode_conclude import Embedded, conclude, conclude_reference, embedded, padded_candidates
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
@@ -47,13 +47,13 @@ class Weights:
     whatever gives their rows in bf16 by [] and says so by `dtype` and `shape`.
     """
 
-    qkv: tuple[Float[Array, "qkv E"], ...]
-    o: tuple[Float[Array, "E HD"], ...]
-    gate_up: tuple[Float[Array, "FF E"], ...]
-    down: tuple[Float[Array, "E F"], ...]
+    qkv: tuple[Num[Array, "qkv E"], ...]
+    o: tuple[Num[Array, "E HD"], ...]
+    gate_up: tuple[Num[Array, "FF E"], ...]
+    down: tuple[Num[Array, "E F"], ...]
     norms: Float[Array, "norms E"]  # attention and MLP of each layer in turn, and the final one
     embed: Any  # [V, E]
-    unembed: Float[Array, "V E"]
+    unembed: Num[Array, "V E"]
     scales: Float[Array, "1 S"] | None = None  # of int8: of each layer's qkv, o, gate_up, down, then of unembed
 
 
@@ -165,7 +165,7 @@ def decode_step(
 
     `begin` is the new tokens, row by row: `embedded`, or what an earlier step says of those that it drew. `step` from 0
     to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new tokens', with
-    one part and chunks of 64 where the shape prefetches. Weights and KV are bf16, log-probabilities f32.
+    one part and chunks of 64 where the shape prefetches. KV is bf16, log-probabilities are f32.
     `supports(shape, dtype)` must hold: nothing here checks it.
 
     A jit of its own, so that a cycle's steps trace and lower the kernel once.
@@ -180,7 +180,7 @@ def decode_step(
     sizes = {"count": shape.blocks * TILE, "rows": rows, "columns": columns}
     if isinstance(weights.embed, jax.Array):
         token, logprob, following = conclude(found, weights.embed, weights.norms, **sizes, interpret=interpret)
-    else:
+    else:  # int8 rows, which the kernel does not read
         token, logprob, following = conclude_reference(found, weights.embed, weights.norms[0], **sizes)
     return Stepped(
         token=token,

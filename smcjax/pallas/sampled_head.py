@@ -9,7 +9,8 @@ stays and takes every so many tiles of the vocabulary. Its five warpgroups:
     2, 3   draw from what 0 and 1 left, while these multiply the next tile
     4      loads tiles of W and x
 
-Of up to 64 rows a tile has 256 ids, of more 128 ids and 128 rows, and blocks divide the rows among them. JAX's noise
+Of up to 64 rows a tile has 256 ids where these divide the vocabulary. Otherwise it has 128 ids and 128 rows, and blocks
+divide the rows among them. JAX's noise
 takes 75 integer operations a logit, more time than the products, so what counts is that the two run side by side.
 """
 
@@ -38,7 +39,8 @@ WORD = 32  # ids to a word of flags
 NARROW = 8  # ids that are drawn from at once
 RING = 160 * 1024  # bytes
 LEAST_ROWS = 33  # fewer are drawn from as soon by XLA
-MOST_PADDING = 32  # rows; with more of them XLA is the faster (docs/performance.md)
+MOST_ROWS = 256  # and of more nobody has timed it (docs/performance.md)
+MOST_PADDING = 32  # rows; with more of them XLA is the faster
 REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
 
 
@@ -226,9 +228,10 @@ def _kernel(
 
 
 def supports(*, rows: int, hidden: int, vocab: int, dtype: Any) -> bool:
-    """Whether the kernel applies to these static shapes, x [rows, hidden] and W [vocab, hidden], and is the faster."""
+    """Whether the kernel applies to x [rows, hidden] and W [vocab, hidden], and is not slower than whole logits."""
     fits = jnp.dtype(dtype) == jnp.bfloat16 and hidden % DEPTH == 0 and vocab % IDS == 0
-    return fits and rows >= LEAST_ROWS and Tiling.of(rows, vocab).padded - rows <= MOST_PADDING
+    few_padded = Tiling.of(rows, vocab).padded - rows <= MOST_PADDING
+    return fits and LEAST_ROWS <= rows <= MOST_ROWS and few_padded
 
 
 def sampled_head_reference(

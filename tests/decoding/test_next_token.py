@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from smcjax import SMC, autoregressive, smc
+from smcjax.decoding import next_token
+from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
 from smcjax.decoding.sequences import Requests
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
+from smcjax.numerics import product
+from smcjax.pallas.sampled_head import sampled_head_reference
 
 # Of a size that the persistent step takes, with four query heads to a KV head.
 MODEL = ModelConfig(128, 512, 512, 2, 8, 2, 64, 4096, tie_embeddings=True, dtype="bfloat16")
@@ -58,3 +63,27 @@ def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> Non
     program = autoregressive.Program(MODEL, max_model_len, implementation="mosaic")
     assert KERNEL in lowered(autoregressive, program, PARAMS, 1)
     assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, truncates=True), PARAMS, 1)
+
+
+def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reference in its place: stops within the minimum, greedy rows, temperatures, keys as `sample` has them."""
+    monkeypatch.setattr(next_token, "sampled_head", sampled_head_reference)
+    rows, vocab, hidden = 64, 64, 32
+    keys = jax.random.split(jax.random.key(3), 5)
+    x, weight = (jax.random.normal(key, (64, hidden), jnp.bfloat16) for key in keys[:2])
+    law = Law(
+        temperature=jax.random.uniform(keys[2], (rows,), minval=0.5, maxval=2.0),
+        stops=jax.random.bernoulli(keys[3], 0.7, (rows, vocab)),
+        minimum=jnp.arange(rows) % 5,
+        greedy=jnp.arange(rows) % 3 == 0,
+    )
+    token_number = jnp.full(rows, 2)
+    row_keys = jax.random.split(keys[4], rows)
+    ours = sample_in_head(law, row_keys, token_number, x, weight, pack_bits(law.stops))
+    theirs = sample(law, row_keys, token_number, product(x, weight, jnp.float32))
+    np.testing.assert_array_equal(ours.token, theirs.token)
+    np.testing.assert_allclose(ours.logprob, theirs.logprob, rtol=1e-5, atol=1e-5)
+    within = np.asarray(law.minimum) >= 2
+    stopped = np.asarray(law.stops)[np.arange(rows), ours.token]
+    assert not stopped[within].any()
+    assert stopped[~within].any()  # control

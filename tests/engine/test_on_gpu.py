@@ -76,7 +76,7 @@ def answers(
     # `together`: rows that the persistent step reads together, by new tokens a row
     ("n_particles", "max_num_seqs", "together", "draft_quantization"),
     [
-        (8, 64, (None, None), None),  # drafts layer by layer
+        (8, 32, (None, None), None),  # drafts layer by layer, and draws in the head's kernel
         (8, 4, (8, None), None),
         (8, 1, (8, 8), None),
         (16, 1, (16, 8), None),
