@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.bench.roofline import BANDWIDTH
-from smcjax.decoding.next_token import Law, noise_scale_of, pack_bits, sample
+from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.numerics import product
 from smcjax.pallas.paged_attention import on_hopper
-from smcjax.pallas.sampled_head import sampled_head
 
 CALLS, WINDOWS = 16, 9
 
@@ -46,8 +45,8 @@ def by_logits(x: Any, weight: Any, keys: Any, law: Law) -> tuple[jax.Array, jax.
 
 
 def by_kernel(x: Any, weight: Any, keys: Any, law: Law) -> tuple[jax.Array, jax.Array]:
-    terms = (jax.random.key_data(keys), law.temperature, noise_scale_of(law), pack_bits(law.stops).T)
-    return sampled_head(x, weight, *terms, law.minimum > 0)
+    drawn = sample_in_head(law, keys, jnp.ones(len(keys), jnp.int32), x, weight, pack_bits(law.stops))
+    return drawn.token, drawn.logprob
 
 
 def measure(rows: int, weight: jax.Array) -> str:

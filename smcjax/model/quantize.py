@@ -66,9 +66,8 @@ def quantize_matrix(matrix: jax.Array) -> QuantizedMatrix:
 def quantized_product(x: jax.Array, weight: QuantizedMatrix, dtype: Any) -> jax.Array:
     """x · Wᵀ, accumulated and scaled in f32, in `dtype`."""
     *shape, inputs = x.shape
-    form_of(
-        Product(math.prod(shape), weight.shape[0], inputs, "int8", jnp.dtype(dtype).name)
-    )  # so that `products_asked` sees it
+    # So that `products_asked` sees it: of forms it has but one.
+    form_of(Product(math.prod(shape), weight.shape[0], inputs, "int8", jnp.dtype(dtype).name))
     y = jax.lax.dot_general(
         interleave(x),  # in the order of the matrix, beside which a step's x is small
         weight.values.astype(x.dtype),
