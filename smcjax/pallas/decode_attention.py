@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, lanes, online_softmax
-from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import CHUNK, Shape, Which
+from smcjax.pallas.decode_operands import BlockPart
+from smcjax.pallas.decode_shape import CHUNK, Which
 from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, Ref, product_of
 
@@ -32,23 +32,14 @@ HALF = QUERIES // 2
 Unit = tuple[jax.Array, ...]  # (takes part, group, KV head, which of its splits, its chunks, its chunks of pieces)
 
 
-class Attention:
-    """One block's part in the attention of every layer. `scratch` are references in shared memory, by name."""
+class Attention(BlockPart):
+    """One block's part in the attention of every layer."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        operands: Operands,
-        scratch: dict[str, Ref],
-        *,
-        block: jax.Array,
-        step: jax.Array,
-        interpret: bool,
-    ) -> None:
-        self._shape, self._g, self._s, self._interpret = shape, operands, scratch, interpret
-        self._block, self._step = block, step
-        self._product = product_of(interpret)
-        self._exp2 = functools.partial(lanes.exp2, interpret=interpret)
+    def _product(self, acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
+        return product_of(self._interpret)(acc, *factors)
+
+    def _exp2(self, x: jax.Array) -> jax.Array:
+        return lanes.exp2(x, interpret=self._interpret)
 
     def _unit(self) -> Unit:
         """What this block reads.

@@ -17,29 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
-from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import TILE, Shape, Site, Which, when
-from smcjax.pallas.gumbel_max import Found, nothing, seen
-from smcjax.pallas.noise import gumbel
+from smcjax.pallas.decode_operands import BlockPart
+from smcjax.pallas.decode_shape import TILE, Which, when
+from smcjax.pallas.gumbel_max import Draw, Found, nothing, seen
 from smcjax.pallas.products import Ref
 
 
-class Epilogue:
-    """One block's, of every product. `scratch` are references in shared memory, by name."""
-
-    def __init__(
-        self,
-        shape: Shape,
-        sites: dict[str, Site],
-        operands: Operands,
-        scratch: dict[str, Ref],
-        *,
-        block: jax.Array,
-        step: jax.Array,
-        interpret: bool,
-    ) -> None:
-        self._shape, self._sites, self._g, self._s, self._interpret = shape, sites, operands, scratch, interpret
-        self._block, self._step = block, step
+class Epilogue(BlockPart):
+    """One block's, of every product."""
 
     def early_of_x(self, half: Which, unit: jax.Array) -> Any:
         """The angles that a unit of qkv is rotated by."""
@@ -118,6 +103,7 @@ class Epilogue:
         forbids = self._gather(g.forbids, now, 1, 0, column_step=0)
         inverse = self._gather(g.inverse_temperature, 0, 1, 0, column_step=0)
         noise_scale = self._gather(g.noise_scale, 0, 1, 0, column_step=0)
+        draw = Draw(key0, key1, inverse, noise_scale)
 
         def tile_of(value: float | int, dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.full((TILE, shape.tokens), value, dtype), layout)
@@ -128,12 +114,7 @@ class Epilogue:
         def finish(unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], found: Found) -> Found:
             feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
             for piece, tile in enumerate(self._scaled(unit, first, tiles)):
-                at = feature + piece * TILE
-                ids = at + unit * 32
-                bit = lax.shift_right_logical(words, at.astype(jnp.uint32)) & jnp.uint32(1)
-                logit = jnp.where(bit == jnp.uint32(0), tile * inverse, -jnp.inf)
-                perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
-                found = seen(found, logit, perturbed, ids)
+                found = seen(found, tile, feature + piece * TILE, unit * 32, words, draw)
             return found
 
         return nothing(tile_of), early, finish

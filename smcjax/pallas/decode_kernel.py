@@ -76,8 +76,8 @@ class _Body:
         self.step = g.step[0]
         where: dict[str, Any] = {"block": self.block, "step": self.step, "interpret": self.interpret}
         self.attention = Attention(self.shape, g, self.s, **where)
-        self.epilogue = Epilogue(self.shape, self.sites, g, self.s, **where)
-        self.products = Products(self.shape, self.sites, g, self.s, block=self.block, interpret=self.interpret)
+        self.epilogue = Epilogue(self.shape, g, self.s, **where)
+        self.products = Products(self.shape, g, self.s, **where)
         self.layers = max(len(g.qkv), len(g.keys))
         warpgroup = lax.axis_index("warpgroup")
         self.alone = len(self.stages) + self.with_head == 1  # one stage a launch: no barriers

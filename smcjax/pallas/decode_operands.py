@@ -1,10 +1,13 @@
-"""What a launch of the persistent decode step reads and writes."""
+"""What a launch of the persistent decode step reads and writes, and what a block's parts in it know of that."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
+from smcjax.pallas.decode_shape import Shape
 from smcjax.pallas.products import Ref
 
 
@@ -48,3 +51,20 @@ class Operands:
     attended: Ref  # [M, H·D]
     h: Ref  # [M, F]
     found: Sequence[Ref]  # [M, 16·blocks] each: best perturbed logit, its id, its logit; largest logit, Σ exp(· − it)
+
+
+class BlockPart:
+    """Part of what a block does in a step. `scratch` are references in shared memory, by name."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        operands: Operands,
+        scratch: dict[str, Ref],
+        *,
+        block: jax.Array,
+        step: jax.Array,
+        interpret: bool,
+    ) -> None:
+        self._shape, self._sites, self._g, self._s = shape, shape.sites(), operands, scratch
+        self._block, self._step, self._interpret = block, step, interpret

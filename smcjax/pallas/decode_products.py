@@ -21,26 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import int8, lanes
-from smcjax.pallas.decode_operands import Operands
-from smcjax.pallas.decode_shape import DEPTH, TILE, Shape, Site, Which, when
+from smcjax.pallas.decode_operands import BlockPart
+from smcjax.pallas.decode_shape import DEPTH, TILE, Site, Which, when
 from smcjax.pallas.products import Ref, of_part
 
 
-class Products:
-    """One block's. `scratch` are references in shared memory, by name."""
-
-    def __init__(
-        self,
-        shape: Shape,
-        sites: dict[str, Site],
-        operands: Operands,
-        scratch: dict[str, Ref],
-        *,
-        block: jax.Array,
-        interpret: bool,
-    ) -> None:
-        self._shape, self._sites, self._g, self._s, self._interpret = shape, sites, operands, scratch, interpret
-        self._block = block
+class Products(BlockPart):
+    """One block's."""
 
     def units(self, site: str, half: Which) -> tuple[jax.Array, jax.Array]:
         """The block's: the first, and the one behind the last.

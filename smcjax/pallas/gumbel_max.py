@@ -4,6 +4,7 @@
     logprob  = logit(token) − LSE,   LSE = m + log Σ_c mass_c · exp(top_c − m),   m = max_c top_c
 
 Whoever sees logits pass keeps five numbers in each of several places c, a *candidate* each, which are compared last.
+Ids that may not be drawn have the logit −∞; flags say which, 32 ids to a word, the first in the lowest bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas.noise import gumbel
 from smcjax.pallas.products import MASKED
 
 NO_ID = jnp.iinfo(jnp.int32).max
@@ -45,9 +47,22 @@ def nothing(full: Callable[[float | int, Any], jax.Array]) -> Found:
     )
 
 
-def seen(found: Found, logit: jax.Array, perturbed: jax.Array, ids: jax.Array) -> Found:
-    """After one logit more in every place."""
+class Draw(NamedTuple):
+    """How a place's token is drawn, within a kernel."""
+
+    key0: jax.Array  # uint32
+    key1: jax.Array  # uint32
+    inverse: jax.Array  # 1 / temperature
+    noise_scale: jax.Array  # 1, or 0 to take the likeliest
+
+
+def seen(found: Found, product: jax.Array, at: jax.Array, first: jax.Array, flags: jax.Array, draw: Draw) -> Found:
+    """After one id more in every place: number `at` of a word of ids that begins with `first`, x · Wᵀ its `product`."""
     best, best_id, best_logit, top, mass = found
+    ids = at + first
+    bit = lax.shift_right_logical(flags, at.astype(jnp.uint32)) & jnp.uint32(1)
+    logit = jnp.where(bit == jnp.uint32(0), product * draw.inverse, -jnp.inf)
+    perturbed = logit + draw.noise_scale * gumbel(draw.key0, draw.key1, ids.astype(jnp.uint32))
     better = perturbed > best
     best_id = jnp.where(better, ids, best_id)
     best_logit = jnp.where(better, logit, best_logit)

@@ -10,8 +10,8 @@ stays and takes every so many tiles of the vocabulary. Its five warpgroups:
     4      loads tiles of W and x
 
 Of up to 64 rows a tile has 256 ids where these divide the vocabulary. Otherwise it has 128 ids and 128 rows, and blocks
-divide the rows among them. JAX's noise
-takes 75 integer operations a logit, more time than the products, so what counts is that the two run side by side.
+divide the rows among them. JAX's noise takes 75 integer operations a logit, more time than the products, so what counts
+is that the two run side by side.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Found, decide, nothing, seen
-from smcjax.pallas.noise import gumbel
+from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
 from smcjax.pallas.products import STREAMING_MULTIPROCESSORS, SWIZZLED, Ref, across
 
@@ -182,9 +181,8 @@ def _kernel(
         def of_rows(ref: Ref) -> jax.Array:
             return plgpu.load(ref.at[rows], layout=OF_ROWS, optimized=False)
 
-        key0, key1, inverse, noise_scale = (
-            across(of_rows(ref), shape) for ref in (keys_ref.at[0], keys_ref.at[1], inverse_ref, noise_ref)
-        )
+        terms = (keys_ref.at[0], keys_ref.at[1], inverse_ref, noise_ref)
+        draw = Draw(*(across(of_rows(ref), shape) for ref in terms))
         forbids = of_rows(forbids_ref)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
@@ -196,14 +194,9 @@ def _kernel(
                 flags = across(of_rows(forbidden_ref.at[lax.div(start, WORD)]) & forbids, shape)
 
                 def part(number: jax.Array, found: Found) -> Found:
-                    at = column + number * NARROW
-                    ids = at + start
-                    bit = lax.shift_right_logical(flags, at.astype(jnp.uint32)) & jnp.uint32(1)
                     place = logits_smem.at[half, c * (WORD // NARROW) + number]
-                    logit = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False) * inverse
-                    logit = jnp.where(bit == jnp.uint32(0), logit, -jnp.inf)
-                    perturbed = logit + noise_scale * gumbel(key0, key1, ids.astype(jnp.uint32))
-                    return seen(found, logit, perturbed, ids)
+                    product = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+                    return seen(found, product, column + number * NARROW, start, flags, draw)
 
                 return lax.fori_loop(0, WORD // NARROW, part, found)
 
