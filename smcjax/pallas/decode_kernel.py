@@ -50,7 +50,7 @@ from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, w
 from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
 
 WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
-REGISTERS = (96, 104, 192, 120)  # a thread, of int8 weights; a launch has 128 for each
+REGISTERS = (80, 104, 192, 136)  # a thread, of int8 weights; a launch has 128 for each
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 
@@ -364,10 +364,9 @@ class _Body:
     def _assist(self) -> None:
         """Multiplies the second half of each tile's columns."""
 
-        def half_layer(layer: Any, half: Which, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
             if self._has("of_x", half):
-                carry = self.products.leave_halves("of_x", half, *carry)
-            t, units = carry
+                t = self.products.leave_halves("of_x", half, t)
             if "attend" in self.stages:
                 # Whoever frees a place of the ring must know that it was filled, which KV does, too.
                 chunks = jnp.where(half == 0, self.attention.places(), 0)
@@ -380,15 +379,12 @@ class _Body:
                 lax.fori_loop(0, chunks, pass_by, None)
                 t = t + chunks
             if self._has("of_stage", half):
-                return self.products.leave_halves("of_stage", half, t, units)
-            return t, units
+                t = self.products.leave_halves("of_stage", half, t)
+            return t
 
-        carry = self._over_halves(half_layer, (jnp.int32(0), jnp.int32(0)))
+        t = self._over_halves(half_layer, jnp.int32(0))
         if self.with_head:
-            carry = self.products.leave_halves("head", 0, *carry)
-        _, units = carry
-        # A barrier must not die with an arrival to come.
-        pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self.s["half_empty"]))
+            self.products.leave_halves("head", 0, t)
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:

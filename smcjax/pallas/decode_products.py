@@ -61,6 +61,8 @@ class Products(BlockPart):
 
         def unit(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             t, state = carry
+            if self._shape.int8:
+                plgpu.barrier_arrive(self._s["half_empty"])  # whatever the unit before it left has been added
             loaded = early(index)
             scales = self._scales(site, layer, half, index) if self._shape.int8 else None
             sums = self._accumulate(site, half, index == first, t, 0)
@@ -121,20 +123,21 @@ class Products(BlockPart):
         def accumulate_int8(acc: Ref) -> jax.Array:
             """Columns are converted while those before them are multiplied, or while the other warpgroup's are.
 
-            Nothing multiplies from one step to the next, when its registers would be written.
+            Nothing multiplies from one step to the next, when its registers would be written. A place of the ring is
+            free when products have begun with all that was loaded from it: an arrival alone does not wait for loads
+            under way, which other warps' products can hold up until the next copy overtakes them.
             """
 
             def step(number: jax.Array, sums: Any) -> Any:
                 w, x = factors(number)
                 columns = w.at[:, pl.ds(part * DEPTH, DEPTH)]
                 for place, a in enumerate(int8.operands(columns, DEPTH // 2, interpret=self._interpret)):
-                    if place == 0:  # all of it has been read
-                        free_w(number)
                     b = x.at[:, pl.ds(place * DEPTH // 2, DEPTH // 2)].transpose((1, 0))
                     if self._interpret:  # knows no product with a factor in registers
                         sums += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
                     else:
                         plgpu.wgmma(acc, a, b)
+                free_w(number)
                 if not self._interpret:
                     plgpu.wgmma_wait(0)
                 free_x(number)
@@ -174,8 +177,6 @@ class Products(BlockPart):
                 for q in range(product.split)
             ]
             tiles.append(functools.reduce(jnp.add, parts))
-        if self._shape.int8:
-            plgpu.barrier_arrive(self._s["half_empty"])
         return tiles
 
     def _diagonal(self, product: Site, sums: jax.Array) -> jax.Array:
@@ -185,18 +186,17 @@ class Products(BlockPart):
         blocks = [sums[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
         return of_part(row, blocks, 64 // product.split)
 
-    def leave_halves(self, site: str, half: Which, t: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of this block's units where `_fold` finds them; `units` counts those of all products."""
+    def leave_halves(self, site: str, half: Which, t: jax.Array) -> jax.Array:
+        """Sums of this block's units, each where `_fold` finds it."""
         product = self._sites[site]
         first, last = self.units(site, half)
         steps = product.pick(half, lambda product: product.steps)
 
-        def unit(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            t, units = carry
+        def unit(index: jax.Array, t: jax.Array) -> jax.Array:
             diagonal = self._diagonal(product, self._accumulate(site, half, index == first, t, 1))
-            pl.when(units > 0)(functools.partial(plgpu.barrier_wait, self._s["half_empty"]))
+            plgpu.barrier_wait(self._s["half_empty"])
             self._s["half_smem"][...] = diagonal
             plgpu.barrier_arrive(self._s["half_full"])
-            return t + steps, units + 1
+            return t + steps
 
-        return lax.fori_loop(first, last, unit, (t, units))
+        return lax.fori_loop(first, last, unit, t)

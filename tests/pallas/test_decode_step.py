@@ -31,6 +31,7 @@ from smcjax.pallas.noise import gumbel
 
 PAGE = 16
 ROUNDING = 2.0**-8  # bf16, relative
+REPEATS = 1000  # of a step on a GPU: a race between warpgroups may show in one of hundreds only
 TINY = ModelConfig(
     vocab_size=128,
     hidden_size=256,
@@ -363,6 +364,7 @@ def test_lowers_to_cuda(
         (4, 8, 1, 4000, False),
         (2, 16, 1, 300, False),
         (1, 8, 1, 256, True),
+        (1, 8, 1, 4000, True),
         (1, 8, 2, 4000, True),
         (4, 8, 1, 700, True),
     ],
@@ -377,9 +379,12 @@ def test_on_a_gpu(groups: int, rows: int, columns: int, context: int, int8: bool
     step = jax.jit(lambda params: run(problem, params, shape))
     got = step(params)
     check(problem, params, got)
-    again = step(params)
-    for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(again[:2]), strict=True):
-        np.testing.assert_array_equal(one, other)
+
+    @jax.jit
+    def unlike(again: Any) -> jax.Array:
+        return jnp.any(jnp.stack([(got[i] != again[i]).any() for i in (0, 1, 3)]))  # token, log-probability, residual
+
+    assert not any(bool(unlike(step(params))) for _ in range(REPEATS))
 
 
 @pytest.mark.gpu
