@@ -50,7 +50,8 @@ from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, w
 from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
 
 WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
-REGISTERS = (80, 104, 192, 136)  # a thread, of int8 weights; a launch has 128 for each
+LAUNCHED = 128  # registers of each thread of four warpgroups: all that there are
+REGISTERS = (80, 104, 192, 136)  # what each role's threads have of them then, of int8 weights
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 
@@ -90,9 +91,11 @@ class _Body:
             pl.when(warpgroup == role)(functools.partial(self._play, role, work))
 
     def _play(self, role: int, work: Callable[[], None]) -> None:
-        """A warpgroup's part. Where there are four, the consumer takes registers that the others do not need."""
+        """A warpgroup's part. Where there are four, those that multiply take registers that the others do not need."""
         if self.shape.int8 and not self.interpret:
-            plgpu.set_max_registers(REGISTERS[role], action="increase" if role == CONSUMER else "decrease")
+            # The other action than its count asks for is an illegal instruction, which no compiler reports.
+            count = REGISTERS[role]
+            plgpu.set_max_registers(count, action="increase" if count > LAUNCHED else "decrease")
         work()
 
     # Order of stages, the same for all.

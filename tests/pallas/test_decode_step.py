@@ -7,6 +7,7 @@ such roundings differs by a few of them relative to the largest value of its ten
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from smcjax.model.params import init_params, param_shapes
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import rms_norm
+from smcjax.pallas.decode_kernel import LAUNCHED, REGISTERS
 from smcjax.pallas.noise import gumbel
 
 PAGE = 16
@@ -346,6 +348,12 @@ def test_lowers_to_cuda(
     assert text.count("mosaic_gpu") >= 1
     assert "decode_step" in text
     assert "L2::cache_hint" in text  # what streams leaves the L2 first
+    # A count that does not fit its instruction is illegal, which shows on a GPU only.
+    found = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+)", text)
+    counts = [(kind, int(count)) for kind, count in found]
+    assert sorted(count for _, count in counts) == (sorted(REGISTERS) if int8 else [])
+    assert all(kind == ("inc" if count > LAUNCHED else "dec") and count % 8 == 0 for kind, count in counts)
+    assert sum(REGISTERS) <= 4 * LAUNCHED
 
 
 @pytest.mark.gpu
