@@ -15,7 +15,7 @@ from smcjax.pallas.decode_conclude import Embedded, conclude, conclude_reference
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
-from smcjax.pallas.gumbel_max import DTYPES, Found
+from smcjax.pallas.gumbel_max import DTYPES, Found, whole_words
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
@@ -135,7 +135,7 @@ def make_tables(
         limits=limits,
         lengths=lengths.reshape(-1).astype(jnp.int32),
         noise_keys=by_token(each(draws.keys)),
-        forbids=by_token(each(jnp.where(draws.forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))[..., None])),
+        forbids=by_token(each(whole_words(draws.forbids)[..., None])),
         inverse_temperature=by_token(each(1.0 / draws.temperature[None, :, None])),
         noise_scale=by_token(each(draws.noise_scale[None, :, None])),
         forbidden=by_token(each(draws.forbidden[None])),

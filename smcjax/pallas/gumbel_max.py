@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.pallas.noise import gumbel
 from smcjax.pallas.products import MASKED
@@ -45,6 +45,11 @@ def nothing(full: Callable[[float | int, Any], jax.Array]) -> Found:
         full(MASKED, jnp.float32),
         full(0.0, jnp.float32),
     )
+
+
+def whole_words(forbids: Bool[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """What words of flags are masked with: all bits where they count, none where they do not."""
+    return jnp.where(forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
 
 
 class Draw(NamedTuple):

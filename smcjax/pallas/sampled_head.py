@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen
+from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen, whole_words
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
 from smcjax.pallas.products import STREAMING_MULTIPROCESSORS, SWIZZLED, Ref, across
 
@@ -299,7 +299,7 @@ def sampled_head(
         jnp.pad(x, ((0, tiling.padded - rows), (0, 0))),
         weight,
         padded(forbidden),
-        padded(jnp.where(forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))),
+        padded(whole_words(forbids)),
         padded(keys.T),
         padded(1.0 / temperature),
         padded(noise_scale),
