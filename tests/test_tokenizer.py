@@ -39,7 +39,7 @@ def write_tokenizer(directory: Path, *, adds_bos: bool = True, **config: Any) ->
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(["hello world, hello there [user] [assistant]"] * 3, trainer)
+    inner.train_from_iterator(["hello world, hello there 2024 [user] [assistant]"] * 3, trainer)
     if adds_bos:
         inner.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
@@ -95,7 +95,8 @@ def test_tokenizer_json_rules_whatever_class_the_config_names(tmp_path: Path, ch
     directory = write_tokenizer(tmp_path, **changes)
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    assert load(directory).encode("hello wörld") == inner.encode("hello wörld").ids
+    text = "hello wörld 2024"  # digits, of which each is a word to the rule of Qwen2
+    assert load(directory).encode(text) == inner.encode(text).ids
 
 
 def test_added_tokens_of_the_config(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from smcjax.kv import Copies
+from smcjax.model import decoder
 from smcjax.model.config import ModelConfig
 from smcjax.model.folding import fold_norms
 from smcjax.model.paged import create_cache, paged_hidden_states
@@ -68,10 +69,14 @@ def test_kernels_of_a_layer_whose_norms_are_folded(rows: int, columns: int) -> N
     assert [called.count(kernel) for kernel in kernels] == [LAYERS, LAYERS, LAYERS, 1]
 
 
-def test_many_rows_are_normed_before_the_product() -> None:
+def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's chunk: nothing is left pending that plain XLA would have to divide."""
-    text = lowered(1, 1024, "mosaic", folded=True)
-    assert "swiglu" not in text
+    asked: list[Any] = []
+    monkeypatch.setattr(decoder, "swiglu", lambda y, pending, **_: asked.append(pending) or y[..., : y.shape[-1] // 2])
+    lowered(1, 1024, "mosaic", folded=True)
+    assert not asked
+    lowered(1, 8, "mosaic", folded=True)
+    assert len(asked) == LAYERS, "control"
 
 
 def test_control_without_kernels() -> None:

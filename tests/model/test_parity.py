@@ -84,7 +84,7 @@ def test_variants_agree_with_the_oracle(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, again)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_file_dtypes_and_shards(dtype: str, shards: int, tmp_path: Path) -> None:
     raw = make_config("qwen2")

@@ -57,6 +57,8 @@ def test_a_tokenizer_larger_than_a_model_is_refused() -> None:
         common_vocabulary(_config(390), _config(384), _tokenizer(385), _tokenizer(385))
     with pytest.raises(ValueError, match="needs 400 token ids"):  # ids count, not tokens: there may be gaps
         common_vocabulary(_config(384), _config(384), _tokenizer(20, last=399), None)
+    with pytest.raises(ValueError, match="needs 400 token ids"):
+        common_vocabulary(_config(384), _config(384), None, _tokenizer(20, last=399))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -53,6 +53,17 @@ def test_paged_equals_numpy(page_size: int) -> None:
     assert np.abs(_paged(**inputs) - expected).max() > 1e-2, "control: the mask matters"
 
 
+def test_scores_and_softmax_of_bfloat16_are_in_float32() -> None:
+    """Scores near 40 have roundings of 0.1 to 0.25 in bfloat16, weights' of 2^-9 are what remains."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(R, n, heads, D)) for n, heads in ((T, H), (12, HKV), (12, HKV)))
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (10 * q, 4 * k, v))
+    visible = jnp.ones((R, T, 12), bool)
+    doubles = [np.asarray(x, np.float64) for x in (q, k, v)]
+    exact = oracle(doubles[0], doubles[1], doubles[2], np.full((R, T), 11))
+    np.testing.assert_allclose(np.asarray(attention(q, k, v, visible), np.float64), exact, atol=2**-7)
+
+
 def test_stale_nan_does_not_leak() -> None:
     """Slots from `lengths` on may hold another request's NaN, also where a query beyond `lengths` looks."""
     inputs = case(4)

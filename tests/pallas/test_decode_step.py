@@ -252,6 +252,12 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int, int]] = {  # model, pro
         1,
         2,  # one has three chunks, the other two and the pieces
     ),
+    "rows of two tokens, two layers, little context": (
+        dataclasses.replace(TINY, num_layers=2),
+        {"groups": 1, "rows": 2, "columns": 2, "context": 12},
+        2,
+        4,
+    ),
     "four groups of eight": (TINY, {"groups": 4, "rows": 8, "columns": 1, "context": 40}, 8, 8),
     "activations that do not fit": (
         dataclasses.replace(TINY, hidden_size=512, intermediate_size=768, num_heads=8),
@@ -357,8 +363,7 @@ def test_lowers_to_cuda(
     params = jax.eval_shape(quantize_params, params) if int8 else params
     lowered = jax.jit(step, donate_argnums=(1, 2)).trace(params, pools, pools)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 1
-    assert "decode_step" in text
+    assert text.count("custom_call @mosaic_gpu") == (1 if int8 else 2)  # what concludes is XLA's beside int8 rows
     assert "L2::cache_hint" in text  # what streams leaves the L2 first
     # A count that does not fit its instruction is illegal, which shows on a GPU only.
     found = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+)", text)

@@ -96,10 +96,20 @@ def check(copy: Copy, leading: tuple[int, ...], width: int, **how: Any) -> None:
 
 @copies
 @widths
-def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int) -> None:
+def test_lowers_for_cuda(copy: Copy, leading: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the policy, and the copies that have none are gone, but for the first kernel's store."""
+    policies: list[tuple[str, int]] = []
+    replace = eviction._replace
+
+    def heard(operation: Any, policy: str) -> None:
+        policies.append((operation.name, eviction._POLICIES[policy]))
+        replace(operation, policy)
+
+    monkeypatch.setattr(eviction, "_replace", heard)
     x = jax.ShapeDtypeStruct((*leading, 64, width), jnp.float16)
     text = jax.jit(copy).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("L2::cache_hint") == (1 if copy is reversed_rows else 2)
     assert LOAD not in text
+    first, last = 0x12F0000000000000, 0x14F0000000000000  # as createpolicy makes them
+    assert policies == [(LOAD, first), (STORE, last)][: 1 if copy is reversed_rows else 2]
     assert (STORE in text) == (copy is reversed_rows)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.kv import TRASH
 from smcjax.pallas.kv_write import (
+    MOST_COLUMNS,
     Copies,
     HeadNorms,
     rotate_and_write,
@@ -160,6 +161,17 @@ def test_a_row_that_writes_nothing_has_the_whole_page_copied() -> None:
     inputs = copying()
     inputs["pages"] = inputs["pages"].at[0].set(TRASH)
     check(inputs, interpret=INTERPRET)
+
+
+def test_copies_beside_many_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = functools.partial(rotate_and_write_mosaic, interpret=INTERPRET)
+    monkeypatch.setattr("smcjax.pallas.kv_write.rotate_and_write_mosaic", kernel)
+    inputs = copying(columns=MOST_COLUMNS + 1, page_size=64)
+    _, keys, values = rotate_and_write(**inputs, implementation="mosaic")
+    _, want_keys, want_values = rotate_and_write_reference(**inputs)
+    for got, want, old in ((keys, want_keys, inputs["key_pages"]), (values, want_values, inputs["value_pages"])):
+        np.testing.assert_array_equal(got[1, :2], want[1, :2])
+        assert (want[1, :2] != old[1, :2]).any()
 
 
 @pytest.mark.gpu

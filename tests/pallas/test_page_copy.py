@@ -51,6 +51,8 @@ def test_unlike_pools_are_copied_one_by_one() -> None:
     b = pools(1, pages=9, page_size=16, kv_heads=4, dim=64)
     assert supports_copy(a)
     assert not supports_copy(a + b)
+    for ours, given in zip(copy_all_pages(a + b, COPIES, implementation="mosaic"), a + b, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(copy_pages(given, COPIES)))
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from smcjax.pallas.paged_attention import (
     paged_attention,
     paged_attention_mosaic,
     supports,
+    uses_kernels,
 )
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -79,6 +81,12 @@ def test_on_the_gpu(columns: int, dim: int) -> None:
     got = paged_attention(**poisoned, lengths=lengths)
     want = paged_attention_reference(**clean, lengths=lengths)
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_auto_means_kernels_on_hopper(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[uses_kernels.__module__], "on_hopper", lambda: hopper)
+    assert [uses_kernels(i) for i in ("auto", "mosaic", "xla")] == [hopper, True, False]
 
 
 def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:

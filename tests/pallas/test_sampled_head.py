@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.decoding.next_token import pack_bits
-from smcjax.pallas.sampled_head import IDS, ROWS, sampled_head, sampled_head_reference, supports
+from smcjax.numerics import product
+from smcjax.pallas.sampled_head import IDS, NARROW, ROWS, sampled_head, sampled_head_reference, supports
 
 INTERPRET = plgpu.InterpretGPUParams()
 TOLERANCE = 1e-5  # of log-probabilities: f32 sums in another order
@@ -74,6 +75,15 @@ def test_a_row_that_is_no_law_harms_no_other() -> None:
     assert np.isnan(logprob[2])
 
 
+def test_of_equal_ids_the_lowest_is_drawn() -> None:
+    """Also of those that one place sees one after the other."""
+    x, weight, keys, inverse, noise, flags, forbids = case(6, 2 * IDS, 64)
+    weight = jnp.tile(weight[:NARROW], (2 * IDS // NARROW, 1))
+    arguments = (x, weight, keys, inverse, 0 * noise, flags, forbids & False)
+    token, _ = sampled_head(*arguments, interpret=INTERPRET)
+    np.testing.assert_array_equal(token, jnp.argmax(product(x, weight[:NARROW], jnp.float32), axis=-1))
+
+
 def test_applies_where_it_says() -> None:
     shape = {"rows": 64, "hidden": 2048, "vocab": 128_256, "dtype": jnp.bfloat16}
     for rows in (40, 64, 128, 256):
@@ -92,7 +102,8 @@ def test_applies_where_it_says() -> None:
 @pytest.mark.parametrize(("rows", "vocab", "hidden"), [(64, 128_256, 2048), (256, 128_256, 2048), (100, 151_936, 1536)])
 def test_lowers_for_cuda(rows: int, vocab: int, hidden: int) -> None:
     shapes = jax.eval_shape(functools.partial(case, rows, vocab, hidden))
-    assert "sampled_head" in sampled_head.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = sampled_head.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.gpu

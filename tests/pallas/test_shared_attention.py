@@ -302,6 +302,25 @@ def test_plans_are_made_where_they_pay() -> None:
         assert plan(64, **many) is not None
 
 
+def test_a_plan_serves_only_what_it_covers() -> None:
+    """One for the verify's queries is not used for one token's."""
+
+    def text(columns: int) -> str:
+        poisoned, _ = case([1500] * 8, [0] * 8, rows=8, columns=columns, kv_heads=8, dim=128)
+        poisoned["block_table"] = jnp.zeros((8, 256), jnp.int32)
+
+        def compute(table: jax.Array, lengths: jax.Array, **inputs: jax.Array) -> jax.Array:
+            sharing = plan_sharing(table, lengths, lengths, **LLAMA, implementation="mosaic")
+            of_rows = {"block_table": table, "lengths": lengths, "sharing": sharing}
+            return paged_attention(**inputs, **of_rows, implementation="mosaic")
+
+        traced = jax.jit(compute).trace(poisoned.pop("block_table"), poisoned.pop("lengths"), **poisoned)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "call @shared_attention_mosaic" in text(9)
+    assert "call @shared_attention_mosaic" not in text(1)
+
+
 @pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048, 4096])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 2, 32])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.sharing import Sharing, find_sharing, parts_of
-from smcjax.pallas.sharing_kernel import find_sharing_mosaic
+from smcjax.pallas.sharing_kernel import find_sharing_mosaic, supports_sharing
 
 GROUPS, ROWS, WIDTH = 2, 5, 6
 
@@ -148,7 +148,13 @@ def test_the_kernel_lowers_for_cuda(rows: int, queries: int, tiles: int) -> None
     terms = {"rows": rows, "queries": queries, "page_size": 16, "chunk": 64, "tiles": tiles}
     arguments = (jnp.zeros((2 * rows, 2048), jnp.int32), *(jnp.zeros(2 * rows, jnp.int32) for _ in range(2)))
     kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms))
-    assert "find_sharing" in kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_the_kernel_compares_pairs_of_few_rows() -> None:
+    assert supports_sharing(rows=16)
+    assert not supports_sharing(rows=17)
 
 
 @pytest.mark.gpu

@@ -141,6 +141,8 @@ def test_shapes(rows: int, gamma: int) -> None:
     given = case(rows, gamma, dim=3)
     check(REFERENCE, given)
     check_acceptance(jax.jit(op_by_op)(given.draft, given.target), given)
+    check_acceptance(acceptance_scan(jnp.asarray(given.draft), jnp.asarray(given.target)), given)
+    check_packed(vp.pack(jnp.asarray(given.kv), jnp.asarray(given.lengths)), given)
 
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 129])
