@@ -99,10 +99,21 @@ def chat(
 def test_chat_answers_every_line_with_what_went_before(
     smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
-    code, lines, err = chat(smcjax, monkeypatch, b"hi\nyes\n", models)
+    asked, answer = [], LLM.chat
+
+    def heard(self: LLM, messages: list[dict[str, str]], *args: Any, **options: Any) -> Any:
+        asked.append([dict(message) for message in messages])
+        return answer(self, messages, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LLM, "chat", heard)
+        code, lines, err = chat(smcjax, monkeypatch, b"hi\nyes\n", models)
     assert code == 0
     assert len(lines) == 2
     assert err.count("tokens (") == 2
+    said = [("user", "hi"), ("assistant", lines[0]), ("user", "yes")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    assert asked == [messages[:1], messages]
     assert chat(smcjax, monkeypatch, b"hi\n\nnever read\n", models)[1] == lines[:1]
 
 

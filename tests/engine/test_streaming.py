@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,8 +13,9 @@ import tokenizers
 import transformers
 from hypothesis import given
 
-from smcjax import LLM, SamplingParams, StreamChunk
+from smcjax import LLM, SMC, SamplingParams, StreamChunk
 from smcjax.engine import streaming
+from smcjax.engine.engine import Engine
 from smcjax.engine.requests import Request
 from smcjax.engine.results import _completion, first_stop
 from smcjax.engine.streaming import CertainText
@@ -93,6 +95,23 @@ def test_rows_without_weight_have_no_say() -> None:
     certain.begin(np.array([*b"aa"]))
     said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
     assert said == ("b", [98])
+
+
+@pytest.mark.parametrize("resampled", [False, True])
+def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
+    """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
+    certain, chunks = CertainText(request(), Bytes()), list[StreamChunk]()
+    certain.begin(np.array([*b"aa"]))
+    cycle = SimpleNamespace(
+        length=np.array([2, 2]) + len(request().token_ids),
+        resampled=resampled,
+        log_weight=np.array([0.0, -np.inf]),
+        ancestors=np.arange(2),
+        tokens=np.array([[98], [99]]),
+    )
+    engine: Any = SimpleNamespace(_decoding=SMC(2, 1), _streams={request().request_id: chunks})
+    Engine._stream(engine, certain, request(), "cycle", cycle)
+    assert "".join(chunk.text for chunk in chunks) == ("" if resampled else "b")
 
 
 def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk]:

@@ -273,3 +273,15 @@ def test_edges(n: int, prompt: tuple[int, ...], max_tokens: int) -> None:
     assert [len(row) for row in outputs(state)[0]] == [wanted] * n
     assert len(infos) == -(-(wanted - 1) // 2)
     assert jnp.isfinite(smc.log_evidence(state)).all()
+
+
+def test_the_first_cycle_writes_nothing_to_a_prompts_full_page() -> None:
+    """It may be shared: KV of the token before the last is there, and what would write it anew goes to the trash."""
+    program = PAIR.program(MAX_MODEL_LEN, page_size=4)
+    state = start(program, PAIR.params, [Ask((1, 3, 0, 2), 11, seed=2)])
+    page = int(state.sequences.block_table[0, 0])
+    draft = jax.tree.map(lambda leaf: leaf.at[page].multiply(2.0), state.memory.draft)
+    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=draft))
+    after, _ = step(program, PAIR.params, state)
+    for old, new in zip(jax.tree.leaves(draft), jax.tree.leaves(after.memory.draft), strict=True):
+        np.testing.assert_array_equal(new[page], old[page])
