@@ -9,6 +9,8 @@ import numpy as np
 from tests.helpers import Ask
 
 Tokens = tuple[int, ...]
+After = Callable[[list[int]], np.ndarray]  # next logits
+Transform = Callable[[np.ndarray], np.ndarray]
 
 
 def chi_square(seen: Mapping[Tokens, int], law: Mapping[Tokens, float]) -> tuple[float, int]:
@@ -22,12 +24,22 @@ def chi_square(seen: Mapping[Tokens, int], law: Mapping[Tokens, float]) -> tuple
     return sum((seen[x] - n) ** 2 / n for x, n in common.items()), len(common)
 
 
+def next_law(after: After, ask: Ask, tokens: Tokens, transform: Transform = lambda logits: logits) -> np.ndarray:
+    """p_T of the token behind these generated ones; `transform` acts on ℓ/T."""
+    scaled = after([*ask.prompt, *tokens]).astype(np.float64) / ask.temperature
+    if len(tokens) < ask.min_tokens:
+        scaled[list(ask.stops)] = -np.inf
+    scaled = transform(scaled)
+    p = np.exp(scaled - scaled.max())
+    return p / p.sum()
+
+
 def outcomes(
-    after: Callable[[list[int]], np.ndarray],
+    after: After,
     ask: Ask,
     max_model_len: int,
     power: float = 1.0,
-    transform: Callable[[np.ndarray], np.ndarray] = lambda logits: logits,
+    transform: Transform = lambda logits: logits,
 ) -> dict[Tokens, float]:
     """Ω, each x with ∏ p_T(x_t)^α; `transform` acts on ℓ/T. Not normalised unless α = 1."""
     result: dict[Tokens, float] = {}
@@ -37,11 +49,6 @@ def outcomes(
         if len(ask.prompt) + len(tokens) >= ask.limit(max_model_len) or (tokens and tokens[-1] in ask.stops):
             result[tokens] = mass
             continue
-        scaled = after([*ask.prompt, *tokens]).astype(np.float64) / ask.temperature
-        if len(tokens) < ask.min_tokens:
-            scaled[list(ask.stops)] = -np.inf
-        scaled = transform(scaled)
-        p = np.exp(scaled - scaled.max())
-        p /= p.sum()
+        p = next_law(after, ask, tokens, transform)
         stack += [((*tokens, v), mass * p[v] ** power) for v in range(len(p)) if p[v] > 0]
     return result
