@@ -99,6 +99,21 @@ def test_tokenizer_json_rules_whatever_class_the_config_names(tmp_path: Path, ch
     assert load(directory).encode(text) == inner.encode(text).ids
 
 
+def test_a_tokenizer_of_other_files(tmp_path: Path) -> None:
+    """vocab.json and merges.txt, of which AutoTokenizer makes what the config names."""
+    directory = write_tokenizer(tmp_path, tokenizer_class="Qwen2Tokenizer")
+    inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    inner.model.save(str(directory))
+    (directory / "tokenizer.json").unlink()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    tokenizer = load(directory)
+    text = "hello wörld"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids == inner.encode(text, add_special_tokens=False).ids
+    assert tokenizer.eos_token_id == 1
+
+
 def test_added_tokens_of_the_config(tmp_path: Path) -> None:
     added = {
         "400": {

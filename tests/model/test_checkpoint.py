@@ -267,6 +267,18 @@ def test_what_is_written(dtype: str, tmp_path: Path) -> None:
     assert read == dataclasses.replace(config, dtype="float32")
 
 
+def test_weights_half_written_have_another_name(tmp_path: Path) -> None:
+    config = config_from_hf(RAW)
+    params = init_params(config, jax.random.key(0))
+    save_checkpoint(config, params, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    params.final_norm.delete()  # which fails when its turn comes
+    with pytest.raises(RuntimeError, match="deleted"):
+        save_checkpoint(config, params, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert (tmp_path / "model.safetensors.partial").stat().st_size > 0
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     config = config_from_hf(RAW)
     params = init_params(config, jax.random.key(0))

@@ -238,6 +238,11 @@ def test_pack_kernel() -> None:
     np.testing.assert_array_equal(offsets, oracle(given).acceptance.offsets)
 
 
+def test_scan_then_pack() -> None:
+    given = case(5, 6, dim=8)
+    check(functools.partial(vp.scan_then_pack_mosaic, interpret=INTERPRET), given)
+
+
 @pytest.mark.parametrize(("rows", "gamma"), [(9, 33), (5, 3)])
 def test_scan_kernel_of_one_block(rows: int, gamma: int) -> None:
     given = case(rows, gamma)
