@@ -261,9 +261,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
     return (
         jnp.dtype(dtype) == jnp.bfloat16
         and shape.dim in (64, 128)
-        and shape.hidden % 256 == 0
         and shape.vocab % 32 == 0
-        and shape.ffn % TILE == 0
         and shape.tokens <= MOST_TOKENS
         and shape.queries <= QUERIES
         and shape.queries * shape.dim % 128 == 0
@@ -271,7 +269,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
         and shape.groups * shape.kv_heads <= shape.blocks
         and shape.page_size % 8 == 0
         and CHUNK % shape.page_size == 0
-        and all(product.depth % (product.split * product.columns) == 0 for product in products)
+        and all(product.depth % (product.split * product.columns) == 0 for product in products)  # E, H·D and F
         and all(_x_fits(shape, site) for site in shape.sites().values())
         and shape.ring >= max(4, shape.in_flight)  # two chunks of wide heads take four places
     )

@@ -309,23 +309,6 @@ def test_int8_equals_the_layer_by_layer_forward(
     check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
 
 
-@pytest.mark.parametrize("ffn", [8192, 11008, 14336])
-def test_products_through_the_same_code(ffn: int) -> None:
-    """A site's units cover the rows of both of its products once, also where one of them could be divided finer."""
-    terms: dict[str, Any] = {"hidden": 4096, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 32000, "eps": 1e-5}
-    shape = ds.make_shape(**terms, ffn=ffn, groups=1, rows=8, columns=1, page_size=PAGE, prefetches=True)
-    assert ds.supports(shape, jnp.bfloat16)
-    rows = {"qkv": 48 * 128, "o": 4096, "gate_up": 2 * ffn, "down": 4096, "head": 32000}
-    depths = {"qkv": 4096, "o": 4096, "gate_up": 4096, "down": ffn, "head": 4096}
-    for site in shape.sites().values():
-        for which, name in enumerate(site.names):
-            units = site.pick(which, lambda product: product.units)
-            starts = sorted(int(row) for unit in range(units) for row in site.rows(which, unit))
-            assert starts == list(range(0, rows[name], ds.TILE))
-            steps, split = site.pick(which, lambda product: product.steps), site.split
-            assert steps * split * 128 == depths[name]
-
-
 def test_the_noise_is_that_of_jax_random() -> None:
     key = jax.random.key(7)
     words = jnp.broadcast_to(jax.random.key_data(key)[:, None], (2, 4096))
