@@ -36,7 +36,7 @@ PHASES = ("reserve", "propose", "verify", "weigh", "resample")
 class Kernel(NamedTuple):
     """One launch."""
 
-    name: str  # without XLA's number at its end; those of cuBLAS say which algorithm it is
+    name: str  # without XLA's number; those of cuBLAS (nvjet) say which algorithm it is
     phase: str
     microseconds: float
 
@@ -114,7 +114,8 @@ def read_kernels(directory: Path, phases: dict[str, str]) -> Iterable[Kernel]:
         if event.get("ph") == "X" and on_stream(event):
             name = event["name"]
             phase = phases.get(event.get("args", {}).get("hlo_op", name), "other")
-            yield Kernel(re.sub(r"([._]\d+)+$", "", name), phase, event["dur"])
+            plain = name if name.startswith("nvjet") else re.sub(r"[._]\d+", "", name)
+            yield Kernel(plain, phase, event["dur"])
 
 
 def _report(kernels: list[Kernel], most: int) -> None:
