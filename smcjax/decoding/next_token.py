@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from smcjax.decoding.sampling import draw, forbid_stops, log_softmax_at, truncate
+from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
@@ -127,7 +127,7 @@ def sample(
     logits = law_logits(law, token_number, logits)
     token = draw(keys, logits)
     if law.greedy is not None:
-        token = jnp.where(law.greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)
+        token = jnp.where(law.greedy, likeliest(logits), token)
     return Drawn(token, log_softmax_at(logits, token), logits if keep_logits else None)
 
 

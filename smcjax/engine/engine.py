@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from smcjax.autoregressive import Autoregressive
+from smcjax.device import on_cpu
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
@@ -99,7 +100,7 @@ class Engine:
             Footprint(rows, page_size, width, ragged=isinstance(decoding, Rejection)),
             optimistic=optimistic,
         )
-        self._lag = int(jax.default_backend() != "cpu" if overlap is None else overlap)
+        self._lag = int(not on_cpu() if overlap is None else overlap)
         self._arrivals: dict[str, float] = {}  # of those that wait
         self._running: dict[str, _Running] = {}
         self._preempted: dict[str, _Running] = {}  # as they were when they left

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from smcjax import autoregressive, rejection, smc
 from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.speculation import PairParams
+from smcjax.device import on_cpu
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import load_models, prepared
+from smcjax.engine.loading import kept_dtype, load_models, prepared
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
@@ -125,7 +126,9 @@ class LLM:
         if draft_params is not None:
             draft_params = prepared(draft_params, draft_quantization, implementation)
         target_params = prepared(models.target_params, quantization, implementation)
-        self.models = dataclasses.replace(models, target_params=target_params, draft_params=draft_params)
+        self.models = dataclasses.replace(
+            models.keeping(kept_dtype(dtype)), target_params=target_params, draft_params=draft_params
+        )
         self.tokenizer = self.models.tokenizer
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:
@@ -153,7 +156,7 @@ class LLM:
         self.turn = threading.RLock()  # of the engine, which one thread may use at a time
         self._numbering = threading.Lock()  # of requests
         self._given_up: deque[str] = deque()  # streams that nobody holds any more
-        if jax.default_backend() != "cpu" if compile_at_start is None else compile_at_start:
+        if not on_cpu() if compile_at_start is None else compile_at_start:
             self.warm_up()
 
     def _decoder(self) -> tuple[ModuleType, Any, Any]:

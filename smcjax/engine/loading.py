@@ -7,6 +7,7 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
@@ -14,6 +15,7 @@ from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
+from smcjax.model.widening import widen_params
 from smcjax.tokenizer import Tokenizer
 
 BUNDLED = ("target", "draft")
@@ -28,6 +30,12 @@ class Models:
     target_params: Params
     draft: ModelConfig | None = None
     draft_params: Params | None = None
+
+    def keeping(self, dtype: str) -> Models:
+        """These models, whose configs say that weights and KV are kept in `dtype`."""
+        target = dataclasses.replace(self.target, dtype=dtype)
+        draft = None if self.draft is None else dataclasses.replace(self.draft, dtype=dtype)
+        return dataclasses.replace(self, target=target, draft=draft)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -55,16 +63,26 @@ def _path(name: str | os.PathLike[str] | None, bundled: str) -> Path:
 
 def _require_room(paths: dict[str, Path], dtype: str) -> None:
     """Raises ValueError where the weights exceed the device, before a byte of them is read."""
-    kept = weights_dtype(dtype).name
+    kept = kept_dtype(dtype)
     weights = {name: weight_bytes(dataclasses.replace(load_config(path), dtype=kept)) for name, path in paths.items()}
-    halve = "use dtype='bfloat16', or smaller models" if kept == "float32" else "use smaller models"
+    halves = kept == "float32" and not on_cpu()
+    halve = "use dtype='bfloat16', or smaller models" if halves else "use smaller models"
     require_room_for_weights(weights, halve)
 
 
 def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
-    """Weights as the engine keeps them: quantised where asked, folded for kernels. Frees what it replaces."""
+    """Returns weights as the engine keeps them, and frees what it replaces.
+
+    They are quantised where asked; on a GPU folded for kernels, on a CPU the same numbers in float32.
+    """
     params = params if quantization is None else quantize_params(params, consume=True)
-    return fold_for_kernels(params, implementation)
+    return widen_params(params) if on_cpu() else fold_for_kernels(params, implementation)
+
+
+def kept_dtype(dtype: str) -> str:
+    """Name of the dtype in which the engine keeps weights, activations and KV where `dtype` is asked for."""
+    asked = weights_dtype(dtype)  # refused where it is none
+    return "float32" if on_cpu() else asked.name
 
 
 def load_models(

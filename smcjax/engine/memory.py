@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from smcjax.device import on_cpu
 from smcjax.kv import pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
@@ -50,9 +51,9 @@ def device_memory() -> int:
 
 
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> int:
-    """Bytes of a model's weights in `config.dtype`, or quantised."""
-    shapes = param_shapes(config, config.dtype)
-    leaves = jax.tree.leaves(shapes if quantization is None else jax.eval_shape(quantize_params, shapes))
+    """Bytes of a model's weights as the engine keeps them: in `config.dtype` or quantised, on a CPU in float32."""
+    shapes = param_shapes(config, "float32" if on_cpu() else config.dtype)
+    leaves = jax.tree.leaves(shapes if quantization is None or on_cpu() else jax.eval_shape(quantize_params, shapes))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Int
 
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.decoding.speculation import PairProgram
+from smcjax.device import on_cpu
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
@@ -33,6 +34,9 @@ from smcjax.kv import TRASH, drop, keep
 from smcjax.model.paged import reads_by_kernels
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
+# … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
+# 128 took five times as long.
+SHORT_CHUNK = 32
 # … of a prompt that is read by itself, by kernels. On an H200 a chunk of 512 tokens takes twice as long as one of 128
 # (docs/engine.md); plain XLA keeps all its scores, in memory that a long context may not leave.
 LONG_CHUNK = 512
@@ -82,12 +86,13 @@ class Runner:
         models = [(program.target, memory.target)]
         if isinstance(program, PairProgram):
             models.append((program.draft, memory.draft))
-        short, long = (min(length, program.max_model_len) for length in (PREFILL_CHUNK, LONG_CHUNK))
-        by_kernels = all(
+        lengths = (SHORT_CHUNK, PREFILL_CHUNK) if on_cpu() else (PREFILL_CHUNK, LONG_CHUNK)
+        short, long = (min(length, program.max_model_len) for length in lengths)
+        pays = on_cpu() or all(
             reads_by_kernels(config, cache, columns=long, implementation=program.implementation)
             for config, cache in models
         )
-        return ChunkLengths(together=short, alone=long if by_kernels else short)
+        return ChunkLengths(together=short, alone=long if pays else short)
 
     @property
     def cache_slots(self) -> int:

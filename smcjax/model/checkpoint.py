@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.model.config import ModelConfig
 from smcjax.model.hf_config import config_from_hf
@@ -171,7 +172,7 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
 def weights_dtype(dtype: Any) -> np.dtype:
     """The dtype that weights are kept in when `dtype` is asked for: "auto" and None depend on the platform."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        dtype = jnp.float32 if on_cpu() else jnp.bfloat16
     try:
         resolved = jnp.dtype(dtype)
     except TypeError:

@@ -25,7 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.device import on_cpu
 from smcjax.pallas.attention import paged_attention_reference
+from smcjax.pallas.blockwise_attention import blockwise_paged_attention
 from smcjax.pallas.products import (
     MASKED,
     QUERIES,
@@ -234,9 +236,9 @@ def paged_attention(
     """Query (r, t) attends to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
 
     `implementation`: "mosaic" is the kernel where it applies to these shapes and plain XLA elsewhere, "xla" never the
-    kernel, "auto" the kernel where this process computes on a Hopper GPU. `sharing`, the plan that `plan_sharing` made
-    of this block table, lets the kernel read what rows share once. What a query at or beyond `lengths` returns means
-    nothing.
+    kernel, "auto" the kernel where this process computes on a Hopper GPU. Plain XLA goes block by block on a CPU, where
+    then only the real lengths count, and densely on a GPU. `sharing`, the plan that `plan_sharing` made of this block
+    table, lets the kernel read what rows share once. What a query at or beyond `lengths` returns means nothing.
     """
     applies = supports(
         columns=q.shape[1],
@@ -249,7 +251,8 @@ def paged_attention(
     wanted = uses_kernels(implementation)
     if wanted and sharing is not None and covers(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2]):
         return shared_attention_mosaic(q, key_pages, value_pages, sharing, positions, lengths)
-    compute = paged_attention_mosaic if wanted and applies else paged_attention_reference
+    plain = blockwise_paged_attention if on_cpu() else paged_attention_reference
+    compute = paged_attention_mosaic if wanted and applies else plain
     return compute(q, key_pages, value_pages, block_table, positions, lengths)
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.decoding.sampling import draw, forbid_stops, log_softmax_at, truncate
+from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from tests.test_autoregressive import top_k_p
 
 _truncate = jax.jit(truncate)
 
 
-def test_draw_is_categorical_to_the_bit() -> None:
+@pytest.mark.parametrize("vocabulary", [7, 3000])
+def test_draw_is_categorical_to_the_bit(vocabulary: int) -> None:
     keys = jax.random.split(jax.random.key(0), 64)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 7)), jnp.float32).at[:, 2].set(-jnp.inf)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, vocabulary)), jnp.float32).at[:, 2].set(-jnp.inf)
     got = draw(keys, logits)
-    assert got.tolist() == [int(jax.random.categorical(key, row)) for key, row in zip(keys, logits, strict=True)]
+    assert got.tolist() == jax.vmap(jax.random.categorical)(keys, logits).tolist()
     assert 2 not in got.tolist()
     assert got.tolist() != draw(keys[::-1], logits).tolist(), "control: the key matters"
 
@@ -64,3 +66,18 @@ def test_truncation_edges() -> None:
     inf = -np.inf
     assert truncate(x[1:2], jnp.asarray([4]), jnp.asarray([0.0])).tolist() == [[2, inf, inf, inf]]
     assert got.tolist() == [[2, 1, 1, inf], [2, 1, 1, inf], [2, inf, inf, inf]]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1025, 49152])
+def test_likeliest_is_the_first_of_the_largest(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    scores = rng.integers(0, 50, (6, vocabulary)).astype(np.float32)  # full of ties
+    scores[2] = -np.inf
+    scores[3] = np.inf
+    scores[4, :-1] = -np.inf
+    got = jax.jit(likeliest)(scores)
+    np.testing.assert_array_equal(got, jnp.argmax(jnp.asarray(scores), axis=1))
+    assert got[4] == vocabulary - 1
+    assert got.dtype == jnp.int32
+    scores[:, vocabulary // 2] = np.nan
+    assert all(0 <= index < vocabulary for index in jax.jit(likeliest)(scores).tolist())

@@ -171,10 +171,12 @@ def test_weights_that_exceed_the_device_are_refused_before_they_are_read(
 ) -> None:
     monkeypatch.setattr(loading, "load_checkpoint", None)  # never reached
     monkeypatch.setattr(memory, "device_memory", lambda: 20_000)
-    with pytest.raises(ValueError, match=r"\(model 0\.0, draft_model 0\.0\) and the device has 0\.0 GB; use dtype='bf"):
-        smc_llm(pair)
-    with pytest.raises(ValueError, match=r"; use smaller models\.$"):
-        smc_llm(pair, dtype="bfloat16")
+    for dtype in ("float32", "bfloat16"):  # both are float32 on a CPU
+        with pytest.raises(ValueError, match=r"draft_model 0\.0\) and the device has 0\.0 GB; use smaller models\.$"):
+            smc_llm(pair, dtype=dtype)
+    monkeypatch.setattr(loading, "on_cpu", lambda: False)
+    with pytest.raises(ValueError, match=r"and the device has 0\.0 GB; use dtype='bfloat16', or smaller models\.$"):
+        smc_llm(pair, dtype="float32")
 
 
 def test_weight_bytes_are_those_of_the_arrays(pair: Pair) -> None:

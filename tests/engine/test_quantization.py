@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, SamplingParams
-from smcjax.model.quantize import QuantizedMatrix
+from smcjax.model import load_checkpoint
+from smcjax.model.quantize import quantize_matrix
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
@@ -15,23 +18,29 @@ from tests.engine.conftest import smc_llm
 def test_both_models_in_int8(pair: Pair) -> None:
     with smc_llm(pair, quantization="int8", draft_quantization="int8", max_num_seqs=1) as llm:
         assert llm.models.draft_params is not None
-        for params in (llm.models.target_params, llm.models.draft_params):
-            assert isinstance(params.layers[0].down, QuantizedMatrix)
-            assert isinstance(params.unembed, QuantizedMatrix)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner.params))
+        for params, path in ((llm.models.target_params, pair.target), (llm.models.draft_params, pair.draft)):
+            plain = load_checkpoint(path)[1]
+            for name in ("qkv", "o", "gate_up", "down"):
+                assert_int8(getattr(params.layers[0], name), getattr(plain.layers[0], name))
+            assert_int8(params.unembed, plain.unembed[: params.unembed.shape[0]])  # without its padding
         outputs = llm.generate(["ab", "hello"], SamplingParams(max_tokens=9, seed=1, ignore_eos=True), use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 9]
     assert [output.error for output in outputs] == [None, None]
-    with smc_llm(pair) as plain:
-        # The embedding of an untied model is only looked up and stays as it is.
-        assert held < 0.65 * sum(leaf.nbytes for leaf in jax.tree.leaves(plain.engine.runner.params))
+
+
+def assert_int8(kept: jax.Array, plain: jax.Array) -> None:
+    """On a CPU int8 weights are kept multiplied out: the numbers of the int8 matrix, none of the original's."""
+    matrix = quantize_matrix(plain)
+    np.testing.assert_array_equal(np.asarray(kept), np.asarray(matrix[jnp.arange(plain.shape[0])]))
+    assert not np.array_equal(np.asarray(kept), np.asarray(plain))
 
 
 def test_one_model_alone(pair: Pair) -> None:
+    target, draft = load_checkpoint(pair.target)[1], load_checkpoint(pair.draft)[1]
     with smc_llm(pair, draft_quantization="int8") as llm:
         assert llm.models.draft_params is not None
-        assert isinstance(llm.models.draft_params.layers[0].qkv, QuantizedMatrix)
-        assert not isinstance(llm.models.target_params.layers[0].qkv, QuantizedMatrix)
+        assert_int8(llm.models.draft_params.layers[0].qkv, draft.layers[0].qkv)
+        np.testing.assert_array_equal(llm.models.target_params.layers[0].qkv, target.layers[0].qkv)
 
 
 def test_what_is_refused(pair: Pair) -> None:

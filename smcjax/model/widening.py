@@ -1,0 +1,38 @@
+"""Weights in float32, for CPUs.
+
+XLA multiplies bfloat16 and int8 on a CPU by converting them anew in every product, which took five times as long as
+float32 products of the same shapes. Converted once, they are exactly the numbers that they were: bfloat16 is a part of
+float32, and an int8 matrix is multiplied out, scale times value. Only the memory is float32's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from smcjax.model.params import Params
+from smcjax.model.quantize import QuantizedMatrix
+from smcjax.pallas.int8 import restore
+
+
+def widen_params(params: Params) -> Params:
+    """Converts all weights to float32, int8 matrices to dense ones. Frees each array as it is replaced."""
+    convert = jax.jit(_wide)
+
+    def widen(leaf: Any) -> jax.Array:
+        if leaf.dtype == jnp.float32 and not isinstance(leaf, QuantizedMatrix):
+            return leaf
+        wide: jax.Array = convert(leaf).block_until_ready()
+        for part in jax.tree.leaves(leaf):
+            part.delete()
+        return wide
+
+    return jax.tree.map(widen, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
+
+
+def _wide(leaf: Any) -> jax.Array:
+    if isinstance(leaf, QuantizedMatrix):
+        return restore(leaf.values).astype(jnp.float32) * leaf.scale[:, None]
+    return leaf.astype(jnp.float32)

@@ -1,0 +1,55 @@
+"""Weights in float32 for CPUs: the same numbers, and logits as with the narrow ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smcjax.model import ModelConfig, init_params, logits
+from smcjax.model.quantize import QuantizedMatrix, quantize_params
+from smcjax.model.widening import widen_params
+
+CONFIG = ModelConfig(512, 512, 768, 2, 8, 2, 64, 256)  # widths at which roundings differ
+
+
+def test_bfloat16_weights_are_the_same_numbers() -> None:
+    narrow = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
+    values = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(narrow)]
+    wide = widen_params(narrow)
+    for leaf, value in zip(jax.tree.leaves(wide), values, strict=True):
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_array_equal(leaf, value)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(narrow)), "memory is held twice for one array only"
+
+
+def test_float32_weights_stay_where_they_are() -> None:
+    params = init_params(CONFIG, jax.random.key(0))
+    assert all(a is b for a, b in zip(jax.tree.leaves(widen_params(params)), jax.tree.leaves(params), strict=True))
+
+
+def test_int8_weights_are_multiplied_out() -> None:
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, CONFIG.vocab_size)
+    plain = np.asarray(logits(CONFIG, params, tokens))
+    quantised = quantize_params(params)
+    expected = np.asarray(logits(CONFIG, quantised, tokens))
+    wide = widen_params(quantised)
+    assert not any(
+        isinstance(leaf, QuantizedMatrix)
+        for leaf in jax.tree.leaves(wide, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
+    )
+    got = np.asarray(logits(CONFIG, wide, tokens))
+    scale = np.abs(plain).max()
+    np.testing.assert_allclose(got, expected, atol=2e-6 * scale)
+    assert np.abs(plain - expected).max() > 1e-3 * scale, "control: int8 weights are other numbers"
+
+
+def test_config_of_widened_models() -> None:
+    from smcjax.engine.loading import Models
+
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    models = Models(None, config, init_params(CONFIG, jax.random.key(0))).keeping("float32")
+    assert models.target.kv_bytes_per_token == 2 * config.kv_bytes_per_token
