@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from smcjax import smc
+from smcjax.engine import runner as runner_module
 from smcjax.engine.programs import Programs
 from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import ChunkLengths
@@ -27,6 +29,19 @@ MODEL = ModelConfig(
 )
 
 
+def pair_runner(max_model_len: int, implementation: str, dtype: jnp.dtype, draft_dim: int) -> tuple[Runner, Any]:
+    draft = dataclasses.replace(MODEL, head_dim=draft_dim)
+    params = smc.PairParams(*(init_params(model, jax.random.key(0), dtype) for model in (MODEL, draft)))
+    program = smc.Program(smc.SMC(2, 2), MODEL, draft, max_model_len, implementation=implementation)
+    return Runner(smc, program, params, 8, Programs()), program
+
+
+@pytest.mark.parametrize(("max_model_len", "expected"), [(2048, (32, 128)), (100, (32, 100)), (20, (20, 20))])
+def test_prompts_are_read_in_short_chunks_on_a_cpu(max_model_len: int, expected: tuple[int, int]) -> None:
+    runner, _ = pair_runner(max_model_len, "auto", jnp.float32, 64)
+    assert runner.chunks == ChunkLengths(*expected)
+
+
 @pytest.mark.parametrize(
     ("max_model_len", "implementation", "dtype", "draft_dim", "expected"),
     [
@@ -39,13 +54,16 @@ MODEL = ModelConfig(
     ],
 )
 def test_prompts_are_read_in_long_chunks_where_kernels_read_them(
-    max_model_len: int, implementation: str, dtype: jnp.dtype, draft_dim: int, expected: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    max_model_len: int,
+    implementation: str,
+    dtype: jnp.dtype,
+    draft_dim: int,
+    expected: tuple[int, int],
 ) -> None:
-    """By the target's and by the draft's forward."""
-    draft = dataclasses.replace(MODEL, head_dim=draft_dim)
-    params = smc.PairParams(*(init_params(model, jax.random.key(0), dtype) for model in (MODEL, draft)))
-    program = smc.Program(smc.SMC(2, 2), MODEL, draft, max_model_len, implementation=implementation)
-    runner = Runner(smc, program, params, 8, Programs())
+    """On a GPU, by the target's and by the draft's forward."""
+    monkeypatch.setattr(runner_module, "on_cpu", lambda: False)
+    runner, program = pair_runner(max_model_len, implementation, dtype, draft_dim)
     assert runner.chunks == ChunkLengths(*expected)
     lengths = {key[3] for key in runner.jobs(2, program) if key[-1] == "prefill"}
     assert lengths == set(expected)
