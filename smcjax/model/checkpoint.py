@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +18,13 @@ from smcjax.errors import CheckpointError
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import gguf_name, read_gguf
 from smcjax.model.hf_config import config_from_hf
+from smcjax.model.hub import PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, param_shapes
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
 _ROWS = 4096  # compared at a time
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,30 +111,30 @@ def tensor_names(config: ModelConfig) -> Params:
     )
 
 
-def resolve_model_path(name: str | os.PathLike[str]) -> Path:
-    """The directory that `name` means: itself, or the locally cached snapshot of that hub id. Never the network."""
+def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory or file that `name` means: itself, an extra's model ("smollm2"), or the snapshot of a hub id.
+
+    A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.
+    """
     if not os.fspath(name):
         raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
     path = Path(name).expanduser()
     try:
-        if path.is_dir():
-            return path
         exists = path.exists()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    at_home = exists or str(name) in PACKAGED
+    if at_home and revision is not None:
+        raise ValueError(f"revision is {revision!r} and {name} is not fetched from the hub; leave the revision out.")
     if exists:
         return path
-    if not _HUB_ID.fullmatch(str(name)):
-        raise CheckpointError(f"{path} does not exist; pass a model directory or a hub id such as org/name")
-    import huggingface_hub  # half a second, and only hub ids need it
-
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name), local_files_only=True))
-    except (OSError, ValueError):  # huggingface_hub's own errors derive from these
+    if at_home:
+        return packaged_model(str(name))
+    if not is_hub_id(str(name)):
         raise CheckpointError(
-            f"{name} is neither a directory nor a hub id in the local cache; "
-            f"fetch it with 'hf download {name}' or pass a directory"
-        ) from None
+            f"{path} does not exist; pass a model directory or a hub id such as org/name, or a GGUF file"
+        )
+    return fetched_model(str(name), revision)
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
