@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer files of a model directory."""
+"""Text to token ids and back, by the tokenizer files of a model directory or what a GGUF file says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, SupportsInt
 
 from smcjax.errors import CheckpointError
+from smcjax.gguf_file import GGUFFile
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FILES = (*_CONTENTS, "tokenizer_config.json")
@@ -53,13 +54,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:
-        """The tokenizer of a model directory, or None where it has no tokenizer files. Never the network.
+        """The tokenizer of a model directory or GGUF file, or None where it has none. Never the network.
 
         A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it:
         the class that config.json would make transformers choose may rebuild the pre-tokenizer by its own rule.
         Only without that file is the choice left to AutoTokenizer. Raises CheckpointError for files that are corrupt.
         """
         directory = Path(directory)
+        if directory.is_file():
+            return cls.from_gguf(directory)
         if not any((directory / name).exists() for name in _FILES):
             return None
         if not any((directory / name).exists() for name in _CONTENTS):
@@ -82,6 +85,16 @@ class Tokenizer:
                 f"the tokenizer files in {directory} cannot be read ({type(error).__name__}: {reason}); "
                 "fetch them again, with tokenizer.json among them"
             ) from error
+
+    @classmethod
+    def from_gguf(cls, path: Path) -> Tokenizer | None:
+        """The tokenizer of a GGUF file, or None where it has none. Raises CheckpointError for one that is not read."""
+        file = GGUFFile.open(path)
+        with _quiet():
+            from smcjax.gguf_tokenizer import tokenizer_of  # which imports transformers
+
+            inner = tokenizer_of(file)
+        return None if inner is None else cls(inner, inner.get_vocab())
 
     def __len__(self) -> int:
         """The number of tokens, special and added ones included; ids may have gaps, so no bound on them."""

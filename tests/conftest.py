@@ -12,6 +12,9 @@ from jaxtyping import install_import_hook
 # Interpreted kernels wait for each other in threads of XLA's pool, which has one a core unless this says otherwise.
 os.environ.setdefault("NPROC", "16")
 
+# No test asks the hub; those of downloads ask a server of their own, in a process of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Most of the time of all tests is XLA's compiler, for hundreds of small programs that run few times. On a CPU its older
 # emitters of fusions compile a cycle of a tiny pair in a third of the time that those take which are MLIR pipelines.
 QUICK = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_parallel_codegen_split_count=1")

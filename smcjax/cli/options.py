@@ -41,8 +41,21 @@ def check_output(option: str, path: str) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which models, and how they are held."""
     group = parser.add_argument_group("models")
-    group.add_argument("--model", metavar="DIR", help="target: a Hugging Face directory (default: the bundled pair)")
-    group.add_argument("--draft-model", metavar="DIR", help="draft: a Hugging Face directory of the same tokenizer")
+    group.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="target: a Hugging Face directory, a GGUF file, a hub id or smollm2 (default: the bundled pair)",
+    )
+    group.add_argument("--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer")
+    group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
+    group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
+    group.add_argument(
+        "--draft-drop-layers",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+        help="layers from 0 that the draft does without; without --draft-model it is made of the target",
+    )
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (auto: bfloat16 on GPU)")
     group.add_argument("--quantization", help="int8: the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", help="int8: the draft's matrices (default: as they are)")
@@ -151,6 +164,9 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM` from the model options."""
     return {
         "draft_model": args.draft_model,
+        "revision": args.revision,
+        "draft_revision": args.draft_revision,
+        "draft_drop_layers": args.draft_drop_layers,
         "dtype": args.dtype,
         "quantization": args.quantization,
         "draft_quantization": args.draft_quantization,

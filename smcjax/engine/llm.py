@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import numbers
 import os
@@ -20,7 +19,7 @@ from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.speculation import PairParams
 from smcjax.device import on_cpu
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import kept_dtype, load_models, prepared
+from smcjax.engine.loading import load_models, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
@@ -41,8 +40,14 @@ class LLM:
     """A target model, a draft where the decoder needs one, and the programs that run them.
 
     Args:
-        model: directory (or locally cached hub id) of the target; None for the bundled pair.
+        model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
+            downloaded unless huggingface_hub has it in its cache) or "smollm2", the model of that extra; None for the
+            bundled pair.
         draft_model: the same for the draft, of the same tokenizer. `Autoregressive` does not read it.
+        revision, draft_revision: branch, tag or commit of a hub id; None: the latest of its main branch. A draft from
+            the target's own hub id has the target's.
+        draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
+            target, whose other weights are shared.
         decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
@@ -72,6 +77,9 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         draft_model: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        draft_drop_layers: Sequence[int] | None = None,
         decoding: SMC | Rejection | Autoregressive | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
@@ -93,6 +101,9 @@ class LLM:
             raise ValueError(f"decoding must be SMC(...), Rejection(...) or Autoregressive(), got {decoding!r}.")
         _check_path("model", model)
         _check_path("draft_model", draft_model)
+        _check_revision("revision", revision)
+        _check_revision("draft_revision", draft_revision)
+        _check_layers("draft_drop_layers", draft_drop_layers)
         check_quantization("quantization", quantization)
         check_quantization("draft_quantization", draft_quantization)
         _check_range("max_num_seqs", max_num_seqs, 1, 4096)
@@ -120,15 +131,20 @@ class LLM:
         drafts = not isinstance(self.decoding, Autoregressive)
         if draft_quantization is not None and not drafts:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
+        if draft_drop_layers is not None and not drafts:
+            raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and {self.decoding} has no draft; omit it.")
         require_devices()
-        models = load_models(model, draft_model, needs_draft=drafts, dtype=dtype)
-        draft_params = models.draft_params
-        if draft_params is not None:
-            draft_params = prepared(draft_params, draft_quantization, implementation)
-        target_params = prepared(models.target_params, quantization, implementation)
-        self.models = dataclasses.replace(
-            models.keeping(kept_dtype(dtype)), target_params=target_params, draft_params=draft_params
+        models = load_models(
+            model,
+            draft_model,
+            needs_draft=drafts,
+            dtype=dtype,
+            revision=revision,
+            draft_revision=draft_revision,
+            draft_drop_layers=draft_drop_layers,
+            may_share=quantization == draft_quantization,
         )
+        self.models = prepared_models(models, quantization, draft_quantization, implementation)
         self.tokenizer = self.models.tokenizer
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:
@@ -183,7 +199,7 @@ class LLM:
         page_bytes = self.page_size * sum(config.kv_bytes_per_token for config in configs if config is not None)
         weights = {"target": _bytes_of(models.target_params)}
         if models.draft_params is not None:
-            weights["draft"] = _bytes_of(models.draft_params)
+            weights["draft"] = _bytes_of((models.target_params, models.draft_params)) - weights["target"]
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
@@ -413,7 +429,8 @@ class _Chunks(Iterator[StreamChunk]):
 
 
 def _bytes_of(params: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Of every array once."""
+    return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:
@@ -423,7 +440,24 @@ def _check_range(name: str, value: object, least: int, most: int) -> None:
 
 def _check_path(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike | None):
-        raise ValueError(f"{name} must be a model directory or a hub id, or None for the bundled pair, got {value!r}.")
+        raise ValueError(
+            f"{name} must be a model directory, a GGUF file or a hub id, or None for the bundled pair, got {value!r}."
+        )
+
+
+def _check_revision(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} must be a branch, a tag or a commit, or None, got {value!r}.")
+
+
+def _check_layers(name: str, value: object) -> None:
+    if value is None:
+        return
+    whole = isinstance(value, Sequence) and all(
+        isinstance(layer, numbers.Integral) and not isinstance(layer, bool) for layer in value
+    )
+    if not whole or not value:
+        raise ValueError(f"{name} must be numbers of layers such as (3, 12), or None, got {value!r}.")
 
 
 def _is_share(value: object) -> bool:

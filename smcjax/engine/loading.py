@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
+from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -23,13 +25,17 @@ BUNDLED = ("target", "draft")
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What `LLM` runs on. Draft fields are None where the decoder needs none."""
+    """What `LLM` runs on. Draft fields are None where the decoder needs none.
+
+    `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's.
+    """
 
     tokenizer: Tokenizer | None
     target: ModelConfig
     target_params: Params
     draft: ModelConfig | None = None
     draft_params: Params | None = None
+    shared: tuple[int, ...] | None = None
 
     def keeping(self, dtype: str) -> Models:
         """These models, whose configs say that weights and KV are kept in `dtype`."""
@@ -57,16 +63,19 @@ def bundled_model(name: str) -> Path:
     return Path(str(resources.files("smcjax.bundled") / name))
 
 
-def _path(name: str | os.PathLike[str] | None, bundled: str) -> Path:
-    return bundled_model(bundled) if name is None else resolve_model_path(name)
+def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | None, bundled: str) -> Path:
+    if name is not None:
+        return resolve_model_path(name, revision)
+    if revision is not None:
+        raise ValueError(f"{argument} is {revision!r} and the bundled pair has but one; leave it out.")
+    return bundled_model(bundled)
 
 
-def _require_room(paths: dict[str, Path], dtype: str) -> None:
+def _require_room(configs: dict[str, ModelConfig], dtype: str) -> None:
     """Raises ValueError where the weights exceed the device, before a byte of them is read."""
-    kept = kept_dtype(dtype)
-    weights = {name: weight_bytes(dataclasses.replace(load_config(path), dtype=kept)) for name, path in paths.items()}
-    halves = kept == "float32" and not on_cpu()
-    halve = "use dtype='bfloat16', or smaller models" if halves else "use smaller models"
+    kept = weights_dtype(dtype).name
+    weights = {name: weight_bytes(dataclasses.replace(config, dtype=kept)) for name, config in configs.items()}
+    halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
     require_room_for_weights(weights, halve)
 
 
@@ -79,37 +88,66 @@ def prepared(params: Params, quantization: str | None, implementation: str) -> P
     return widen_params(params) if on_cpu() else fold_for_kernels(params, implementation)
 
 
-def kept_dtype(dtype: str) -> str:
-    """Name of the dtype in which the engine keeps weights, activations and KV where `dtype` is asked for."""
-    asked = weights_dtype(dtype)  # refused where it is none
-    return "float32" if on_cpu() else asked.name
+def prepared_models(
+    models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
+) -> Models:
+    """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
+    target_params, draft_params = models.target_params, models.draft_params
+    if draft_params is not None and models.shared is None:
+        draft_params = prepared(draft_params, draft_quantization, implementation)
+    target_params = prepared(target_params, quantization, implementation)
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+    return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
 def load_models(
-    model: str | os.PathLike[str] | None, draft_model: str | os.PathLike[str] | None, *, needs_draft: bool, dtype: str
+    model: str | os.PathLike[str] | None,
+    draft_model: str | os.PathLike[str] | None,
+    *,
+    needs_draft: bool,
+    dtype: str,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    draft_drop_layers: Sequence[int] | None = None,
+    may_share: bool = True,
 ) -> Models:
-    """Loads what the decoder needs; None names the bundled pair.
+    """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
-    Padded vocabularies are cut to the ids that both models share. Raises ValueError for a pair that is only half
-    given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
+    Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
+    with it, unless the two are to be quantised differently (`may_share` False). Raises ValueError for a pair that is
+    only half given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
     """
+    if draft_model is None and draft_drop_layers is not None:
+        draft_model = model
+    if draft_model == model and draft_revision is None:
+        draft_revision = revision
     if needs_draft and (model is None) != (draft_model is None):
         missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
         alone = "" if given == "draft_model" else ", or decode by the target alone (Autoregressive)"
         raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair{alone}.")
-    path = _path(model, "target")
+    path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
+    target = load_config(path)
     if not needs_draft:
-        _require_room({"model": path}, dtype)
-        target, target_params = load_checkpoint(path, dtype)
-        return Models(tokenizer, target, target_params)
+        _require_room({"model": target}, dtype)
+        return Models(tokenizer, *load_checkpoint(path, dtype))
 
-    draft_path = _path(draft_model, "draft")
+    dropped = tuple(draft_drop_layers or ())
+    draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
     draft_tokenizer = Tokenizer.load(draft_path)
-    _require_room({"model": path, "draft_model": draft_path}, dtype)
+    whole_draft = load_config(draft_path)
+    try:
+        dropped_config(whole_draft, dropped)
+    except ValueError as error:
+        raise ValueError(f"draft_drop_layers: {error}.") from None
+    shared = may_share and draft_path.resolve() == path.resolve()
+    _require_room({"model": target} if shared else {"model": target, "draft_model": whole_draft}, dtype)
     target, target_params = load_checkpoint(path, dtype)
-    draft, draft_params = load_checkpoint(draft_path, dtype)
+    whole_draft, whole_params = (target, target_params) if shared else load_checkpoint(draft_path, dtype)
+    draft, draft_params = drop_layers(whole_draft, whole_params, dropped)
     size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
     target, target_params = trim_vocabulary(target, target_params, size)
     draft, draft_params = trim_vocabulary(draft, draft_params, size)
-    return Models(tokenizer, target, target_params, draft, draft_params)
+    return Models(tokenizer, target, target_params, draft, draft_params, dropped if shared else None)

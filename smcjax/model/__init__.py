@@ -3,6 +3,7 @@
 from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import ModelConfig, RopeScaling
 from smcjax.model.decoder import forward, logits, unembed
+from smcjax.model.dropping import drop_layers
 from smcjax.model.export import save_checkpoint
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.params import LayerParams, Params, init_params
@@ -13,6 +14,7 @@ __all__ = [
     "Params",
     "RopeScaling",
     "config_from_hf",
+    "drop_layers",
     "forward",
     "init_params",
     "load_checkpoint",

@@ -1,14 +1,13 @@
-"""Hugging Face directories: found, checked against their config.json, and loaded."""
+"""Hugging Face directories and GGUF files: found, checked against their configuration, and loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,15 @@ import safetensors
 from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.model.config import ModelConfig
+from smcjax.model.gguf import gguf_name, read_gguf
 from smcjax.model.hf_config import config_from_hf
+from smcjax.model.hub import PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, param_shapes
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
 _ROWS = 4096  # compared at a time
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Stack:
     """The Hugging Face tensors that one array of `Params` stacks along its first axis, each with its rows."""
 
     parts: tuple[tuple[str, int], ...]
+
+
+class _Tensors(Protocol):
+    """One open file: names and shapes are known, rows of tensors are read when asked for."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def rows(self, name: str) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,35 +112,37 @@ def tensor_names(config: ModelConfig) -> Params:
     )
 
 
-def resolve_model_path(name: str | os.PathLike[str]) -> Path:
-    """The directory that `name` means: itself, or the locally cached snapshot of that hub id. Never the network."""
+def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory or file that `name` means: itself, an extra's model ("smollm2"), or the snapshot of a hub id.
+
+    A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.
+    """
     if not os.fspath(name):
         raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
     path = Path(name).expanduser()
     try:
-        if path.is_dir():
-            return path
         exists = path.exists()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    at_home = exists or str(name) in PACKAGED
+    if at_home and revision is not None:
+        raise ValueError(f"revision is {revision!r} and {name} is not fetched from the hub; leave the revision out.")
     if exists:
-        raise CheckpointError(f"{path} is a file; pass the directory that holds config.json and the weights")
-    if not _HUB_ID.fullmatch(str(name)):
-        raise CheckpointError(f"{path} does not exist; pass a model directory or a hub id such as org/name")
-    import huggingface_hub  # half a second, and only hub ids need it
-
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name), local_files_only=True))
-    except (OSError, ValueError):  # huggingface_hub's own errors derive from these
+        return path
+    if at_home:
+        return packaged_model(str(name))
+    if not is_hub_id(str(name)):
         raise CheckpointError(
-            f"{name} is neither a directory nor a hub id in the local cache; "
-            f"fetch it with 'hf download {name}' or pass a directory"
-        ) from None
+            f"{path} does not exist; pass a model directory or a hub id such as org/name, or a GGUF file"
+        )
+    return fetched_model(str(name), revision)
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
-    """`ModelConfig` from config.json and, where there is one, generation_config.json."""
+    """`ModelConfig` from config.json and generation_config.json, where there is one, or from a GGUF's metadata."""
     directory = resolve_model_path(directory)
+    if not directory.is_dir():
+        return read_gguf(directory)[0]
     config = _read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else None
@@ -141,29 +153,32 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 
 def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tuple[ModelConfig, Params]:
-    """The model of a Hugging Face directory (or locally cached hub id), weights on the default device.
+    """The model of a Hugging Face directory (or hub id) or of a GGUF file, weights on the default device.
 
     `dtype` is that of every weight: "float32", "bfloat16" or the jnp dtype; None and "auto" mean bfloat16, on CPU
-    float32. Files may hold float16, bfloat16, float32 or float64, in one file or in shards. Every tensor of the
-    files and of the config is accounted for: none missing, left over or of another shape, else CheckpointError.
+    float32. Files may hold float16, bfloat16, float32 or float64, in one file or in shards; a GGUF file may hold every
+    type that the package gguf dequantises. Every tensor of the files and of the config is accounted for: none missing,
+    left over or of another shape, else CheckpointError.
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
     target = weights_dtype(dtype)
-    directory = resolve_model_path(directory)
-    config = dataclasses.replace(load_config(directory), dtype=target.name)
-    tensors = _open_tensors(directory)
-    config, aliases = _resolve_tying(config, tensors)
+    path = resolve_model_path(directory)
+    config, tensors, aliases = _opened(path) if path.is_dir() else _opened_gguf(path)
+    config = dataclasses.replace(config, dtype=target.name)
     stacks, treedef = jax.tree.flatten(tensor_names(config))
     shapes = jax.tree.leaves(param_shapes(config, target))
-    _account_for_names(directory, stacks, shapes, aliases, tensors)
+    _account_for_names(path, stacks, shapes, aliases, tensors)
 
     leaves = []
     for stack, shape in zip(stacks, shapes, strict=True):
         buffer, start = np.empty(shape.shape, target), 0
         for name, rows in stack.parts:
             name = aliases.get(name, name)
-            buffer[start : start + rows] = tensors[name].rows(name)[:]
+            lazy = tensors[name].rows(name)
+            for begin in range(0, rows, _ROWS):
+                end = min(begin + _ROWS, rows)
+                buffer[start + begin : start + end] = lazy[begin:end]
             start += rows
         leaves.append(jax.device_put(buffer).block_until_ready())
     return config, jax.tree.unflatten(treedef, leaves)
@@ -193,6 +208,20 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or write it again") from None
     except RecursionError:
         raise CheckpointError(f"{path} is not valid JSON (nested too deeply); fetch or write it again") from None
+
+
+def _opened(directory: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
+    """Configuration of a directory, the file of each tensor, and the file's names where they are not Hugging Face's."""
+    tensors = _open_tensors(directory)
+    config, aliases = _resolve_tying(load_config(directory), tensors)
+    return config, tensors, aliases
+
+
+def _opened_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
+    """Likewise for a GGUF file."""
+    config, tensors = read_gguf(path)
+    names = [name for stack in jax.tree.leaves(tensor_names(config)) for name, _ in stack.parts]
+    return config, dict.fromkeys(tensors.shapes, tensors), {name: gguf_name(name) for name in names}
 
 
 def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
@@ -253,11 +282,11 @@ def _resolve_tying(config: ModelConfig, tensors: dict[str, _TensorFile]) -> tupl
 
 
 def _account_for_names(
-    directory: Path,
+    path: Path,
     stacks: Iterable[Stack],
     shapes: Iterable[jax.ShapeDtypeStruct],
     aliases: dict[str, str],
-    tensors: dict[str, _TensorFile],
+    tensors: Mapping[str, _Tensors],
 ) -> None:
     """Compare what the config calls for with what the files hold, before a byte of weights is read."""
     wanted = {
@@ -284,8 +313,9 @@ def _account_for_names(
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {directory} are not those of its config.json: {'; '.join(problems)}; "
-            "use the config.json that belongs to them"
+            f"the weights in {path} are not those of its {'config.json' if path.is_dir() else 'metadata'}: "
+            f"{'; '.join(problems)}; "
+            + ("use the config.json that belongs to them" if path.is_dir() else "convert the model again")
         )
 
 
