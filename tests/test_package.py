@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,22 @@ def test_the_functional_layer_needs_no_import_of_its_own() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.split() == ["resample", "forward", "PagePool", "uses_kernels"]
+
+
+def test_type_checkers_read_the_annotations() -> None:
+    assert Path(smcjax.__file__).with_name("py.typed").is_file()
+
+
+def test_what_a_user_chooses_needs_no_jax() -> None:
+    code = (
+        "import sys; from smcjax import SMC, Autoregressive, CheckpointError, Rejection, SamplingParams\n"
+        "chosen = SMC(gamma=4), Rejection(), Autoregressive(), SamplingParams(max_tokens=9)\n"
+        "print(sorted({'jax', 'numpy', 'transformers'} & sys.modules.keys()))\n"
+        "from smcjax import autoregressive, rejection, smc\n"
+        "assert (smc.SMC, rejection.Rejection, autoregressive.Autoregressive) == (SMC, Rejection, Autoregressive)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "[]\n"
 
 
 def test_as_a_module() -> None:
