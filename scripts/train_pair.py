@@ -4,7 +4,7 @@
     python scripts/train_pair.py --smoke --output /tmp/pair     # the whole path, tiny, on a CPU
 
 Problems → tokenizer → target → draft → accuracy of both on held-out templates and numbers → Hugging Face directories.
-A model is named ExL: hidden size x layers; heads are 32 wide. Needs flax and optax (`pip install smcjax[train]`).
+A model is named ExL: hidden size x layers; heads are 32 wide. Needs flax and optax (`uv run --extra train`).
 """
 
 from __future__ import annotations

@@ -6,14 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smcjax.autoregressive import Autoregressive
+    from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
     from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
-    from smcjax.rejection import Rejection
-    from smcjax.smc import SMC
 
 __version__ = "0.1.0"
 
@@ -36,9 +34,9 @@ __all__ = [
 _HOME = {
     "AsyncLLM": "engine.async_llm",
     "LLM": "engine.llm",
-    "Rejection": "rejection",
-    "SMC": "smc",
-    "Autoregressive": "autoregressive",
+    "Rejection": "decoders",
+    "SMC": "decoders",
+    "Autoregressive": "decoders",
     "CheckpointError": "errors",
     "SamplingParams": "engine.sampling_params",
 }

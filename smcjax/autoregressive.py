@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smcjax.decoders import Autoregressive as Autoregressive
 from smcjax.decoding.next_token import Drawn, Law, Steps, law_of, next_token, plan, prepare, sample
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.decoding.sampling import Purpose, row_keys
@@ -21,11 +22,6 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache
 from smcjax.model.params import Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Autoregressive:
-    """Decoding by the target model alone."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
-
-import numpy as np
 
 
 def use_plain_numbers(options: Any) -> None:
     """Replaces NumPy's scalars in the fields of a frozen dataclass by Python's: np.int64(8) is as good as 8."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:  # where nobody has imported it, there are none
+        return
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        if isinstance(value, np.generic):
+        if isinstance(value, numpy.generic):
             object.__setattr__(options, field.name, value.item())

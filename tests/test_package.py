@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,36 @@ def test_the_functional_layer_needs_no_import_of_its_own() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.split() == ["resample", "forward", "PagePool", "uses_kernels"]
+
+
+def test_type_checkers_read_the_annotations() -> None:
+    assert Path(smcjax.__file__).with_name("py.typed").is_file()
+
+
+def test_what_a_user_chooses_needs_no_jax() -> None:
+    code = (
+        "import sys; from smcjax import SMC, Autoregressive, CheckpointError, Rejection, SamplingParams\n"
+        "chosen = SMC(gamma=4), Rejection(), Autoregressive(), SamplingParams(max_tokens=9)\n"
+        "print(sorted({'jax', 'numpy', 'transformers'} & sys.modules.keys()))\n"
+        "from smcjax import autoregressive, rejection, smc\n"
+        "assert (smc.SMC, rejection.Rejection, autoregressive.Autoregressive) == (SMC, Rejection, Autoregressive)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_the_distribution_is_not_the_strangers_of_that_name() -> None:
+    """On PyPI `smcjax` is somebody else's: nothing that we say may fetch it."""
+    assert metadata.version("smc-sd-jax") == smcjax.__version__
+    assert {script.name for script in metadata.distribution("smc-sd-jax").entry_points} == {"smcjax"}
+    advice = re.compile(r"install (-\S+ )*smcjax\b|smcjax\[|--with smcjax\b|pypi\.org/project/smcjax", re.IGNORECASE)
+    for control in ("pip install -U smcjax", "install smcjax[cuda13]", "Reinstall smcjax"):
+        assert advice.search(control)
+    root = Path(smcjax.__file__).parents[1]
+    files = [path for name in ("smcjax", "scripts", "docs") for path in (root / name).rglob("*.[pm][yd]")]
+    assert len(files) > 100
+    for path in [*files, root / "README.md", root / "pyproject.toml"]:
+        assert not advice.search(path.read_text()), path
 
 
 def test_as_a_module() -> None:

@@ -32,7 +32,10 @@ class Contender:
 
 
 def contenders(own: Sequence[str], peer: Sequence[str], peer_script: Path = PEER) -> list[Contender]:
-    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script."""
+    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script but for the shapes.
+
+    The peer takes the shapes that ours took: which those are depends on the device, which this process leaves alone.
+    """
     ours = [*OWN, "bench", "cycle", *own, "--json"]
     ran = [
         _run("this package", [*ours, "--implementation", "auto"]),
@@ -43,7 +46,11 @@ def contenders(own: Sequence[str], peer: Sequence[str], peer_script: Path = PEER
         return [*ran, Contender(name, None, "torch is not installed")]
     if not peer_script.exists():
         return [*ran, Contender(name, None, f"{peer_script} does not exist: the peer is part of the repository only")]
-    return [*ran, _run(name, [sys.executable, str(peer_script), *peer])]
+    took = next((each.result for each in ran if each.result is not None), None)
+    if took is None:
+        return [*ran, Contender(name, None, "neither of ours ran")]
+    shapes = ["--target-shape", took["target"], "--draft-shape", took["draft"]]
+    return [*ran, _run(name, [sys.executable, str(peer_script), *peer, *shapes])]
 
 
 def _run(name: str, command: Sequence[str]) -> Contender:

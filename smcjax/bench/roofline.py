@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from smcjax.decoding.speculation import Speculation
+from smcjax.decoders import Speculation
 from smcjax.model.config import ModelConfig
 
 # Vendor datasheets, bytes per second.

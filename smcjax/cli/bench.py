@@ -12,18 +12,23 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smcjax.cli import bench_engine
 from smcjax.cli.bench_options import (
-    ON_GPU,
+    BATCH,
+    CYCLES,
+    DRAFTS,
+    LENGTH,
+    ROWS,
     add_shape_options,
-    check_numbers,
     check_plot,
     shape_decoding,
     shape_models,
 )
 from smcjax.cli.options import DECODINGS, add_debug_option
+from smcjax.cli.parser import above, share, whole
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult, Models
@@ -32,19 +37,17 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_subparsers(
-        dest="benchmark", metavar="cycle|table|acceptance|throughput|latency|engine|decoders", required=True
-    )
+    benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders")
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
     )
     _add_common_options(cycle, windows=5, cycles=16)
-    cycle.add_argument("--decoding", choices=DECODINGS, default="smc")
-    cycle.add_argument("--requests", type=int, default=1, help="groups in one batch (1)")
-    cycle.add_argument("--context", type=int, default=256, help="prompt tokens (256)")
-    cycle.add_argument("--private", type=int, default=0, help="of them, tokens that no two particles share (0)")
-    cycle.add_argument("--max-model-len", type=int, default=1024)
+    cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
+    cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
+    cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
+    cycle.add_argument("--private", type=whole(0, 1 << 20), default=0, help="of them, tokens that no two share (0)")
+    cycle.add_argument("--max-model-len", type=LENGTH, default=1024, help="prompt and answer at most (1024)")
     cycle.add_argument("--synthetic-kv", action="store_true", help="random KV instead of the prompt's forward")
     cycle.add_argument(
         "--compare", action="store_true", help="this, the same in plain XLA, and the PyTorch peer, one after the other"
@@ -55,30 +58,30 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "table", help="contexts, particles, draft lengths, batch sizes: one markdown table", description=__doc__
     )
     _add_common_options(table, windows=5, cycles=12)
-    table.add_argument("--contexts", type=int, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
-    table.add_argument("--requests", type=int, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
-    table.add_argument("--requests-context", type=int, default=1024, metavar="T", help="of several requests (1024)")
+    table.add_argument("--contexts", type=LENGTH, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
+    table.add_argument("--requests", type=BATCH, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
+    table.add_argument("--requests-context", type=LENGTH, default=1024, metavar="T", help="of several requests (1024)")
     table.set_defaults(run=run_table)
 
     acceptance = benchmarks.add_parser(
         "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
     )
     _add_common_options(acceptance, windows=5, cycles=16, sizes=False)
-    acceptance.add_argument("--gammas", type=int, nargs="+", default=[4, 8], metavar="K", help="draft tokens (4 8)")
+    acceptance.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4, 8], metavar="K", help="draft tokens (4 8)")
     acceptance.add_argument(
-        "--candidates", type=int, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
+        "--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
     )
-    acceptance.add_argument("--particles", type=int, nargs="*", default=[4, 8, 16], metavar="N", help="of SMC (4 8 16)")
+    acceptance.add_argument("--particles", type=ROWS, nargs="*", default=[4, 8, 16], metavar="N", help="SMC (4 8 16)")
     acceptance.add_argument(
         "--acceptance",
-        type=float,
+        type=share,
         nargs="+",
         default=[0.5, 0.6, 0.7, 0.8, 0.9, 0.95],
         metavar="A",
         help="assumed rates: that a draft position accepts, all candidates together (0.5 0.6 0.7 0.8 0.9 0.95)",
     )
-    acceptance.add_argument("--requests", type=int, default=1, help="groups in one batch (1)")
-    acceptance.add_argument("--context", type=int, default=256, help="prompt tokens (256)")
+    acceptance.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
+    acceptance.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
     acceptance.add_argument("--plot", metavar="FILE", help="tokens/s over acceptance: .svg, .png or .pdf")
     acceptance.set_defaults(run=run_acceptance)
     bench_engine.add_parsers(benchmarks)
@@ -87,19 +90,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int, sizes: bool = True) -> None:
     add_shape_options(parser, sizes=sizes)
     parser.add_argument(
-        "--windows", type=int, default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
+        "--windows", type=whole(1, 1000), default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
     )
-    parser.add_argument("--cycles", type=int, default=cycles, help=f"cycles a window ({cycles})")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the roofline; default: the datasheet's")
+    parser.add_argument("--cycles", type=CYCLES, default=cycles, help=f"cycles a window ({cycles})")
+    parser.add_argument("--bandwidth", type=above(0, 1e6), metavar="GB/s", help="default: the datasheet's")
     parser.add_argument("--json", action="store_true", help="JSON last: one line, of acceptance one a row")
     add_debug_option(parser)
 
 
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
+    if args.compare and args.decoding == "rejection":
+        raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     from smcjax.bench.cycle import Case, bench_cycle
 
-    check_numbers(args)
     decoding = shape_decoding(args)
     case = Case(
         decoding,
@@ -119,7 +123,7 @@ def run_cycle(args: argparse.Namespace) -> int:
     result = bench_cycle(models, case, bandwidth=_bandwidth(args))
     print(table(result, models.target, models.draft))
     if args.json:
-        print(json.dumps(dataclasses.asdict(result)))
+        print(json.dumps({"target": models.target, "draft": models.draft, **dataclasses.asdict(result)}))
     return 0
 
 
@@ -127,17 +131,16 @@ def _compare(args: argparse.Namespace) -> int:
     """All implementations on one case; this process leaves the device alone."""
     from smcjax.bench.compare import contenders, markdown
 
-    if args.decoding == "rejection":
-        raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
-    target, draft = args.target_shape or ON_GPU[0], args.draft_shape or ON_GPU[1]
     both = [
-        *("--target-shape", target, "--draft-shape", draft, "--decoding", args.decoding),
+        *("--decoding", args.decoding),
         *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
         *("--context", str(args.context), "--max-model-len", str(args.max_model_len)),
         *("--windows", str(args.windows), "--cycles", str(args.cycles)),
         *(() if args.bandwidth is None else ("--bandwidth", str(args.bandwidth))),
     ]
     own = ["--page-size", str(args.page_size), "--private", str(args.private)]
+    for option, shape in (("--target-shape", args.target_shape), ("--draft-shape", args.draft_shape)):
+        own += [] if shape is None else [option, shape]
     own += ["--synthetic-kv"] if args.synthetic_kv else []
     own += [] if args.quantization is None else ["--quantization", args.quantization]
     own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
@@ -152,7 +155,6 @@ def run_table(args: argparse.Namespace) -> int:
     """Times all cases and prints one markdown table."""
     from smcjax.bench.table import CONTEXTS, REQUESTS, markdown, standard_cases
 
-    check_numbers(args)
     cases = standard_cases(
         n_particles=args.n_particles,
         gamma=args.gamma,
@@ -171,15 +173,10 @@ def run_table(args: argparse.Namespace) -> int:
 
 def run_acceptance(args: argparse.Namespace) -> int:
     """Times exact decoders, SMC and the target alone; a table, a plot and JSON lines on request."""
-    from pathlib import Path
+    check_plot(args)
 
     from smcjax.bench.acceptance import ASSUMPTION, acceptance_cases, markdown, rows_of
 
-    check_numbers(args)
-    for rate in args.acceptance:
-        if not 0 <= rate <= 1:
-            raise ValueError(f"--acceptance must be rates from 0 to 1, got {rate}.")
-    check_plot(args)
     cases = acceptance_cases(
         args.particles,
         args.gammas,

@@ -11,10 +11,24 @@ import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli.bench_options import add_shape_options, check_numbers, check_plot, shape_decoding, shape_models
+from smcjax.cli.bench_options import (
+    BATCH,
+    COUNT,
+    CYCLES,
+    DRAFTS,
+    LENGTH,
+    ROWS,
+    add_shape_options,
+    check_plot,
+    shape_decoding,
+    shape_models,
+)
 from smcjax.cli.options import DECODINGS, add_debug_option
+from smcjax.cli.parser import above, whole
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from smcjax.bench.engine import Overhead
@@ -27,18 +41,19 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     throughput.set_defaults(run=run_serving, rates=[math.inf], plot=None)
     latency = benchmarks.add_parser("latency", help="requests that come at given rates", description=__doc__)
     _add_serving_options(latency)
-    latency.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
+    rate = above(0, math.inf)
+    latency.add_argument("--rates", type=rate, nargs="+", default=[1.0, 2.0, 4.0], metavar="R", help="a second: 1 2 4")
     latency.add_argument("--plot", metavar="FILE", help="latencies over load: .svg, .png or .pdf")
     latency.set_defaults(run=run_serving)
 
     engine = benchmarks.add_parser("engine", help="the engine's cycles against bare ones", description=__doc__)
     add_shape_options(engine)
-    engine.add_argument("--decoding", choices=DECODINGS, default="smc")
+    engine.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
     engine.add_argument(
-        "--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="G", help="at once (1 2 4 8 16 32)"
+        "--requests", type=BATCH, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="G", help="at once (1 2 4 8 16 32)"
     )
-    engine.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
-    engine.add_argument("--cycles", type=int, default=32, help="timed cycles (32)")
+    engine.add_argument("--input-len", type=LENGTH, default=256, help="prompt tokens (256)")
+    engine.add_argument("--cycles", type=CYCLES, default=32, help="timed cycles (32)")
     engine.add_argument("--json", action="store_true", help="one JSON line a row last")
     add_debug_option(engine)
     engine.set_defaults(run=run_engine)
@@ -46,14 +61,14 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders = benchmarks.add_parser(
         "decoders", help="accuracy and speed of exact decoders and SMC, on the bundled pair", description=__doc__
     )
-    decoders.add_argument("-n", "--num-problems", type=int, default=200, help="problems (200)")
-    decoders.add_argument("--seed", type=int, default=7, help="of the problems and of all randomness (7)")
+    decoders.add_argument("-n", "--num-problems", type=COUNT, default=200, help="problems (200)")
+    decoders.add_argument("--seed", type=whole(0, MAX_SEED), default=7, help="of problems and all randomness (7)")
     decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
-    decoders.add_argument("--particles", type=int, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
-    decoders.add_argument("--candidates", type=int, nargs="*", default=[8], metavar="N", help="of rejection (8)")
-    decoders.add_argument("--gammas", type=int, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
-    decoders.add_argument("--max-num-seqs", type=int, default=16, help="requests at once (16)")
-    decoders.add_argument("--max-model-len", type=int, default=320, help="prompt and answer at most (320)")
+    decoders.add_argument("--particles", type=ROWS, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
+    decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
+    decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
+    decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
+    decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), default=320, help="prompt and answer (320)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
     decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
     add_debug_option(decoders)
@@ -62,11 +77,11 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
 
 def _add_serving_options(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser)
-    parser.add_argument("--decoding", choices=DECODINGS, default="smc")
-    parser.add_argument("--num-prompts", type=int, default=32, help="requests in all (32)")
-    parser.add_argument("--input-len", type=int, default=256, help="prompt tokens (256)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer (128)")
-    parser.add_argument("--max-num-seqs", type=int, default=8, help="requests that run at once (8)")
+    parser.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
+    parser.add_argument("--num-prompts", type=COUNT, default=32, help="requests in all (32)")
+    parser.add_argument("--input-len", type=LENGTH, default=256, help="prompt tokens (256)")
+    parser.add_argument("--output-len", type=LENGTH, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--max-num-seqs", type=BATCH, default=8, help="requests that run at once (8)")
     parser.add_argument("--no-overlap", action="store_true", help="read every cycle before the next is enqueued")
     parser.add_argument("--json", action="store_true", help="one JSON line a rate last")
     add_debug_option(parser)
@@ -74,18 +89,13 @@ def _add_serving_options(parser: argparse.ArgumentParser) -> None:
 
 def run_serving(args: argparse.Namespace) -> int:
     """Plays requests against the engine, rate by rate; a table, a plot and JSON lines on request."""
-    from pathlib import Path
+    check_plot(args)
+    decoding = shape_decoding(args)
 
     from tqdm import tqdm
 
     from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 
-    check_numbers(args)
-    for rate in args.rates:
-        if not rate > 0:
-            raise ValueError(f"--rates must be above 0, got {rate}.")
-    check_plot(args)
-    decoding = shape_decoding(args)
     load = Load(
         decoding,
         num_prompts=args.num_prompts,
@@ -120,7 +130,6 @@ def run_engine(args: argparse.Namespace) -> int:
     from smcjax.bench.engine import WARMUP, markdown, measure
     from smcjax.bench.serving import Load
 
-    check_numbers(args)
     decoding = shape_decoding(args)
     advance = 1 if decoding is None else decoding.tokens_per_cycle
     load = Load(
@@ -146,17 +155,12 @@ def run_engine(args: argparse.Namespace) -> int:
 
 def run_decoders(args: argparse.Namespace) -> int:
     """Answers the same problems with every decoder; a table, a plot and JSON lines on request."""
-    from pathlib import Path
-
-    from smcjax.bench.decoders import compare, contenders, markdown
-    from smcjax.engine.sampling_params import MAX_SEED
-
-    check_numbers(args)
     check_plot(args)
-    if not 0 <= args.seed <= MAX_SEED:
-        raise ValueError(f"--seed must be a whole number from 0 to {MAX_SEED}, got {args.seed}.")
+    SamplingParams(temperature=args.temperature)
     if args.temperature == 0 and args.particles:
         raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
+
+    from smcjax.bench.decoders import compare, contenders, markdown
 
     def heard(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)

@@ -10,16 +10,20 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
     add_sampling_options,
+    check_models,
     decoding_from,
     llm_arguments,
     sampling_from,
 )
+from smcjax.cli.parser import whole
+from smcjax.cli.stdin import read_line, require_stdin
+from smcjax.engine.sampling_params import MAX_SEED
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("chat", help="converse in the terminal", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     add_sampling_options(parser, max_tokens=256)
     add_decoding_options(parser, n_particles=8, gamma=8)
     add_model_options(parser)
@@ -28,17 +32,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads a line, answers it with all that was said before, and so on."""
-    from smcjax.engine.llm import LLM
-
     decoding = decoding_from(args)
     params = sampling_from(args, decoding)
+    check_models(args)
+    require_stdin()
+
+    from smcjax.engine.llm import LLM
+
     with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."
             )
         messages: list[dict[str, str]] = []
-        while line := _read():
+        while line := read_line():
             messages.append({"role": "user", "content": line})
             try:
                 output = llm.chat(messages, params, use_tqdm=False)[0]
@@ -54,15 +61,3 @@ def run(args: argparse.Namespace) -> int:
             print(text, flush=True)
             print(summary(output), file=sys.stderr)
     return 0
-
-
-def _read() -> str:
-    """The next line, "" at the end of input. The prompt, like all that is not an answer, goes to stderr."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    try:
-        return input().strip()
-    except EOFError:
-        return ""
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the input must be {error.encoding} text, got byte {error.start} of another kind.") from None

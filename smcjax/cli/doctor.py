@@ -14,6 +14,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from smcjax import __version__
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -55,13 +57,15 @@ def _examined(check: Callable[[], Finding]) -> Finding:
     except Exception as error:  # whatever is wrong with this machine, the other checks still say something
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".: ")
         label = check.__name__.strip("_").replace("_", " ")
-        return Finding(label, text, ok=False, hint="reinstall smcjax", fatal=True)
+        return Finding(label, text, ok=False, hint="uv sync --reinstall", fatal=True)
 
 
 def _versions() -> Finding:
-    packages = ("smcjax", "jax", "jaxlib", "numpy", "transformers", "safetensors")
+    packages = ("jax", "jaxlib", "numpy", "transformers", "safetensors")
     return Finding(
-        "versions", f"python {platform.python_version()}, " + ", ".join(f"{p} {metadata.version(p)}" for p in packages)
+        "versions",
+        f"smcjax {__version__}, python {platform.python_version()}, "
+        + ", ".join(f"{package} {metadata.version(package)}" for package in packages),
     )
 
 
@@ -86,7 +90,8 @@ def _devices() -> Finding:
         names.append(device.device_kind + (f" ({limit / 2**30:.0f} GiB for JAX)" if limit else ""))
     has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     if has_gpu and jax.default_backend() == "cpu":
-        return Finding("devices", ", ".join(names), ok=False, hint="a GPU is here: install smcjax[cuda13] or [cuda12]")
+        hint = "a GPU is here: uv run --extra cuda13 smcjax …, or cuda12"
+        return Finding("devices", ", ".join(names), ok=False, hint=hint)
     return Finding("devices", f"{jax.default_backend()}: {', '.join(names)}")
 
 

@@ -9,19 +9,22 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
     add_sampling_options,
+    check_models,
     decoding_from,
     described,
     llm_arguments,
     sampling_from,
 )
+from smcjax.cli.parser import whole
+from smcjax.engine.sampling_params import MAX_SEED
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("eval", help="accuracy on word problems", description=__doc__)
-    parser.add_argument("-n", "--num-problems", type=int, default=200, help="problems (200)")
-    parser.add_argument("--seed", type=int, default=123, help="of the problems and of all randomness (123)")
-    parser.add_argument("--max-num-seqs", type=int, default=16, help="requests in a batch (16)")
+    parser.add_argument("-n", "--num-problems", type=whole(1, 1_000_000), default=200, help="problems (200)")
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=123, help="of problems and all randomness (123)")
+    parser.add_argument("--max-num-seqs", type=whole(1, 4096), default=16, help="requests in a batch (16)")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     add_sampling_options(parser, max_tokens=160)
     add_decoding_options(parser, n_particles=8, gamma=4)
@@ -31,14 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates problems of the evaluation split, answers them, prints the figures."""
+    decoding = decoding_from(args)
+    params = sampling_from(args, decoding)
+    check_models(args)
+
     from smcjax.bench.accuracy import evaluate
     from smcjax.engine.llm import LLM
     from smcjax.tasks.word_problems import generate
 
-    if not 1 <= args.num_problems <= 1_000_000:
-        raise ValueError(f"-n must be from 1 to 1000000, got {args.num_problems}.")
-    decoding = decoding_from(args)
-    params = sampling_from(args, decoding)
     with LLM(
         args.model,
         decoding=decoding,

@@ -10,11 +10,15 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
     add_sampling_options,
+    check_models,
     check_output,
     decoding_from,
     llm_arguments,
     sampling_from,
 )
+from smcjax.cli.parser import text, whole
+from smcjax.cli.stdin import read_prompt
+from smcjax.engine.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
     from smcjax.engine.outputs import RequestOutput
@@ -23,8 +27,8 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("generate", help="answer a prompt", description=__doc__)
-    parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    parser.add_argument("prompt", type=text, help="the text to continue; - reads it from standard input")
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     parser.add_argument("--trace", metavar="FILE", help="write ESS, weights and ancestors of every cycle as JSON")
     add_sampling_options(parser, max_tokens=128)
     add_decoding_options(parser, n_particles=8, gamma=8)
@@ -34,18 +38,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, generates, prints the text on stdout and the figures on stderr."""
-    from smcjax.engine.llm import LLM
-
     decoding = decoding_from(args, trace=args.trace is not None)
     params = sampling_from(args, decoding, seed=args.seed)
     if args.trace is not None:
         _check_trace(args.trace, args.decoding)
+    check_models(args)
+    prompt = read_prompt() if args.prompt == "-" else args.prompt
+
+    from smcjax.engine.llm import LLM
+
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **llm_arguments(args)) as llm:
-        output = llm.generate(args.prompt, params, use_tqdm=False)[0]
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
     if output.error is not None:
         print(f"smcjax: error: {output.error}", file=sys.stderr)
         return 1
-    print(output.outputs[0].text.strip("\n"))
+    print(output.outputs[0].text.strip("\n"), flush=True)
     print(summary(output), file=sys.stderr)
     if args.trace is not None:
         from smcjax.viz.trace_file import save_trace

@@ -11,23 +11,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from smcjax import __version__
 from smcjax.cli import bench, chat, doctor, evaluate, generate, viz
 from smcjax.cli.options import add_debug_option
+from smcjax.cli.parser import Parser
 from smcjax.errors import CheckpointError
-
-
-class Parser(argparse.ArgumentParser):
-    """Exact option names only, and one line for an error."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with code 2; argparse itself would print the usage as well."""
-        self.exit(2, f"smcjax: error: {message}; see {self.prog} --help.\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="smcjax", description="LLM inference by Sequential Monte Carlo speculative decoding, in JAX.")
     parser.add_argument("--version", action="version", version=f"smcjax {__version__}")
     parser.add_argument("--debug", action="store_true", help="errors with their traceback")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subparsers = parser.add_commands("command", "command")
     for command in (generate, chat, evaluate, bench, viz, doctor):
         command.add_parser(subparsers)
     for subparser in subparsers.choices.values():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+import stat
+from typing import Any
 
-if TYPE_CHECKING:
-    from smcjax.autoregressive import Autoregressive
-    from smcjax.engine.sampling_params import SamplingParams
-    from smcjax.rejection import Rejection
-    from smcjax.smc import SMC
+from smcjax.cli.parser import text, whole
+from smcjax.decoders import SCHEMES, SELECTIONS, SMC, VERIFICATIONS, Autoregressive, Rejection
+from smcjax.engine.sampling_params import SamplingParams, refuse_for_smc
+from smcjax.errors import CheckpointError
 
 DECODINGS = ("smc", "rejection", "autoregressive")
+DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = ("int8",)
+ADMISSIONS = ("worst_case", "optimistic")
 # Options of each decoder, by the names of its fields.
 OPTIONS: dict[str, dict[str, str]] = {
     "smc": {
@@ -34,8 +37,42 @@ def check_output(option: str, path: str) -> None:
     directory = os.path.dirname(path) or "."
     if not os.path.basename(path) or os.path.isdir(path):
         raise ValueError(f"{option} must be a file, got the directory {path!r}; add a file name.")
-    if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+    try:
+        os.path.realpath(directory)
+        writable = os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)
+    except FileNotFoundError:  # the current directory is no more
+        writable = False
+    if not writable:
         raise ValueError(f"{option} must lie in a directory that can be written to, got {path!r}; make one.")
+    try:
+        kept = stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{option} must be a file, got {path!r} ({error.strerror}); name another.") from None
+    if not kept:
+        raise ValueError(f"{option} must be a file, got {path!r}, which is none; name another.")
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
+    given = {"--model": args.model, "--draft-model": args.draft_model}
+    needed = [option for option in given if option == "--model" or args.decoding != "autoregressive"]
+    if len({given[option] is None for option in needed}) == 2:
+        there, missing = sorted(given, key=lambda option: given[option] is None)
+        alone = ", or --decoding autoregressive for the target alone" if there == "--model" else ""
+        raise ValueError(f"{there} is given and {missing} is not; give both, or neither for the bundled pair{alone}.")
+    for option in needed:
+        name = given[option]
+        # What cannot be the id of a model on the hub. Whatever else is wrong is said by who loads it.
+        if name is None or not (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            continue
+        try:
+            os.stat(os.path.expanduser(name))
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{option} {name} does not exist; pass a model directory or a hub id.") from None
+        except OSError:
+            continue
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +93,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help="layers from 0 that the draft does without; without --draft-model it is made of the target",
     )
-    group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (auto: bfloat16 on GPU)")
-    group.add_argument("--quantization", help="int8: the target's matrices (default: as they are)")
-    group.add_argument("--draft-quantization", help="int8: the draft's matrices (default: as they are)")
-    group.add_argument("--max-model-len", type=int, metavar="T", help="prompt and generated tokens at most")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto (default): bfloat16 on a GPU")
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
+    group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
+    group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
-    group.add_argument("--page-size", type=int, default=16, metavar="B", help="tokens in a KV page (16)")
-    group.add_argument("--num-pages", type=int, metavar="P", help="KV pages (default: what memory allows)")
-    group.add_argument("--admission", default="worst_case", help="worst_case (default) or optimistic")
+    group.add_argument("--page-size", type=whole(1, 64), default=16, metavar="B", help="tokens in a KV page (16)")
+    group.add_argument("--num-pages", type=whole(2, 1 << 30), metavar="P", help="KV pages (default: by memory)")
+    group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
@@ -74,12 +111,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, g
     )
     group.add_argument("-N", "--n-particles", type=int, help=f"particles ({n_particles}); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
-    group.add_argument("--verification", help="rejection: token (default) or block")
+    group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
     group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
     group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
-    group.add_argument("--resampling", help="systematic (default), stratified, multinomial or residual")
-    group.add_argument("--select", help="the answer: sample (default) or best")
+    group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
+    group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
     parser.set_defaults(smc_defaults={"n_particles": n_particles, "gamma": gamma})
 
 
@@ -96,17 +133,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     group.add_argument("--top-k", type=int, default=0, help="this many likeliest tokens; exact decoders only (0: all)")
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
     group.add_argument("--min-tokens", type=int, default=0, help="no end before this many (0)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    group.add_argument("--stop", type=text, action="append", metavar="TEXT", help="end before this text; repeatable")
 
 
 def sampling_from(
     args: argparse.Namespace, decoding: SMC | Rejection | Autoregressive, *, seed: int | None = None
 ) -> SamplingParams:
     """What the sampling options ask for; raises ValueError for what is out of range or not for this decoder."""
-    from smcjax.engine.llm import refuse_for_smc
-    from smcjax.engine.sampling_params import SamplingParams
-    from smcjax.smc import SMC
-
     params = SamplingParams(
         max_tokens=args.max_tokens,
         min_tokens=args.min_tokens,
@@ -123,10 +156,6 @@ def sampling_from(
 
 def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rejection | Autoregressive:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
-    from smcjax.autoregressive import Autoregressive
-    from smcjax.rejection import Rejection
-    from smcjax.smc import SMC
-
     fields = OPTIONS[args.decoding]
     given = {}
     for name in {name: None for options in OPTIONS.values() for name in options}:
@@ -149,9 +178,6 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rej
 
 def described(decoding: SMC | Rejection | Autoregressive) -> str:
     """A decoder in a line of figures."""
-    from smcjax.rejection import Rejection
-    from smcjax.smc import SMC
-
     if isinstance(decoding, SMC):
         return f"N={decoding.n_particles} K={decoding.gamma}"
     if not isinstance(decoding, Rejection):

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoders import Speculation
 from smcjax.decoding.next_token import Drawn, Law, Steps, beginning, law_logits, next_token, plan, prepare
 from smcjax.decoding.prefill import leaders_of, prefill_chunk
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
@@ -30,31 +31,6 @@ from smcjax.model.decoder import unembed
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_reads
 from smcjax.model.params import Params
 from smcjax.pallas.decode_step import Embedded
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """The static numbers of a cycle.
-
-    Attributes:
-        rows: N, rows of a group.
-        gamma: K, draft tokens of a row.
-        bonus: whether the target forward also covers the last draft, so that a token more can be drawn behind it.
-        defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
-            forward is over two tokens.
-        draft_temperature: T_q; None: the request's.
-    """
-
-    rows: int
-    gamma: int
-    bonus: bool = True
-    defers: bool = True
-    draft_temperature: float | None = None
-
-    @property
-    def width(self) -> int:
-        """Tokens of a block: positions that the target's forward covers."""
-        return self.gamma + 1 if self.bonus else self.gamma
 
 
 @jax.tree_util.register_dataclass

@@ -25,7 +25,7 @@ from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize
 from smcjax.engine.runner import Runner
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc
 from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
@@ -467,21 +467,3 @@ def _is_share(value: object) -> bool:
 def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
     """N, rows of a request."""
     return 1 if isinstance(decoding, Autoregressive) else decoding.speculation.rows
-
-
-def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
-    """What SMC cannot do exactly it refuses, saying why and what to use (ALGORITHM.md)."""
-    if params.temperature == 0:
-        raise ValueError(
-            "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
-            "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
-        )
-    if params.truncates:
-        raise ValueError(
-            f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would weigh "
-            "nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
-        )
-    if params.stop_strings and decoding.power != 1.0:
-        raise ValueError(
-            f"stop strings change the law at power {decoding.power}; use power=1, or stop_token_ids, which are exact."
-        )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype

@@ -28,8 +28,8 @@ def require_devices() -> None:
         asked = os.environ.get("JAX_PLATFORMS")
         given = f"JAX_PLATFORMS is {asked!r} and JAX has no such device here" if asked else "JAX has no device here"
         raise RuntimeError(
-            f"{given} ({str(error).strip() or type(error).__name__}); install smcjax[cuda13] or smcjax[cuda12] for an "
-            "NVIDIA GPU, or leave JAX_PLATFORMS unset."
+            f"{given} ({str(error).strip() or type(error).__name__}); for an NVIDIA GPU use 'uv run --extra cuda13 "
+            "smcjax …' (or cuda12), or leave JAX_PLATFORMS unset."
         ) from None
 
 

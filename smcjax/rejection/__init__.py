@@ -3,8 +3,8 @@
 program = Program(Rejection(gamma=4), target_config, draft_config, max_model_len=512)
 """
 
+from smcjax.decoders import VERIFICATIONS, Rejection
 from smcjax.decoding.speculation import Memory, PairParams, prefill
-from smcjax.rejection.config import VERIFICATIONS, Rejection
 from smcjax.rejection.decoder import Info, Program, State, begin, conclude, run, start, step
 from smcjax.rejection.rules import Verdict, block, tree
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoders import Rejection, Speculation
 from smcjax.decoding.next_token import Law, law_logits, law_of, sample
 from smcjax.decoding.prefill import admit, leaders_of
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
@@ -27,7 +28,6 @@ from smcjax.decoding.speculation import (
     Memory,
     PairParams,
     PairProgram,
-    Speculation,
     propose,
     reserve,
     score,
@@ -35,7 +35,6 @@ from smcjax.decoding.speculation import (
 from smcjax.kv import TRASH, rebind, release
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
-from smcjax.rejection.config import Rejection
 from smcjax.rejection.rules import Verdict, block, tree
 
 

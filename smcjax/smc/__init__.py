@@ -7,12 +7,12 @@ state, info = step(program, params, state)              # one cycle
 state, infos = run(program, params, state, 16)          # many, in one program
 """
 
+from smcjax.decoders import SCHEMES, SMC
 from smcjax.decoding.sequences import Requests
 from smcjax.decoding.speculation import Memory, PairParams, prefill
-from smcjax.smc.config import SMC
 from smcjax.smc.cycle import run, step
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, release_all, select, start
-from smcjax.smc.resampling import SCHEMES, resample
+from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, Program, State
 from smcjax.smc.weights import effective_sample_size
 

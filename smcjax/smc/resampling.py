@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smcjax.decoders import SCHEMES
 from smcjax.pallas import uses_kernels
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
-
-SCHEMES = ("systematic", "stratified", "multinomial", "residual")
 
 
 def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> Int[Array, " K"]:

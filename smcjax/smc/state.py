@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoders import SMC, Speculation
 from smcjax.decoding.sequences import Requests, Sequences
-from smcjax.decoding.speculation import Memory, PairProgram, Speculation
+from smcjax.decoding.speculation import Memory, PairProgram
 from smcjax.model.config import ModelConfig
-from smcjax.smc.config import SMC
 
 
 @dataclasses.dataclass(frozen=True)

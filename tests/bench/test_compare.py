@@ -15,7 +15,8 @@ from tests.cli.conftest import Command, smcjax
 
 __all__ = ["smcjax"]
 
-FIGURES = {"ms": 12.345, "tokens_per_second": 1234.5, "weight_roofline_fraction": 0.4567}
+SHAPES = {"target": "tiny-target", "draft": "tiny-draft"}
+FIGURES = {**SHAPES, "ms": 12.345, "tokens_per_second": 1234.5, "weight_roofline_fraction": 0.4567}
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.Mo
     assert [each.result for each in ran] == [FIGURES, None, FIGURES]
     assert "exit code 1" in ran[1].reason
     assert commands[0][-6:] == ["cycle", "--context", "8", "--json", "--implementation", "auto"]
-    assert commands[2][1:] == [str(PEER), "--gamma", "3"]
+    shapes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]  # those that ours took
+    assert commands[2][1:] == [str(PEER), "--gamma", "3", *shapes]
     assert PEER.exists()
     lines = markdown(ran).splitlines()
     assert lines[2] == "| this package | 12.35 | 1,234 | 45.7% |"
@@ -73,5 +75,16 @@ def test_the_command(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch,
     assert "--context 99" in text
     assert "--bandwidth 7.0" in text
     assert "--draft-quantization int8" in text
+    assert "shape" not in text  # each process takes those that its device is good for
     assert smcjax("bench", "cycle", "--compare", "--context", "1020").code == 2  # checked before anything runs
     assert len(commands) == 2
+
+
+def test_the_peer_needs_the_shapes_of_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_torch(monkeypatch, True)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, ""))
+    assert [each.reason[:15] for each in contenders([], [])] == [
+        "it ended with e",
+        "it ended with e",
+        "neither of ours",
+    ]

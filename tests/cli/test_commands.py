@@ -186,18 +186,19 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
         return CycleResult(**figures)
 
     monkeypatch.setattr(cycle, "bench_cycle", bench)
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = ("llama-3.1-8b", "llama-3.2-1b") if on_gpu else ("tiny-target", "tiny-draft")
     arguments = ["bench", "cycle", "--decoding", "autoregressive", "--bandwidth", "5"]
     table = smcjax(*arguments)
     assert table.code == 0
     assert "target only" in table.out
     assert "scratch" in table.out
     assert "{" not in table.out
-    assert json.loads(smcjax(*arguments, "--json").out.splitlines()[-1]) == figures
+    named = dict(zip(("target", "draft"), shapes, strict=True))
+    assert json.loads(smcjax(*arguments, "--json").out.splitlines()[-1]) == {**named, **figures}
     assert asked[0] == asked[1]
     assert asked[0][1:] == (Case(None), 5e9)
     assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
-    on_gpu = jax.default_backend() == "gpu"
-    shapes = ("llama-3.1-8b", "llama-3.2-1b") if on_gpu else ("tiny-target", "tiny-draft")
     assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6)), None)
     assert smcjax("bench", "cycle", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b").code == 0
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")

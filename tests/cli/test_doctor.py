@@ -88,12 +88,12 @@ def test_a_check_that_breaks_is_a_failure(
     patch(monkeypatch, _some_check, lambda: Finding("after", "still examined"))
     result = smcjax("doctor", *["--json"] * as_json)
     assert_broken(result, "some check")
-    assert result.err == f"smcjax: error: some check: {value}; reinstall smcjax.\n"
+    assert result.err == f"smcjax: error: some check: {value}; uv sync --reinstall.\n"
     assert "still examined" in result.out
     if as_json:
         first, second = json.loads(result.out.splitlines()[-1])
         assert first == {
-            "label": "some check", "value": value, "ok": False, "hint": "reinstall smcjax", "fatal": True,
+            "label": "some check", "value": value, "ok": False, "hint": "uv sync --reinstall", "fatal": True,
         }  # fmt: skip
         assert second["ok"]
 
@@ -162,7 +162,7 @@ def test_an_idle_gpu_is_noted(smcjax: Command, monkeypatch: pytest.MonkeyPatch) 
     result = smcjax("doctor")
     assert result.code == 0
     assert result.out.startswith("note  devices")
-    assert "install smcjax[cuda" in result.out
+    assert "uv run --extra cuda13 smcjax" in result.out
 
 
 @pytest.mark.parametrize("argv", [["doctor", "now"], ["doctor", "--js"]])

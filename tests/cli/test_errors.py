@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from smcjax.cli import generate, main
+from smcjax import LLM
+from smcjax.bench import shapes
+from smcjax.cli import bench_options, generate, main, options
+from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.model.checkpoint import weights_dtype
+from smcjax.model.quantize import check_quantization
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
@@ -19,11 +25,18 @@ EVAL = ["eval", "-n", "1"]
 BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
 USAGE: list[tuple[list[str], str]] = [
-    ([], "required: command"),
-    (["frobnicate"], "'frobnicate'"),
+    (["frobnicate"], "'frobnicate' is not one of generate, chat, eval, bench, viz, doctor; see smcjax --help"),
+    (["generat", "hello"], "did you mean generate? See smcjax --help."),
+    (["--verison"], "unrecognized option --verison; did you mean --version?"),
     (["generate"], "required: prompt"),
     ([*GENERATE, "another"], "another"),
-    ([*GENERATE, "--best-of", "3"], "--best-of"),
+    ([*GENERATE, "--best-of", "3"], "unrecognized option --best-of; see smcjax generate --help."),
+    ([*GENERATE, "--temprature=0.5"], "unrecognized option --temprature; did you mean --temperature?"),
+    (["generate", "--hlep"], "did you mean --help?"),
+    (["bench", "cycle", "--gama", "3"], "did you mean --gamma? See smcjax bench cycle --help."),
+    ([*GENERATE, "-x"], "unrecognized arguments: -x; see smcjax generate --help."),
+    ([*GENERATE, "--max-tokens", "4"], "argument --max-tokens: given twice"),
+    ([*GENERATE, "-N", "3", "--n-particles", "4"], "argument -N/--n-particles: given twice"),
     ([*GENERATE, "--max-tok", "3"], "--max-tok"),
     ([*GENERATE, "-N", "eight"], "-N/--n-particles"),
     ([*GENERATE, "-N", "1.5"], "-N/--n-particles"),
@@ -37,14 +50,22 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--power", "inf"], "power must be"),
     ([*GENERATE, "--draft-temperature", "0"], "draft_temperature must be"),
     ([*GENERATE, "--ess-threshold", "2"], "ess_threshold must be"),
-    ([*GENERATE, "--resampling", "none"], "resampling must be one of systematic"),
-    ([*GENERATE, "--select", "first"], "select must be"),
-    ([*GENERATE, "--seed", "-1"], "seed must be"),
-    ([*GENERATE, "--max-tokens", "0"], "max_tokens must be"),
-    ([*GENERATE, "--dtype", "int4"], "dtype is 'int4'"),
-    ([*GENERATE, "--max-model-len", "1"], "max_model_len must be"),
-    ([*GENERATE, "--max-model-len", str(10**12)], "max_model_len must be"),
-    ([*GENERATE, "--page-size", "0"], "page_size must be"),
+    ([*GENERATE, "--resampling", "none"], "'none' is not one of systematic, stratified, multinomial, residual;"),
+    ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
+    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best"),
+    ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
+    ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
+    ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
+    ([*GENERATE, "--verification", "blok"], "is not one of token, block; did you mean block?"),
+    ([*GENERATE, "--seed", "-1"], "--seed: must be a whole number from 0 to 4294967295, got -1"),
+    ([*GENERATE, "--seed", "9" * 5000], "--seed: must be a whole number from 0 to 4294967295, got 9999"),
+    ([*GENERATE, "-N", "9" * 5000], "-N/--n-particles"),
+    (["generate", "hello", "--max-tokens", "0"], "max_tokens must be"),
+    ([*GENERATE, "--dtype", "int4"], "argument --dtype: 'int4' is not one of auto, bfloat16, float32"),
+    ([*GENERATE, "--max-model-len", "1"], "argument --max-model-len: must be a whole number from 2 to 1048576, got 1"),
+    ([*GENERATE, "--max-model-len", str(10**12)], "--max-model-len: must be"),
+    ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 64, got 0"),
+    ([*GENERATE, "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
     ([*GENERATE, "--decoding", "autoregressive", "--power", "2"], "--power is an option of --decoding smc"),
     (
@@ -55,34 +76,38 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--trace", "/no/such/place/x.json"], "--trace must lie in a directory"),
     ([*GENERATE, "--trace", "/tmp"], "--trace must be a file"),
     ([*GENERATE, "--trace", "/tmp/"], "--trace must be a file"),
-    (["generate", ""], "the prompt is empty"),
+    ([*GENERATE, "--trace", "/dev/null"], "--trace must be a file, got '/dev/null', which is none"),
+    ([*GENERATE, "--trace", "/tmp/" + "x" * 300], "(File name too long); name another"),
+    ([*GENERATE, "--stop", ""], "argument --stop: must not be empty"),
+    (["generate", ""], "argument prompt: must not be empty; give at least one character"),
     (["generate", "a" * 5000], "has 5000 tokens"),
-    (["generate", "caf\udce9"], "valid Unicode"),
-    (["eval", "-n", "0"], "-n must be from 1 to 1000000, got 0"),
-    (["eval", "-n", str(10**12)], "-n must be"),
-    ([*EVAL, "--seed", "-1"], "seed must be"),
-    ([*EVAL, "--max-num-seqs", "0"], "max_num_seqs must be"),
+    (["generate", "caf\udce9"], "must be valid Unicode, got a byte of another encoding at position 3"),
+    (["eval", "-n", "0"], "argument -n/--num-problems: must be a whole number from 1 to 1000000, got 0"),
+    (["eval", "-n", str(10**12)], "-n/--num-problems: must be"),
+    ([*EVAL, "--seed", "-1"], "--seed: must be"),
+    ([*EVAL, "--max-num-seqs", "0"], "--max-num-seqs: must be a whole number from 1 to 4096, got 0"),
     ([*EVAL, "--max-tokens", "-3"], "max_tokens must be"),
     ([*EVAL, "--temperature", "inf"], "temperature must be"),
-    (["bench"], "required: cycle"),
     (["bench", "width"], "'width'"),
-    ([*BENCH, "--requests", "0"], "--requests must be"),
-    ([*BENCH, "--cycles", "-1"], "--cycles must be"),
-    ([*BENCH, "--windows", str(10**12)], "--windows must be"),
-    ([*BENCH, "--page-size", "0"], "--page-size must be"),
-    ([*BENCH, "--max-model-len", str(10**12)], "--max-model-len must be"),
+    ([*BENCH, "--requests", "0"], "--requests: must be"),
+    ([*BENCH, "--cycles", "-1"], "--cycles: must be"),
+    ([*BENCH, "--windows", str(10**12)], "--windows: must be"),
+    ([*BENCH, "--page-size", "0"], "--page-size: must be"),
+    ([*BENCH, "--max-model-len", str(10**12)], "--max-model-len: must be"),
     ([*BENCH, "--context", "2000"], "context 2000"),
-    ([*BENCH, "--bandwidth", "nan"], "--bandwidth must be"),
-    ([*BENCH, "--bandwidth", "-5"], "--bandwidth must be"),
-    ([*BENCH, "--target-shape", "gpt-9"], "shape 'gpt-9' is unknown"),
-    ([*BENCH, "-N", "0"], "n_particles must be"),
+    ([*BENCH, "--bandwidth", "nan"], "--bandwidth: must be a number above 0 and at most 1e+06"),
+    ([*BENCH, "--bandwidth", "-5"], "--bandwidth: must be a number above 0 and at most 1e+06"),
+    ([*BENCH, "--target-shape", "gpt-9"], "'gpt-9' is not one of llama-3.2-1b"),
+    ([*BENCH, "-N", "0"], "--n-particles: must be"),
     ([*BENCH, "--implementation", "mosaic"], "--implementation mosaic needs a Hopper GPU"),
     (["bench", "decoders", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
     (["bench", "decoders", "--plot", "x.txt"], "--plot must end in .svg"),
-    (["bench", "decoders", "--seed", "-1"], "--seed must be"),
+    (["bench", "decoders", "--seed", "-1"], "--seed: must be"),
     (["bench", "decoders", "--temperature", "0"], "which SMC does not decode"),
+    (["bench", "decoders", "--temperature", "nan"], "temperature must be"),
+    (["bench", "latency", "--rates", "0"], "--rates: must be a number above 0, got 0"),
     (["bench", "latency", "--plot", "/tmp/x/"], "--plot must"),
-    (["bench", "acceptance", "--acceptance", "1.01"], "--acceptance must be rates from 0 to 1, got 1.01"),
+    (["bench", "acceptance", "--acceptance", "1.01"], "--acceptance: must be a number from 0 to 1, got 1.01"),
     (["bench", "acceptance", "--acceptance", "high"], "--acceptance"),
     (["bench", "acceptance", "--gammas"], "--gammas"),
     (["bench", "acceptance", "--plot", "/no/such/place/x.svg"], "--plot must lie in a directory"),
@@ -140,7 +165,7 @@ def test_a_directory_that_cannot_be_used_is_1(
 
 
 def test_half_a_pair(smcjax: Command, pair: Pair) -> None:
-    for option, other in (("--model", "draft_model"), ("--draft-model", "model")):
+    for option, other in (("--model", "--draft-model"), ("--draft-model", "--model")):
         result = smcjax(*GENERATE, option, pair.target)
         assert result.code == 2
         assert f"{other} is not" in result.err
@@ -239,3 +264,77 @@ def test_an_ascii_terminal_still_gets_its_answer() -> None:
 
 def test_the_entry_point_is_main() -> None:
     assert main.make_parser().prog == "smcjax"
+
+
+def test_arguments_are_refused_before_jax_is_imported() -> None:
+    """Neither does the time that takes pass, nor is anything read: all of them in one process."""
+    needs_jax = ("--implementation", "--context")  # what the machine is, and what a case needs
+    argvs = [argv for argv, _ in USAGE if argv[-1] != "a" * 5000 and not {*needs_jax} & {*argv}]
+    argvs += [[*GENERATE, "--model", path, "--draft-model", "/"] for path in NOWHERE]
+    argvs += [[*GENERATE, "--model", "org/name"], ["bench", "cycle", "--compare", "--decoding", "rejection"]]
+    assert len(argvs) > 70
+    code = (
+        "import json, sys; from smcjax.cli.main import main\n"
+        "for argv in json.load(sys.stdin):\n"
+        "    try: code = main(argv)\n"
+        "    except SystemExit as ended: code = ended.code\n"
+        "    if code not in (1, 2) or 'jax' in sys.modules: sys.exit(f'{argv} gave {code}')\n"
+    )
+    result = run_python(code, input=json.dumps(argvs))
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) == len(argvs)
+
+
+NOWHERE = ("/no/such/place", "./nothing", "~nosuchuser", "~/no/such/place", "a/b/c", "/etc/passwd/x")
+
+
+@pytest.mark.parametrize("path", NOWHERE)
+def test_a_path_that_leads_nowhere_is_named(smcjax: Command, path: str) -> None:
+    for models in (["--model", path, "--draft-model", "/"], ["--model", "/", "--draft-model", path]):
+        result = smcjax(*GENERATE, *models)
+        assert result.code == 1
+        assert f" {path} does not exist" in result.err
+        assert_one_sentence(result)
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_without_a_command_the_help_is_shown(smcjax: Command, command: list[str]) -> None:
+    result = smcjax(*command)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == smcjax(*command, "--help").out
+
+
+def test_choices_are_those_of_the_library(pair: Pair) -> None:
+    """What the command line offers is what the library takes, and its ranges are the library's."""
+    assert set(bench_options.SHAPES) == set(shapes.SHAPES)
+    for quantization in options.QUANTIZATIONS:
+        check_quantization("quantization", quantization)
+    for dtype in options.DTYPES:
+        weights_dtype(dtype)
+    asked: dict[str, list[object]] = {
+        "dtype": ["float16", "int8"],
+        "quantization": ["int4"],
+        "admission": ["never"],
+        "implementation": ["mosaic"],
+        "max_model_len": [1, (1 << 20) + 1],
+        "page_size": [0, 65],
+        "num_pages": [1, (1 << 30) + 1],
+        "max_num_seqs": [0, 4097],
+        "seed": [-1, MAX_SEED + 1],
+    }
+    parser = main.make_parser()
+    for name, wrong in asked.items():
+        for value in wrong:
+            with pytest.raises(ValueError, match=name):
+                LLM(pair.target, draft_model=pair.draft, **{name: value})
+            with pytest.raises(SystemExit):
+                parser.parse_args(["eval", f"--{name.replace('_', '-')}", str(value)])
+    for argv in (
+        *(["--admission", admission] for admission in options.ADMISSIONS),
+        *(["--max-model-len", str(length)] for length in (2, 1 << 20)),
+        *(["--page-size", str(size)] for size in (1, 64)),
+        *(["--num-pages", str(pages)] for pages in (2, 1 << 30)),
+        *(["--max-num-seqs", str(batch)] for batch in (1, 4096)),
+        *(["--seed", str(seed)] for seed in (0, MAX_SEED)),
+    ):
+        parser.parse_args(["eval", *argv])

@@ -233,5 +233,5 @@ def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("jax.devices", devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(RuntimeError, match=r"JAX_PLATFORMS is 'cuda' .* install smcjax\[cuda13\]"):
+    with pytest.raises(RuntimeError, match=r"JAX_PLATFORMS is 'cuda' .* 'uv run --extra cuda13 smcjax …'"):
         smc_llm(pair)

@@ -1,0 +1,163 @@
+"""What a user chooses about decoding: static, hashable, checked once, and without JAX, which takes a second."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smcjax.plain import use_plain_numbers
+
+SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
+SELECTIONS = ("sample", "best")  # of SMC's answer
+VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """The static numbers of a cycle.
+
+    Attributes:
+        rows: N, rows of a group.
+        gamma: K, draft tokens of a row.
+        bonus: whether the target forward also covers the last draft, so that a token more can be drawn behind it.
+        defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
+            forward is over two tokens.
+        draft_temperature: T_q; None: the request's.
+    """
+
+    rows: int
+    gamma: int
+    bonus: bool = True
+    defers: bool = True
+    draft_temperature: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens of a block: positions that the target's forward covers."""
+        return self.gamma + 1 if self.bonus else self.gamma
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """Decoding by the target model alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SMC:
+    """Sequential Monte Carlo speculative decoding (arXiv 2604.15672).
+
+    Attributes:
+        n_particles: N, sequences kept per request.
+        gamma: K, draft tokens per cycle; a cycle advances every particle by K + 1 tokens.
+        draft_temperature: T_q > 0; None follows the request's temperature.
+        power: α > 0, the exponent of the target distribution; 1 is the plain target model.
+        ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
+        resampling: one of `smcjax.smc.SCHEMES`.
+        select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
+            sample of the target nor its mode).
+        bonus: draw one more token a cycle from the target's last column.
+        defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
+            draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
+        trace: keep ESS, weights and ancestors of every cycle in the result.
+    """
+
+    n_particles: int = 8
+    gamma: int = 8
+    draft_temperature: float | None = None
+    power: float = 1.0
+    ess_threshold: float = 0.5
+    resampling: str = "systematic"
+    select: str = "sample"
+    bonus: bool = True
+    defer_bonus: bool = True
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        use_plain_numbers(self)
+        _check_sizes(self, "n_particles", "gamma")
+        _check_draft_temperature(self.draft_temperature)
+        if not _is_number(self.power, 1e-3, 1e3):
+            raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
+        if not _is_number(self.ess_threshold, 0.0, 1.0):
+            raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
+        if self.resampling not in SCHEMES:
+            raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
+        if self.select not in SELECTIONS:
+            raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
+        for name in ("bonus", "defer_bonus", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+
+    @property
+    def speculation(self) -> Speculation:
+        """What draft and verification need to know."""
+        return Speculation(
+            self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
+        )
+
+    @property
+    def tokens_per_cycle(self) -> int:
+        """Tokens by which a cycle advances a live particle."""
+        return self.speculation.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
+
+    Attributes:
+        gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens.
+        verification: "token" decides draft by draft (arXiv 2211.17192, 2302.01318), "block" about all of them together,
+            which accepts never fewer in the mean (arXiv 2403.10444).
+        n_candidates: N, independent drafts of a request, of which the target accepts along a tree ("token" only):
+            recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
+        draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
+    """
+
+    gamma: int = 4
+    verification: str = "token"
+    n_candidates: int = 1
+    draft_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        use_plain_numbers(self)
+        _check_sizes(self, "gamma", "n_candidates")
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
+        if self.verification == "block" and self.n_candidates > 1:
+            raise ValueError(
+                f"verification='block' is for one candidate, got n_candidates={self.n_candidates}; "
+                "use verification='token' or n_candidates=1."
+            )
+        _check_draft_temperature(self.draft_temperature)
+
+    @property
+    def speculation(self) -> Speculation:
+        """What draft and verification need to know."""
+        return Speculation(self.n_candidates, self.gamma, draft_temperature=self.draft_temperature)
+
+    @property
+    def tokens_per_cycle(self) -> int:
+        """Tokens by which a cycle advances a request at most."""
+        return self.speculation.width
+
+
+_MOST = {"n_particles": 1024, "n_candidates": 1024, "gamma": 64}
+
+
+def _check_sizes(options: SMC | Rejection, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
+            raise ValueError(f"{name} must be a whole number from 1 to {_MOST[name]}, got {value!r}.")
+
+
+def _check_draft_temperature(value: object) -> None:
+    if value is not None and not _is_number(value, 1e-3, 1e3):
+        raise ValueError(
+            f"draft_temperature must be a number from 0.001 to 1000, or None to follow the request's temperature, "
+            f"got {value!r}."
+        )
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most  # no NaN
