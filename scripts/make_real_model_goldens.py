@@ -1,4 +1,4 @@
-"""Writes what tests/…/test_real_model.py and test_gguf_tokenizer.py compare with, by programs that share nothing with us.
+"""Writes the goldens of the tests of the real model, by transformers and torch, which share nothing with this package.
 
     python scripts/make_real_model_goldens.py SmolLM2-135M-Instruct.Q4_1.gguf tests/data/real_model
 

@@ -58,6 +58,8 @@ def check_models(args: argparse.Namespace) -> None:
     """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
     given = {"--model": args.model, "--draft-model": args.draft_model}
     needed = [option for option in given if option == "--model" or args.decoding != "autoregressive"]
+    if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
+        needed = ["--model"]
     if len({given[option] is None for option in needed}) == 2:
         there, missing = sorted(given, key=lambda option: given[option] is None)
         alone = ", or --decoding autoregressive for the target alone" if there == "--model" else ""
