@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, SupportsInt
 
 from smcjax.errors import CheckpointError
+from smcjax.tokenizer_files import load_tokenizer
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FILES = (*_CONTENTS, "tokenizer_config.json")
@@ -55,9 +56,8 @@ class Tokenizer:
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:
         """The tokenizer of a model directory, or None where it has no tokenizer files. Never the network.
 
-        A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it:
-        the class that config.json would make transformers choose may rebuild the pre-tokenizer by its own rule.
-        Only without that file is the choice left to AutoTokenizer. Raises CheckpointError for files that are corrupt.
+        A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it
+        (`load_tokenizer`). Raises CheckpointError for files that are corrupt, too large, or ask for code to be run.
         """
         directory = Path(directory)
         if not any((directory / name).exists() for name in _FILES):
@@ -67,21 +67,8 @@ class Tokenizer:
                 f"{directory} has tokenizer_config.json but no vocabulary; fetch tokenizer.json, or remove that file "
                 "to work with token ids"
             )
-        try:
-            with _quiet():
-                import transformers
-
-                kind: Any = transformers.AutoTokenizer
-                if (directory / "tokenizer.json").exists():
-                    kind = transformers.PreTrainedTokenizerFast
-                inner = kind.from_pretrained(str(directory), local_files_only=True)
-                return cls(inner, inner.get_vocab())
-        except Exception as error:  # tokenizers raises bare Exception, transformers whatever it came across
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"the tokenizer files in {directory} cannot be read ({type(error).__name__}: {reason}); "
-                "fetch them again, with tokenizer.json among them"
-            ) from error
+        with _quiet():
+            return cls(*load_tokenizer(directory))
 
     def __len__(self) -> int:
         """The number of tokens, special and added ones included; ids may have gaps, so no bound on them."""
