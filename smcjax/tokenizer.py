@@ -13,6 +13,7 @@ from typing import Any, SupportsInt
 
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
+from smcjax.tokenizer_files import load_tokenizer
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FILES = (*_CONTENTS, "tokenizer_config.json")
@@ -56,9 +57,8 @@ class Tokenizer:
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:
         """The tokenizer of a model directory or GGUF file, or None where it has none. Never the network.
 
-        A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it:
-        the class that config.json would make transformers choose may rebuild the pre-tokenizer by its own rule.
-        Only without that file is the choice left to AutoTokenizer. Raises CheckpointError for files that are corrupt.
+        A tokenizer.json is taken as it stands, with the special tokens and the chat template of the files beside it
+        (`load_tokenizer`). Raises CheckpointError for files that are corrupt, too large, or ask for code to be run.
         """
         directory = Path(directory)
         if directory.is_file():
@@ -70,21 +70,8 @@ class Tokenizer:
                 f"{directory} has tokenizer_config.json but no vocabulary; fetch tokenizer.json, or remove that file "
                 "to work with token ids"
             )
-        try:
-            with _quiet():
-                import transformers
-
-                kind: Any = transformers.AutoTokenizer
-                if (directory / "tokenizer.json").exists():
-                    kind = transformers.PreTrainedTokenizerFast
-                inner = kind.from_pretrained(str(directory), local_files_only=True)
-                return cls(inner, inner.get_vocab())
-        except Exception as error:  # tokenizers raises bare Exception, transformers whatever it came across
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"the tokenizer files in {directory} cannot be read ({type(error).__name__}: {reason}); "
-                "fetch them again, with tokenizer.json among them"
-            ) from error
+        with _quiet():
+            return cls(*load_tokenizer(directory))
 
     @classmethod
     def from_gguf(cls, path: Path) -> Tokenizer | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,12 +16,17 @@ import safetensors
 
 from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
+from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, require_file, shortened
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import gguf_name, read_gguf
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.hub import PACKAGED, fetched_model, is_hub_id, packaged_model
-from smcjax.model.params import LayerParams, Params, param_shapes
+from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 
+logger = logging.getLogger("smcjax")
+
+CONFIG_BYTES = 4 * MIB  # of a config.json at most; real ones have kilobytes
+INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
@@ -56,13 +61,16 @@ class _TensorFile:
     @classmethod
     def open(cls, path: Path) -> _TensorFile:
         try:
+            require_file(path)
             handle = safetensors.safe_open(path, framework="numpy")
             shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        except Unreadable as error:
+            raise CheckpointError(f"{path} {error}; {error.mend}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error}); check that file and its permissions") from None
         except safetensors.SafetensorError as error:
             raise CheckpointError(
-                f"{path} is not a complete safetensors file ({error}); download or convert it again"
+                f"{path} is not a complete safetensors file ({shortened(error, 200)}); download or convert it again"
             ) from None
         return cls(path, handle, shapes)
 
@@ -147,9 +155,29 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     generation = directory / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else None
     try:
-        return config_from_hf(config, generation_config)
+        parsed = config_from_hf(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
+    _require_plausible(directory, parsed)
+    return parsed
+
+
+def _require_plausible(directory: Path, config: ModelConfig) -> None:
+    """Refuses a config of another order of size than the weights beside it, before anything is made of it.
+
+    What differs by less is named tensor by tensor when the files are opened.
+    """
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.is_file())
+    least = 2 * num_params(config)  # no dtype that is read has fewer than two bytes
+    if 0 < 4 * stored < least:
+        _open_tensors(directory)  # a file cut short is the likelier mistake, and says so
+        sizes = f"num_hidden_layers {config.num_layers}, num_attention_heads {config.num_heads}, "
+        sizes += f"head_dim {config.head_dim}, hidden_size {config.hidden_size}, "
+        sizes += f"intermediate_size {config.intermediate_size}, vocab_size {config.vocab_size}"
+        raise CheckpointError(
+            f"{directory / 'config.json'} calls for {least / 2:.3g} weights ({sizes}) and the .safetensors files "
+            f"beside it have {stored:,} bytes; use the config.json that belongs to them"
+        )
 
 
 def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tuple[ModelConfig, Params]:
@@ -197,17 +225,11 @@ def weights_dtype(dtype: Any) -> np.dtype:
     return resolved
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a model directory needs it, so fetch or convert it") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    except ValueError as error:  # undecodable bytes and JSON errors alike
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or write it again") from None
-    except RecursionError:
-        raise CheckpointError(f"{path} is not valid JSON (nested too deeply); fetch or write it again") from None
+        return read_json(path, limit)
+    except Unreadable as error:
+        raise CheckpointError(f"{path} {error}; {error.mend}") from None
 
 
 def _opened(directory: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
@@ -225,11 +247,14 @@ def _opened_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[
 
 
 def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
-    """Every tensor name of the directory, with the file that holds it."""
-    if (directory / _WEIGHTS).exists():
-        file = _TensorFile.open(directory / _WEIGHTS)
-        return dict.fromkeys(file.shapes, file)
-    if not (directory / _INDEX).exists():
+    """Every tensor name of the directory, with the file that holds it.
+
+    model.safetensors comes before an index, as in transformers; but the two must agree where both are there.
+    """
+    single, index = directory / _WEIGHTS, directory / _INDEX
+    if not single.exists():
+        if index.exists():
+            return _open_shards(directory)
         if any(directory.glob("pytorch_model*.bin*")):
             raise CheckpointError(
                 f"{directory} holds pickled weights (pytorch_model.bin) only; convert them to safetensors, "
@@ -237,26 +262,48 @@ def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
             )
         raise CheckpointError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; fetch the weights")
 
-    index_path = directory / _INDEX
-    index = _read_json(index_path)
+    file = _TensorFile.open(single)
+    tensors = dict.fromkeys(file.shapes, file)
+    if index.exists() and set(_weight_map(index).values()) != {_WEIGHTS}:
+        shards = _open_shards(directory)
+        if {name: shard.shapes[name] for name, shard in shards.items()} != file.shapes:
+            raise CheckpointError(
+                f"{directory} holds two models, {_WEIGHTS} and the files that {_INDEX} names, whose tensors differ; "
+                "remove the one that is not meant"
+            )
+        logger.warning("%s is read and the files that %s names are not: one file goes before many.", single, _INDEX)
+    return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file name of every tensor, by an index."""
+    index = _read_json(path, INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path} has no weight_map from tensor to file; fetch it again")
+        raise CheckpointError(f"{path} has no weight_map from tensor to file; fetch it again")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not is_name_in_directory(shard, ".safetensors"):
             raise CheckpointError(
-                f"{index_path} names {shard!r}, which is no safetensors file beside it; fetch it again"
+                f"{path} names {shortened(repr(shard))}, which is no safetensors file beside it; fetch it again"
             )
+    return weight_map
+
+
+def _open_shards(directory: Path) -> dict[str, _TensorFile]:
+    """Every tensor name of the index, with the shard that holds it."""
+    weight_map = _weight_map(directory / _INDEX)
     shards = {}
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).exists():
             raise CheckpointError(f"{directory / shard} is missing, but {_INDEX} names it; fetch that shard")
         shards[shard] = _TensorFile.open(directory / shard)
+    listed: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        listed.setdefault(shard, set()).add(name)
     for shard, file in shards.items():
-        listed = {name for name, where in weight_map.items() if where == shard}
-        if listed != file.shapes.keys():
+        if listed[shard] != file.shapes.keys():
             raise CheckpointError(
-                f"{file.path} and {_INDEX} disagree about {_some(sorted(listed ^ file.shapes.keys()))}; "
+                f"{file.path} and {_INDEX} disagree about {_some(sorted(listed[shard] ^ file.shapes.keys()))}; "
                 "fetch both again"
             )
     return {name: shards[shard] for name, shard in weight_map.items()}
@@ -302,7 +349,7 @@ def _account_for_names(
         if not name.endswith("rotary_emb.inv_freq") and name not in (_EMBED, _LM_HEAD)
     )
     reshaped = [
-        f"{name} is {list(tensors[name].shapes[name])} instead of {list(shape)}"
+        f"{name} is {shortened(list(tensors[name].shapes[name]))} instead of {list(shape)}"
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shapes[name] != shape
     ]
@@ -321,5 +368,5 @@ def _account_for_names(
 
 def _some(names: list[str]) -> str:
     """The first three names and the count of all."""
-    shown = ", ".join(names[:3])
+    shown = ", ".join(shortened(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown}, … ({len(names)} in all)"

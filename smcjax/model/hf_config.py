@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from smcjax.files import shortened
 from smcjax.model.config import ModelConfig, RopeScaling
 
 
@@ -35,7 +36,24 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family("qwen3", 32, 128, 32768),
 }
 _MISTRAL_DEFAULT_WINDOW = 4096
-_DTYPES = ("float32", "bfloat16", "float16")
+# Spellings of transformers and torch; a config's dtype chooses nothing here, so one that says nothing is no fault.
+_DTYPES = {
+    **{name: name for name in ("float32", "bfloat16", "float16", "float64")},
+    **{"auto": "float32", "float": "float32", "half": "float16", "double": "float64"},
+}
+# The largest that is taken for a size: several times what any model has, so that what is refused is a mistake. Sizes
+# within make trees and shapes at once; whether the weights are of such a size is another question (`checkpoint`).
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+}
+_MAX_INT = (1 << 31) - 1  # of positions and token ids, which are int32
+_MAX_EOS_IDS = 1024
 
 # Keys with no say in the logits of a forward pass: provenance, training, dropout (off at inference), the sampling
 # defaults and tokenizer hints that older configs carry, and how (not what) another library computes.
@@ -63,10 +81,7 @@ _REQUIRED = object()
 
 
 def _refusal(key: str, value: Any, reason: str) -> ValueError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return ValueError(f"{key} is {shown} in the model's config, but {reason}")
+    return ValueError(f"{shortened(key)} is {shortened(repr(value))} in the model's config, but {reason}")
 
 
 class _Keys:
@@ -98,6 +113,9 @@ class _Keys:
         value = self._required(key, default, "a positive integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.refusal(key, "it must be a positive JSON integer")
+        most = _LARGEST.get(key, _MAX_INT)
+        if value > most:
+            raise self.refusal(key, f"no model has more than {most} there; correct the config")
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
@@ -289,7 +307,7 @@ def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
     """What one rope dict asks for: nothing ("default") or llama3."""
     kind, old_kind = keys.raw("rope_type"), keys.raw("type")
     if kind is not None and old_kind is not None and kind != old_kind:
-        raise keys.refusal("type", f"rope_type is {kind!r}; keep the right one")
+        raise keys.refusal("type", f"rope_type is {shortened(repr(kind))}; keep the right one")
     name = "rope_type" if kind is not None else "type"
     kind = kind if kind is not None else (old_kind if old_kind is not None else "default")
     if kind not in ("default", "llama3"):
@@ -314,6 +332,8 @@ def _token_ids(key: str, keys: _Keys, values: Mapping[str, Any], default: int | 
         return [] if default is None or default >= vocab_size else [default]
     value = values[key]
     ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    if len(ids) > _MAX_EOS_IDS:
+        raise _refusal(key, value, f"it holds {len(ids)} ids and at most {_MAX_EOS_IDS} are taken; keep those meant")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise _refusal(key, value, "it must hold JSON integers")
@@ -349,6 +369,6 @@ def _dtype(keys: _Keys) -> str:
     value = keys.raw(name, "float32")
     keys.raw("torch_dtype")
     short = value.removeprefix("torch.") if isinstance(value, str) else value
-    if short not in _DTYPES:
+    if not isinstance(short, str) or short not in _DTYPES:
         raise keys.refusal(name, f"only {', '.join(_DTYPES)} are read; convert the checkpoint to one of them")
-    return short
+    return _DTYPES[short]

@@ -84,6 +84,13 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
     )
 
 
+def num_params(config: ModelConfig) -> int:
+    """The number of weights that `config` calls for, without making a tree of them."""
+    few = param_shapes(dataclasses.replace(config, num_layers=1), jnp.float32)
+    layer = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(few.layers))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(few)) + (config.num_layers - 1) * layer
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
     """Random weights: norms 1, biases 0, matrices Gaussian with standard deviation 1/√(fan-in), 0.02 for the
     embedding; what a training run starts from and what a speed benchmark runs on."""

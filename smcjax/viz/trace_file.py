@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from smcjax.engine.outputs import RequestOutput
+from smcjax.files import MIB, Unreadable, read_json, shortened
 
 FORMAT, VERSION = "smcjax-trace", 1
+TRACE_BYTES = 256 * MIB  # at most; 1,024 particles of 2,048 tokens take some 20
 _NOT_FINITE = {None: -math.inf, "NaN": math.nan, "Infinity": math.inf}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -129,29 +131,17 @@ def load_trace(path: str | os.PathLike[str]) -> TraceFile:
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     mend = "pass a file written by 'smcjax generate --trace'"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; {mend}.") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); {mend}.") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file; {mend}.") from None
-    try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not valid JSON, perhaps cut short; {mend}.") from None
+        fields = read_json(path, TRACE_BYTES)
+    except Unreadable as error:
+        raise ValueError(f"{path} {error}; {mend}.") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ValueError(f"{path} is not a trace of smcjax; {mend}.")
     if fields.get("version") != VERSION or isinstance(fields["version"], bool):
         raise ValueError(
-            f"{path} is a trace of version {fields.get('version')!r} and this smcjax reads version {VERSION}; "
-            "use the smcjax that wrote it."
+            f"{path} is a trace of version {shortened(repr(fields.get('version')))} and this smcjax reads version "
+            f"{VERSION}; use the smcjax that wrote it."
         )
     return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)  # NaN and Infinity as bare words are Python's, not JSON's
 
 
 def _number(value: float | np.floating) -> float | str | None:

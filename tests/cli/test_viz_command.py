@@ -48,8 +48,8 @@ def test_where_it_is_told(smcjax: Command, trace: Path, tmp_path: Path, option: 
         (["trace.svg"], "must not be the trace itself"),
         (["trace.svg", "-o", "./trace.svg"], "must not be the trace itself"),
         (["nothing.json"], "nothing.json does not exist"),
-        (["."], ". cannot be read (Is a directory)"),
-        (["cut.json"], "cut.json is not valid JSON, perhaps cut short"),
+        (["."], ". cannot be read (it is a directory, not a regular file)"),
+        (["cut.json"], "cut.json is not valid JSON (Unterminated string"),
         (["other.json"], "other.json is not a trace"),
     ],
 )

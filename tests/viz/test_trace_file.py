@@ -114,7 +114,7 @@ def refusal(path: Path) -> str:
 
 def test_a_place_without_a_file(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "nothing.json")
-    assert "cannot be read (Is a directory)" in refusal(tmp_path)
+    assert "cannot be read (it is a directory, not a regular file)" in refusal(tmp_path)
     assert "cannot be read (Not a directory)" in refusal(saved(tmp_path) / "inner")
     assert "cannot be read (File name too long)" in refusal(tmp_path / ("x" * 300))
 
@@ -128,6 +128,8 @@ def test_a_place_without_a_file(tmp_path: Path) -> None:
         (b"\x89PNG\r\n\x1a\n", "not a text file"),
         (b"[" * 100_000, "not valid JSON"),
         (b"9" * 10_000, "not valid JSON"),
+        (b'{"log_evidence": ' + b"9" * 400 + b"}", "an integer of 400 digits"),
+        (b'{"n_particles": 2, "n_particles": 3}', "the key 'n_particles' stands there twice"),
         (b'{"format": NaN}', "not valid JSON"),
         (b"null", "not a trace"),
         (b"[]", "not a trace"),
@@ -198,7 +200,7 @@ def put(name: str, *place: int, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("log_weights", 0, 0, value="-inf"), "log_weights has an entry"),
         (put("log_weights", 0, 0, value=True), "log_weights has an entry"),
         (put("log_weights", 0, 0, value=1e39), "log_weights has an entry"),
-        (put("log_weights", 0, 0, value=10**400), "log_weights has an entry"),
+        (put("log_weights", 0, 0, value=10**99), "log_weights has an entry"),
         (put("log_weights", 2, value=None), "log_weights must have shape [3, 4]"),
         (put("final_log_weights", value=[0.0] * 3), "final_log_weights must have shape [4]"),
         (put("lengths", 0, 0, value=-1), "lengths has an entry"),
