@@ -84,6 +84,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
     group.add_argument("--min-tokens", type=int, default=0, help="no end before this many (0)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    group.add_argument(
+        "--stop-token-ids",
+        action="append",
+        type=int,
+        metavar="ID",
+        help="end with this token; may be given repeatedly",
+    )
 
 
 def sampling_from(
@@ -101,6 +108,7 @@ def sampling_from(
         top_p=args.top_p,
         top_k=args.top_k,
         stop=args.stop,
+        stop_token_ids=args.stop_token_ids,
         seed=seed,
     )
     if isinstance(decoding, SMC):

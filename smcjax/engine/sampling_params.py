@@ -19,9 +19,10 @@ class SamplingParams:
         temperature: T of p_T = softmax(logits / T); 0 is greedy, for decoders that have it.
         top_p: keep the smallest set of tokens of this total probability; 1 keeps all.
         top_k: keep this many most probable tokens; 0 or −1 keeps all.
-        stop: strings that end the text, themselves not part of it.
-        stop_token_ids: token ids that end a sequence, besides the model's EOS.
-        ignore_eos: treat EOS as an ordinary token.
+        stop: strings that end the text, themselves not part of it; one that is a special token ends the sequence as
+            `stop_token_ids` does.
+        stop_token_ids: token ids that end a sequence, besides EOS.
+        ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.
         logprobs: 1 returns log p_T of the generated tokens.
         n: refused; a population is asked for with SMC(n_particles=…).
