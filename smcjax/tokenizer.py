@@ -49,9 +49,14 @@ class Tokenizer:
 
     def __init__(self, inner: Any, vocab: dict[str, int]) -> None:
         self._inner = inner
+        # What decodes inside of the tokenizers that have it, in a fifth of the time.
+        self._backend = inner.backend_tokenizer if inner.is_fast else None
         self.vocab = vocab  # every token, special and added ones too, to its id
         # Tokens of single bytes (SentencePiece's fallback): a run of them is decoded as a whole.
-        self.byte_ids = frozenset(id for token, id in vocab.items() if re.fullmatch("<0x[0-9A-F]{2}>", token))
+        self.byte_ids = frozenset(id for token, id in vocab.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
+        special = {id for id, token in inner.added_tokens_decoder.items() if token.special} | {*inner.all_special_ids}
+        self.special_tokens = {token: id for token, id in vocab.items() if id in special}
+        self.text_ids = frozenset(vocab.values()) - special  # of the tokens that have a text
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer | None:
@@ -116,9 +121,10 @@ class Tokenizer:
 
         Spaces are left as the tokens have them: cleaning them up would change text that a stream has already shown.
         """
-        return self._inner.decode(
-            [int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        shown = [token for token in map(int, ids) if token in self.text_ids]
+        if self._backend is not None:
+            return self._backend.decode(shown)
+        return self._inner.decode(shown, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(self, messages: Any) -> list[int]:
         """Token ids of a conversation, a list of {"role", "content"} dicts, up to where the assistant is to speak.

@@ -136,6 +136,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=str(max_tokens or "up to max-model-len"))
     group.add_argument("--min-tokens", type=int, default=0, help="no end before this many (0)")
     group.add_argument("--stop", type=text, action="append", metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument(
+        "--stop-token-ids",
+        action="append",
+        type=whole(0, (1 << 31) - 1),
+        metavar="ID",
+        help="end with this token; repeatable",
+    )
 
 
 def sampling_from(
@@ -149,6 +156,7 @@ def sampling_from(
         top_p=args.top_p,
         top_k=args.top_k,
         stop=args.stop,
+        stop_token_ids=args.stop_token_ids,
         seed=seed,
     )
     if isinstance(decoding, SMC):

@@ -23,9 +23,9 @@ from smcjax.engine.loading import load_models, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize
+from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize, told_apart
 from smcjax.engine.runner import Runner
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc, refuse_stop_strings
 from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
@@ -238,9 +238,9 @@ class LLM:
     def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
 
-        Certain is what all particles that may still be selected agree on: after a resampling that is much, without
-        one nothing before the end. A reader who stops iterating aborts the request. Raises ValueError at once for a
-        request that cannot run.
+        Certain is what all particles that may still be selected begin with: after a resampling that is often much,
+        without one it is as far as they happen to agree. A reader who stops iterating aborts the request. Raises
+        ValueError at once for a request that cannot run.
         """
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
         with self.turn:
@@ -312,16 +312,13 @@ class LLM:
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         """The `index`-th of the next requests, checked."""
-        text, token_ids = tokenize(prompt, self.tokenizer, self.models.target.vocab_size)
+        vocab_size = self.models.target.vocab_size
+        text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
+        params, named = told_apart(params, self.tokenizer, vocab_size)
         if self._smc is not None:
             refuse_for_smc(params, self._smc)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop needs a tokenizer, which the model directory lacks; use stop_token_ids.")
-        vocab_size = self.models.target.vocab_size
-        extra = tuple(params.stop_token_ids or ())
-        if any(token >= vocab_size for token in extra):
-            raise ValueError(f"stop_token_ids holds {max(extra)}; ids of this model are 0 to {vocab_size - 1}.")
-        stop_ids = extra if params.ignore_eos else (*self.models.eos_token_ids, *extra)
+            refuse_stop_strings(params, self._smc)
+        stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self.max_model_len)

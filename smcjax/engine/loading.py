@@ -53,11 +53,14 @@ class Models:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """From the target's configs; where they name none, the tokenizer's. Ids that no logit stands for are none."""
-        ids = self.target.eos_token_ids
-        if not ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            ids = (self.tokenizer.eos_token_id,)
-        return tuple(token for token in ids if token < self.target.vocab_size)
+        """Those of the target's configs and the tokenizer's own; ids that no logit stands for are left out.
+
+        They may differ: of chat models the config often names what ends a text, the tokenizer what ends a turn.
+        """
+        ids = [*self.target.eos_token_ids]
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return tuple(token for token in dict.fromkeys(ids) if token < self.target.vocab_size)
 
 
 def bundled_model(name: str) -> Path:

@@ -92,6 +92,41 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
     return text, token_ids
 
 
+def told_apart(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[SamplingParams, tuple[int, ...]]:
+    """The same parameters with `stop` as far as it is text, and the ids of all stop tokens that they name.
+
+    A stop string that is a special token means that token, which never becomes text. Raises ValueError for one that
+    holds a special token among other text, so that it could never be found, and for ids that the model lacks.
+    """
+    named = tuple(params.stop_token_ids or ())
+    if any(token >= vocab_size for token in named):
+        raise ValueError(f"stop_token_ids holds {max(named)}; ids of this model are 0 to {vocab_size - 1}.")
+    if not params.stop_strings:
+        return params, named
+    if tokenizer is None:
+        raise ValueError("stop needs a tokenizer, which the model directory lacks; use stop_token_ids.")
+    special = tokenizer.special_tokens
+    for text in params.stop_strings:
+        if text not in special:
+            for token in special:
+                if token and token in text:
+                    raise ValueError(
+                        f"stop holds {short(text)}, and {token!r} in it is a special token, which never becomes text; "
+                        "make the token a stop by itself."
+                    )
+        elif special[text] >= vocab_size:
+            raise ValueError(
+                f"stop holds {text!r}, the token {special[text]}, and ids of this model are 0 to {vocab_size - 1}; "
+                "leave it out."
+            )
+        else:
+            named += (special[text],)
+    strings = tuple(text for text in params.stop_strings if text not in special)
+    return dataclasses.replace(params, stop=strings or None), named
+
+
 def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -> int:
     """Length at which the request's sequences are cut. Raises ValueError if nothing can be generated."""
     if len(token_ids) >= max_model_len:

@@ -13,6 +13,7 @@ from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
+from smcjax.engine.text import AnswerText, answer_text
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
@@ -165,13 +166,16 @@ def _reason(request: Request, token_ids: list[int]) -> str:
 
 def _completion(request: Request, token_ids: list[int], tokenizer: Tokenizer | None) -> CompletionOutput:
     reason = _reason(request, token_ids)
+    if tokenizer is None:
+        return CompletionOutput(0, "", token_ids, reason)
     shown = token_ids[:-1] if reason == "stop" else token_ids
-    text = "" if tokenizer is None else tokenizer.decode(shown)
-    if tokenizer is not None and request.params.stop_strings:
-        cut = first_stop(text, request.params.stop_strings)
-        if cut is not None:
-            return CompletionOutput(0, text[:cut], _tokens_up_to(shown, text, cut, request, tokenizer), "stop")
-    return CompletionOutput(0, text, token_ids, reason)
+    text = answer_text(tokenizer, request.token_ids, shown)
+    stops = request.params.stop_strings
+    cut = first_stop(text, stops)
+    if cut is None:
+        return CompletionOutput(0, text, token_ids, reason)
+    end = cut + min(len(stop) for stop in stops if text.startswith(stop, cut))
+    return CompletionOutput(0, text[:cut], _tokens_up_to(text[:end], shown, request, tokenizer), "stop")
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -180,14 +184,14 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
-def _tokens_up_to(token_ids: list[int], text: str, cut: int, request: Request, tokenizer: Tokenizer) -> list[int]:
-    """The fewest leading tokens whose text holds the stop string that begins at `cut`."""
-    low, high = 0, len(token_ids)
-    while low < high:
-        middle = (low + high) // 2
-        at = first_stop(tokenizer.decode(token_ids[:middle]), request.params.stop_strings)
-        low, high = (low, middle) if at is not None and at <= cut else (middle + 1, high)
-    return token_ids[:low]
+def _tokens_up_to(text: str, token_ids: list[int], request: Request, tokenizer: Tokenizer) -> list[int]:
+    """The fewest leading tokens whose text begins with `text`, as that of all of them does."""
+    answer, settled = AnswerText(tokenizer, request.token_ids), 0
+    for count, token in enumerate(token_ids, 1):
+        settled += len(answer.feed(token))
+        if settled >= len(text) or answer.rest().startswith(text[settled:]):
+            return token_ids[:count]
+    return token_ids
 
 
 def _trace(
@@ -209,6 +213,6 @@ def _trace(
         ancestors=stacked("ancestors", (n,), np.int32),
         log_weights=stacked("log_weight", (n,), np.float32),
         lengths=stacked("length", (n,), np.int32) - len(request.token_ids),
-        texts=None if tokenizer is None else [tokenizer.decode(tokens) for tokens in sequences],
+        texts=None if tokenizer is None else [answer_text(tokenizer, request.token_ids, row) for row in sequences],
         selected=selected,
     )

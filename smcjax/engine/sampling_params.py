@@ -20,9 +20,10 @@ class SamplingParams:
         temperature: T of p_T = softmax(logits / T); 0 is greedy, for decoders that have it.
         top_p: keep the smallest set of tokens of this total probability; 1 keeps all.
         top_k: keep this many most probable tokens; 0 or −1 keeps all.
-        stop: strings that end the text, themselves not part of it.
-        stop_token_ids: token ids that end a sequence, besides the model's EOS.
-        ignore_eos: treat EOS as an ordinary token.
+        stop: strings that end the text, themselves not part of it; one that is a special token ends the sequence as
+            `stop_token_ids` does.
+        stop_token_ids: token ids that end a sequence, besides EOS.
+        ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.
         logprobs: 1 returns log p_T of the generated tokens.
         n: refused; a population is asked for with SMC(n_particles=…).
@@ -98,6 +99,13 @@ def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
             f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would weigh "
             "nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
         )
+
+
+def refuse_stop_strings(params: SamplingParams, decoding: SMC) -> None:
+    """Raises ValueError for text that ends an answer at a power other than 1, where its law would not be exact.
+
+    Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
+    """
     if params.stop_strings and decoding.power != 1.0:
         raise ValueError(
             f"stop strings change the law at power {decoding.power}; use power=1, or stop_token_ids, which are exact."

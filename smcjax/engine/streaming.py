@@ -6,7 +6,7 @@ such rows begin alike, taken after resampling, are final whichever row is select
 What a cycle costs is bounded by what it brings, however long the answer is:
 
     rows     a tree of their tokens, in which equal beginnings are one path; what is certain leaves it at the root
-    text     decoded from the last clean end of a character on, not from the beginning
+    text     `AnswerText`, which decodes a few tokens for each new one
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import numpy as np
 
 from smcjax.engine.requests import Request
 from smcjax.engine.results import first_stop
+from smcjax.engine.text import AnswerText
 from smcjax.tokenizer import Tokenizer
-
-UNDECODED = "\ufffd"  # what a decoder puts where bytes of a character are missing yet
-OPEN = 8  # tokens that an unfinished character may take before decoding it is tried ever more rarely
 
 
 class _Node:
@@ -80,17 +78,13 @@ class CertainText:
     """Follows one request's rows on the host and says what has become certain of its answer."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self._request, self._tokenizer = request, tokenizer
+        self._request = request
         self.token_ids: list[int] = []  # of the answer, handed out so far
         self._said: list[str] = []  # the same as text, in pieces
         self._rows = _Rows(0)
         self._agreed = 0  # tokens, by the rows as they are now
         self._followed = 0  # tokens that have been decoded
-        self._waiting: list[int] = []  # the last of them, where these are byte tokens
-        self._window: list[int] = []  # those before: from a clean end of a character on
-        self._clean = 0  # how many of these there were at the last clean end
-        self._known = ""  # the window's text as far as it has been taken
-        self._tried = 0  # length of the window when it last ended in the middle of a character
+        self._text = None if tokenizer is None else AnswerText(tokenizer, request.token_ids)
         self._open = ""  # text that may yet be the beginning of a stop string
         self._stopped = False  # a stop string is there: the end says where it is cut
         self._held: list[int] = []  # tokens that wait for their text, in which a stop string may be
@@ -132,47 +126,18 @@ class CertainText:
             return "", []
         self._said.append(text)
         fresh, self._held = self._held + fresh, []
-        if self._request.params.stop_strings and self._undecoded:
+        if self._request.params.stop_strings and self._text is not None and self._text.open:
             self._held = fresh
             return text, []
         self.token_ids += fresh
         return text, fresh
 
-    @property
-    def _undecoded(self) -> bool:
-        """Whether the text of some tokens has not been looked at yet."""
-        return bool(self._waiting) or len(self._window) > max(self._tried, self._clean)
-
     def _decoded(self, fresh: list[int]) -> str:
-        """What these tokens add to the text, up to its last whole character."""
-        if self._tokenizer is None:
+        """What these tokens add to the text, as far as it is settled."""
+        if self._text is None:
             return ""
-        # A run of byte tokens becomes other text as it goes on, so it waits for what follows it.
-        self._waiting += fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
-        decided = len(self._waiting)
-        while decided and self._waiting[decided - 1] in self._tokenizer.byte_ids:
-            decided -= 1
-        if not decided:
-            return ""
-        self._window += self._waiting[:decided]
-        del self._waiting[:decided]
-        if OPEN < len(self._window) < 2 * self._tried:  # bytes that make no text: no use to look at them every time
-            return ""
-        text = self._tokenizer.decode(self._window)
-        whole = text.rstrip(UNDECODED)
-        if not whole.startswith(self._known):  # a decoder that changes what it said; the end says it all
-            self._stopped = True
-            return ""
-        added = whole[len(self._known) :]
-        self._known, self._tried = whole, len(self._window)
-        if whole == text:
-            # The window goes on with its last part, without whose text a decoder may not know that it is in the middle.
-            last = self._window[self._clean :]
-            known = self._tokenizer.decode(last)
-            if known:
-                self._window, self._known = last, known
-            self._clean, self._tried = len(self._window), 0
-        return added
+        shown = fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
+        return "".join([self._text.feed(token) for token in shown])
 
     def _closed(self, added: str) -> str:
         """Of the text that is not said yet, what is neither a stop string nor perhaps the beginning of one."""

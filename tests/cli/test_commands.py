@@ -45,6 +45,9 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
     assert "ESS" not in greedy[0].err
 
 
+STOP_IDS = ("--stop-token-ids", "7", "--stop-token-ids", "9")
+
+
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["eval", "-n", "1"]])
 def test_what_a_request_asks_for_is_passed_on(
     smcjax: Command, models: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch
@@ -60,9 +63,9 @@ def test_what_a_request_asks_for_is_passed_on(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n"), encoding="utf-8"))
     options = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 9, "min_tokens": 5}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    smcjax(*command, *models, "--decoding", "autoregressive", *words, "--stop", "a", "--stop", "b")
+    smcjax(*command, *models, "--decoding", "autoregressive", *words, "--stop", "a", "--stop", "b", *STOP_IDS)
     (one,) = asked
-    assert one == SamplingParams(**options, stop=["a", "b"], seed=one.seed)
+    assert one == SamplingParams(**options, stop=["a", "b"], stop_token_ids=[7, 9], seed=one.seed)
     assert (one.seed is None) == (command == ["chat"])
 
 

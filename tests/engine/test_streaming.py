@@ -9,8 +9,6 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import tokenizers
-import transformers
 from hypothesis import given
 
 from smcjax import LLM, SMC, SamplingParams, StreamChunk
@@ -22,15 +20,9 @@ from smcjax.engine.streaming import CertainText
 from smcjax.tokenizer import Tokenizer
 from tests.checkpoints import EOS, Pair
 from tests.engine.conftest import smc_llm
+from tests.tokenizers_like import KINDS
 
-
-class Bytes:
-    """A tokenizer of one token a byte."""
-
-    byte_ids: frozenset[int] = frozenset()
-
-    def decode(self, token_ids: list[int]) -> str:
-        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+BYTES, BYTE_FALLBACK = KINDS["byte_level"], KINDS["byte_fallback"]
 
 
 def request(*stops: str) -> Request:
@@ -53,7 +45,7 @@ def test_what_was_said_stays_said(
     history: tuple[list[tuple[list[list[int]], list[int]]], int], stops: tuple[str, ...]
 ) -> None:
     cycles, selected = history
-    certain = CertainText(request(*stops), Bytes())
+    certain = CertainText(request(*stops), BYTES)
     rows = [[97] for _ in cycles[0][0]]
     said = [certain.begin(np.array([97] * len(rows)))]
     for block, ancestors in cycles:
@@ -62,13 +54,13 @@ def test_what_was_said_stays_said(
         said.append(certain.advance(np.array(block), lengths, np.array(ancestors), np.ones(len(rows), bool)))
         together = "".join(text for text, _ in said)
         for row in rows:
-            whole = Bytes().decode(row)
+            whole = BYTES.decode(row)
             cut = first_stop(whole, stops)
             answer = whole if cut is None else whole[:cut]
             # Only a character that is still open at the row's own end may be missing from it.
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
-    output = _completion(request(*stops), rows[selected], Bytes())
+    output = _completion(request(*stops), rows[selected], BYTES)
     said.append(certain.rest(output.text, output.token_ids))
     assert "".join(text for text, _ in said) == output.text
     assert [token for _, tokens in said for token in tokens] == output.token_ids
@@ -91,7 +83,7 @@ def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) 
 
 
 def test_rows_without_weight_have_no_say() -> None:
-    certain = CertainText(request(), Bytes())
+    certain = CertainText(request(), BYTES)
     certain.begin(np.array([*b"aa"]))
     said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
     assert said == ("b", [98])
@@ -100,7 +92,7 @@ def test_rows_without_weight_have_no_say() -> None:
 @pytest.mark.parametrize("resampled", [False, True])
 def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
     """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
-    certain, chunks = CertainText(request(), Bytes()), list[StreamChunk]()
+    certain, chunks = CertainText(request(), BYTES), list[StreamChunk]()
     certain.begin(np.array([*b"aa"]))
     cycle = SimpleNamespace(
         length=np.array([2, 2]) + len(request().token_ids),
@@ -182,10 +174,10 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
     work = {"decoded": 0, "places": 0}
     rng = np.random.default_rng(0)
 
-    class Counting(Bytes):
-        def decode(self, token_ids: list[int]) -> str:
-            work["decoded"] += len(token_ids)
-            return super().decode(token_ids)
+    class Counting(Tokenizer):
+        def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+            work["decoded"] += len(ids)
+            return super().decode(ids)
 
     class Node(streaming._Node):
         def __init__(self, token: int, parent: streaming._Node | None) -> None:
@@ -193,7 +185,7 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
             super().__init__(token, parent)
 
     monkeypatch.setattr(streaming, "_Node", Node)
-    certain = CertainText(request("stop", "zzzz"), Counting())
+    certain = CertainText(request("stop", "zzzz"), Counting(BYTES._inner, BYTES.vocab))
     certain.begin(np.array([97, 97, 97]))
     said, cycles = [1], 3000
     for cycle in range(cycles):
@@ -207,7 +199,7 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
         ancestors = np.zeros(3, int) if together else np.arange(3)
         lengths = np.full(3, 1 + 2 * (cycle + 1))
         said.append(len(certain.advance(block, lengths, ancestors, np.ones(3, bool))[1]))
-    # Bytes that make no text are looked at ever more rarely, and where there are stop strings tokens wait for that.
+    # The last replacement may yet become a character, so where there are stop strings tokens wait for what follows.
     assert (sum(said) + len(certain._held) > 5990) is (kind != "apart")
     assert kind == "junk" or not certain._held
     assert work["places"] < 3 * (2 * 3 * cycles)
@@ -237,22 +229,6 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(pair: Pair, mon
         assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
 
 
-def byte_fallback() -> Tokenizer:
-    """As SentencePiece's: characters that have no token are tokens of their bytes."""
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    vocab |= {word: len(vocab) + i for i, word in enumerate(["▁a", "c", "▁"])}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    steps = tokenizers.decoders
-    inner.decoder = steps.Sequence(
-        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
-    )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    return Tokenizer(fast, fast.get_vocab())
-
-
-BYTE_FALLBACK = byte_fallback()
 PIECES = ["a", "c", "€", "é", "🎈", b"\xff", b"\x80", b"\xe2"]
 
 

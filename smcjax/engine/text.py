@@ -1,0 +1,108 @@
+"""The text of an answer: what its tokens add to the text of its prompt. Results and streams have it from here.
+
+T(tokens) is the tokenizer's text of a whole sequence, in which special tokens and ids without a token are left out. The
+answer's text is T(prompt + answer) without the beginning that it shares with T(prompt). So a decoder that strips at the
+start of a text strips the prompt, and a character that begins in the prompt and is completed by the answer is the
+answer's.
+
+Decoders look at little of what lies before a token, so T is never taken of all of it but of a window:
+
+    start of the text   some strip there, or leave out a space: the window begins before text that is said already
+    bytes               four tokens of a byte each may make one character: the window begins at least as far back
+    byte fallback       a run of byte tokens is one text, or replacements, as a whole: it waits until it has ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from smcjax.tokenizer import Tokenizer
+
+UNDECODED = "\ufffd"  # stands for bytes that are no character, or not yet
+BEHIND = 4  # characters that the window has of what is said: as many as a character has bytes
+LONGEST = 7  # tokens of a window that is left as it is
+
+
+class AnswerText:
+    """Turns the tokens of an answer into text, one by one: how many come at once makes no difference."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        # The last tokens, and their text as far as it is the prompt's or is said.
+        self._window, self._known = _tail(tokenizer, prompt)
+        self._run: list[int] = []  # byte tokens behind the window
+        self._ends_open = False
+
+    @property
+    def open(self) -> bool:
+        """Whether tokens have been fed whose text may depend on those to come."""
+        return bool(self._run) or self._ends_open
+
+    def feed(self, token: int) -> str:
+        """The text that is settled by this token of the answer: no later one changes it."""
+        tokenizer = self._tokenizer
+        if token not in tokenizer.text_ids:
+            return ""
+        if token in tokenizer.byte_ids:
+            self._run.append(token)
+            return ""
+        self._window += [*self._run, token]
+        self._run.clear()
+        text = tokenizer.decode(self._window)
+        self._ends_open = text.endswith(UNDECODED)
+        settled = text[:-1] if self._ends_open else text
+        added = self._beyond(settled)
+        if added:
+            self._known = settled
+            if len(self._window) > LONGEST:
+                self._shorten()
+        return added
+
+    def rest(self) -> str:
+        """The text that is left if the answer ends here."""
+        return self._beyond(self._tokenizer.decode([*self._window, *self._run]))
+
+    def copy(self) -> AnswerText:
+        """Another answer of the same beginning."""
+        other = object.__new__(AnswerText)
+        other._tokenizer, other._known, other._ends_open = self._tokenizer, self._known, self._ends_open
+        other._window, other._run = list(self._window), list(self._run)
+        return other
+
+    def _beyond(self, text: str) -> str:
+        """What the window's `text` has beyond what is known of it."""
+        return text[_shared(self._known, text) :]
+
+    def _shorten(self) -> None:
+        """The window begins as late as it may. All of it but an open end is said."""
+        self._window, self._known = _tail(self._tokenizer, self._window)
+        if self._ends_open:
+            self._known = self._known.removesuffix(UNDECODED)
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def answer_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> str:
+    """The text of a whole answer."""
+    text = AnswerText(tokenizer, prompt)
+    return "".join([text.feed(token) for token in tokens]) + text.rest()
+
+
+def _tail(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens, no more than are to be known for what those behind them add to the text; and their text."""
+    tail: list[int] = []
+    wanted, in_run = BEHIND, True
+    for token in reversed(tokens):
+        if token not in tokenizer.text_ids:
+            continue
+        tail.append(token)
+        in_run = in_run and token in tokenizer.byte_ids
+        if not in_run and len(tail) >= wanted:
+            text = tokenizer.decode(tail[::-1])
+            if len(text) >= BEHIND:
+                return tail[::-1], text
+            wanted = 2 * len(tail)
+    return tail[::-1], tokenizer.decode(tail[::-1])
