@@ -16,3 +16,12 @@ def use_plain_numbers(options: Any) -> None:
         value = getattr(options, field.name)
         if isinstance(value, numpy.generic):
             object.__setattr__(options, field.name, value.item())
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which stand for undecodable bytes of a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

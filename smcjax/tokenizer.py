@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsInt
 
+from smcjax.chat_template import RENDERER, plain_messages
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.tokenizer_files import load_tokenizer
@@ -129,32 +130,25 @@ class Tokenizer:
     def apply_chat_template(self, messages: Any) -> list[int]:
         """Token ids of a conversation, a list of {"role", "content"} dicts, up to where the assistant is to speak.
 
-        The template alone decides on the BOS. Raises ValueError where there is no template or it rejects `messages`.
+        A content is a string or a list of {"type": "text", "text"} parts, which are joined. The template alone decides
+        on the BOS. Raises ValueError where there is no template, it rejects `messages`, or it does not end in time.
         """
         if not self.has_chat_template:
             raise ValueError(
                 "this tokenizer has no chat template; use generate with a plain prompt, or add chat_template.jinja to "
                 "the model directory"
             )
-        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError(
-                f"messages is {messages!r}, but must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; wrap it"
-            )
-        if not messages:
-            raise ValueError("messages is empty; pass at least one message")
-        import jinja2
-
-        try:
-            with _quiet():
-                ids = self._inner.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=True,
-                    add_generation_prompt=True,
-                    return_dict=False,
+        plain = plain_messages(messages)
+        template = self._inner.chat_template
+        if isinstance(template, Mapping):  # several, by name
+            if "default" not in template:
+                raise ValueError(
+                    f"this tokenizer has the chat templates {sorted(template)}; name one of them 'default'"
                 )
-        except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"the chat template rejects these messages ({reason}); change them to what it expects"
-            ) from error
-        return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+            template = template["default"]
+        special = {name: str(token) for name, token in self._inner.special_tokens_map.items()}
+        variables = {**special, "messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
+        text = RENDERER.render(template, variables)
+        with _quiet():
+            ids: list[int] = self._inner(text, add_special_tokens=False)["input_ids"]
+        return ids

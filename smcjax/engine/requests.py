@@ -10,6 +10,7 @@ import numpy as np
 
 from smcjax.engine.batch import Batch
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.plain import is_unicode
 from smcjax.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -38,15 +39,6 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts must be text, {{'prompt_token_ids': [...]}}, or a list of these, got {short(prompts)}."
         )
     return list(prompts)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text is free of lone surrogates, which stand for undecodable bytes of a command line."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
