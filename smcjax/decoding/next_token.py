@@ -415,6 +415,40 @@ def beginning(params: Params, steps: Steps, drawn: Drawn) -> decode_step.Embedde
     return decode_step.embedded(params.embed, norms_of(params)[0], drawn.token)
 
 
+# All that the one kernel computes. What a model has beyond this it would leave out without a word.
+FUSED_MATRICES = ("qkv", "o", "gate_up", "down")
+FUSED_LAYER = (*FUSED_MATRICES, "attn_norm", "mlp_norm")
+FUSED_PARAMS = ("embed", "layers", "final_norm", "lm_head")
+FUSED_CONFIG = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "tie_embeddings"),
+    *("bos_token_id", "eos_token_ids", "dtype"),
+)
+
+
+def is_plain(config: ModelConfig, params: Params) -> bool:
+    """True for a model that has nothing but what the one kernel computes, by a list of that.
+
+    A field that is not on the list counts as absent where it is None, or has its default in a config.
+    """
+    layers = all(
+        field.name in FUSED_LAYER or getattr(layer, field.name) is None
+        for layer in params.layers
+        for field in dataclasses.fields(layer)
+    )
+    model = all(
+        field.name in FUSED_PARAMS or getattr(params, field.name) is None for field in dataclasses.fields(params)
+    )
+    return (
+        layers
+        and model
+        and all(
+            field.name in FUSED_CONFIG or getattr(config, field.name) == field.default
+            for field in dataclasses.fields(config)
+        )
+    )
+
+
 def one_kernel_of(
     config: ModelConfig,
     params: Params,
@@ -430,12 +464,9 @@ def one_kernel_of(
 
     It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
     """
-    layer = params.layers[0]
-    variants = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, layer.q_norm)
-    plain = all(variant is None for variant in variants)
-    matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, params.unembed)
+    matrices = [getattr(layer, name) for layer in params.layers for name in FUSED_MATRICES] + [params.unembed]
     quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
-    if not (plain and len(quantized) == 1 and uses_kernels(implementation)):
+    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels(implementation)):
         return None
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows

@@ -182,8 +182,17 @@ def _require_memory(what: str, executables: Iterable[Any]) -> int:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Shapes, dtypes and, of arrays on several devices, shardings of a pytree of arrays.
+
+    A program for arrays on one device takes them from whichever that is.
+    """
+
+    def described(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        spread = sharding is not None and len(sharding.device_set) > 1
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if spread else None)
+
+    return jax.tree.map(described, tree)
 
 
 def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any) -> Job:

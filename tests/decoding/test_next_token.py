@@ -15,7 +15,7 @@ from smcjax.decoding import next_token
 from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
 from smcjax.decoding.sequences import Requests
 from smcjax.model.config import ModelConfig
-from smcjax.model.params import param_shapes
+from smcjax.model.params import LayerParams, param_shapes
 from smcjax.numerics import product
 from smcjax.pallas.sampled_head import sampled_head_reference
 
@@ -56,6 +56,49 @@ def test_a_cycle_lowers_whichever_way_its_steps_take(
 ) -> None:
     program = smc.Program(SMC(n_particles, 4), MODEL, MODEL, max_model_len, implementation="mosaic")
     assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == in_one_kernel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SandwichLayer(LayerParams):
+    """A layer with one norm more than the one kernel knows of."""
+
+    post_attn_norm: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowConfig(ModelConfig):
+    """A model with something that the one kernel does not know of."""
+
+    window: int | None = None
+
+
+def test_the_one_kernel_takes_only_what_it_computes() -> None:
+    """What it would leave out goes layer by layer: any field that it does not know, unless the model is without."""
+    program = autoregressive.Program(MODEL, 1024, implementation="mosaic")
+
+    def layers(norm: Any) -> Any:
+        fields = [
+            {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)} for layer in PARAMS.layers
+        ]
+        return dataclasses.replace(PARAMS, layers=(PARAMS.layers[0], SandwichLayer(**fields[1], post_attn_norm=norm)))
+
+    norm = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
+    assert KERNEL in lowered(autoregressive, program, layers(None), 1)  # control
+    assert KERNEL not in lowered(autoregressive, program, layers(norm), 1)
+    for window, in_one_kernel in ((None, True), (512, False)):
+        config = WindowConfig(**dataclasses.asdict(MODEL), window=window)
+        model = dataclasses.replace(program, target=config)
+        assert (KERNEL in lowered(autoregressive, model, PARAMS, 1)) == in_one_kernel
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LayerParams)])
+def test_every_optional_part_of_a_layer_is_known_or_refused(name: str) -> None:
+    there = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
+    layer = dataclasses.replace(PARAMS.layers[1], **{name: there})
+    params = dataclasses.replace(PARAMS, layers=(PARAMS.layers[0], layer))
+    known = name in ("qkv", "o", "gate_up", "down", "attn_norm", "mlp_norm")
+    assert next_token.is_plain(MODEL, params) == known
 
 
 @pytest.mark.parametrize("max_model_len", [1024, 4096])

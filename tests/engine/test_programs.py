@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -90,3 +92,33 @@ def test_a_process_that_has_a_cache_keeps_it(monkeypatch: pytest.MonkeyPatch, tm
         assert not (tmp_path / "smcjax" / "xla" / "old").exists()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+ON_TWO_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from smcjax.engine.programs import Job, Programs, abstract
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+arrays = {"spread": jax.device_put(jnp.arange(8.0), spread), "whole": jnp.arange(8.0), "host": np.arange(8.0)}
+described = abstract(arrays)
+assert described["spread"].sharding == spread
+assert described["whole"].sharding is None and described["host"].sharding is None
+programs = Programs()
+programs.compile("two", {"double": Job(lambda x: x * 2, (), (described["spread"],))})
+result = programs["double"](arrays["spread"])
+assert len(result.sharding.device_set) == 2
+np.testing.assert_array_equal(result, 2 * np.arange(8.0))
+"""
+
+
+@pytest.mark.slow
+def test_programs_of_arrays_on_several_devices_keep_them_there(tmp_path: Path) -> None:
+    """Without shardings the program would be one device's and refuse the arrays, or gather them."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", ON_TWO_DEVICES], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
