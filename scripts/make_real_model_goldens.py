@@ -77,6 +77,7 @@ def torch_model(reader: Any) -> Any:
     import transformers
 
     heads, kv_heads = (value_of(reader, f"llama.attention.head_count{kind}") for kind in ("", "_kv"))
+    settings: dict[str, Any] = {"attn_implementation": "eager"}
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=value_of(reader, "llama.embedding_length"),
@@ -88,7 +89,7 @@ def torch_model(reader: Any) -> Any:
         rms_norm_eps=value_of(reader, "llama.attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": value_of(reader, "llama.rope.freq_base")},
         tie_word_embeddings=True,
-        attn_implementation="eager",
+        **settings,
     )
     names = {
         "attn_norm": "input_layernorm",

@@ -84,7 +84,8 @@ class GGUFFile:
         vector = len(tensor.shape) == 1
         shape = (1, tensor.row_bytes) if vector else (*tensor.shape[:-1], tensor.row_bytes)
         stored = np.memmap(self.path, np.uint8, "r", tensor.offset, shape)
-        values = quants.dequantize(np.ascontiguousarray(stored if vector else stored[rows]), tensor.kind)
+        with np.errstate(all="ignore"):  # infinities are the file's own
+            values = quants.dequantize(np.ascontiguousarray(stored if vector else stored[rows]), tensor.kind)
         return values[0][rows] if vector else values
 
 

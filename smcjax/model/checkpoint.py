@@ -234,8 +234,8 @@ def _read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
 
 def _opened(directory: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
     """Configuration of a directory, the file of each tensor, and the file's names where they are not Hugging Face's."""
-    tensors = _open_tensors(directory)
-    config, aliases = _resolve_tying(load_config(directory), tensors)
+    config, tensors = load_config(directory), _open_tensors(directory)
+    config, aliases = _resolve_tying(config, tensors)
     return config, tensors, aliases
 
 

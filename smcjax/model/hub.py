@@ -92,7 +92,7 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
     import httpx2
     from huggingface_hub import errors, is_offline_mode
 
-    nothing = f"{name} is neither a file or directory here"
+    nothing = f"{name} is neither a file or directory"
     try:
         return download()
     except errors.RevisionNotFoundError:

@@ -232,7 +232,10 @@ def test_no_permission(tmp_path: Path) -> None:
 
 def test_hub_ids_come_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="org/name is neither a directory nor a hub id in the local cache"):
+    with pytest.raises(
+        CheckpointError,
+        match="org/name is neither a file or directory nor, whole, in the hub's local cache, and HF_HUB_OFFLINE is",
+    ):
         resolve_model_path("org/name")
     repo, commit = tmp_path / "models--org--name", "a" * 40
     (repo / "refs").mkdir(parents=True)

@@ -1,0 +1,112 @@
+"""A pretrained chat model from its own file through `LLM`: goldens of torch, and laws between ways to ask."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
+from tests.gguf_files import DATA
+
+pytestmark = pytest.mark.slow
+GOLDEN = np.load(DATA / "goldens.npz")
+CHATS = json.loads((DATA / "tokens.json").read_text())["chats"]
+DROPPED = (3, 12)  # two of thirty layers: a draft whose tokens are accepted three times in four
+PROMPTS = [{"prompt_token_ids": GOLDEN[f"prompt{number}"].tolist()} for number in range(3)]
+GREEDY = [GOLDEN[f"greedy{number}"].tolist() for number in range(3)]
+QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(3, 7)]
+
+
+def greedy(max_tokens: int, **changes: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("smollm2", decoding=Autoregressive(), max_num_seqs=16, max_model_len=256) as llm:
+        yield llm
+
+
+def test_greedy_tokens_are_those_of_torch(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, greedy(64, ignore_eos=True), use_tqdm=False)
+    assert tokens_of(outputs) == GREEDY
+
+
+def test_chat_is_that_of_torch_by_the_models_own_template(llm: LLM) -> None:
+    outputs = llm.chat(CHATS + CHATS, greedy(64), use_tqdm=False)  # four, for which the test above has a program
+    assert tokens_of(outputs) == [GOLDEN[f"answer{number}"].tolist() for number in (0, 1)] * 2
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop"] * 4
+    assert outputs[0].outputs[0].text == "The capital of France is Paris."
+
+
+def test_a_stream_is_the_whole(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+    prompt = "Once upon a time, in a café by the sea,"
+    whole = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    chunks = list(llm.generate_stream(prompt, params))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
+    assert len(chunks) > 8
+
+
+def test_sixteen_at_once_are_as_alone(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    together = tokens_of(llm.chat(conversations, greedy(12), use_tqdm=False))
+    for index in range(0, 16, 5):
+        assert tokens_of(llm.chat(conversations[index], greedy(12), use_tqdm=False)) == [together[index]]
+    assert len({tuple(tokens) for tokens in together}) > 6  # answers differ
+
+
+@pytest.fixture(scope="module")
+def rejection() -> Iterator[LLM]:
+    with LLM(
+        "smollm2", draft_drop_layers=DROPPED, decoding=Rejection(gamma=4), max_num_seqs=4, max_model_len=128
+    ) as llm:
+        yield llm
+
+
+def test_rejection_with_a_dropped_draft_is_greedy_at_temperature_0(rejection: LLM) -> None:
+    outputs = rejection.generate(PROMPTS, greedy(32, ignore_eos=True), use_tqdm=False)
+    assert tokens_of(outputs) == [tokens[:32] for tokens in GREEDY]
+
+
+def test_three_drafts_in_four_are_accepted(rejection: LLM) -> None:
+    """The first of each cycle, which is tried whatever became of the others: 0.76 at temperature 0.8."""
+    params = SamplingParams(max_tokens=72, temperature=0.8, ignore_eos=True)
+    conversations = [[{"role": "user", "content": f"Tell me about {what}."}] for what in ("foxes", "rain", "tea")]
+    metrics = [output.metrics for output in rejection.chat(conversations, params, use_tqdm=False)]
+    cycles = sum(metric.cycles for metric in metrics)
+    accepted = sum(metric.accepted_at[0] for metric in metrics)
+    assert cycles > 60
+    assert 0.6 < accepted / cycles < 0.92
+
+
+def test_smc_with_a_dropped_draft() -> None:
+    decoding = SMC(n_particles=4, gamma=4)
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1)
+    with LLM(
+        "smollm2",
+        draft_model="smollm2",
+        draft_drop_layers=DROPPED,
+        decoding=decoding,
+        max_num_seqs=1,
+        max_model_len=128,
+    ) as llm:
+        models = llm.models
+        assert (models.target.num_layers, models.draft.num_layers) == (30, 28)
+        held = {id(leaf) for leaf in jax.tree.leaves(models.target_params)}
+        assert {id(leaf) for leaf in jax.tree.leaves(models.draft_params)} < held
+        output = llm.chat(CHATS[0], params, use_tqdm=False)[0]
+    assert "Paris" in output.outputs[0].text
+    assert len(output.smc.particles) == 4
+    assert math.isfinite(output.smc.log_evidence)
+    assert -30 < output.smc.log_evidence < 5
