@@ -2,6 +2,6 @@
 
 import sys
 
-from smcjax.cli.main import main
+from smcjax.cli.process import main
 
 sys.exit(main())

@@ -19,7 +19,7 @@ import smcjax
 
 ROOT = Path(smcjax.__file__).parents[1]
 PEER = ROOT / "scripts" / "peers" / "torch_cycle.py"
-OWN = (sys.executable, "-c", "import sys; from smcjax.cli.main import main; sys.exit(main(sys.argv[1:]))")
+OWN = (sys.executable, "-m", "smcjax")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from smcjax.cli.failures import refuses
 from smcjax.cli.generate import summary
 from smcjax.cli.options import (
     add_decoding_options,
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
             try:
                 output = llm.chat(messages, params, use_tqdm=False)[0]
             except ValueError as error:  # too long by now, say: the conversation goes on without this line
+                if not refuses(error):
+                    raise
                 messages.pop()
                 print(f"smcjax: error: {error}", file=sys.stderr)
                 continue

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from smcjax import __version__
+from smcjax.cli.failures import jax_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,9 @@ def _examined(check: Callable[[], Finding]) -> Finding:
     except Exception as error:  # whatever is wrong with this machine, the other checks still say something
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".: ")
         label = check.__name__.strip("_").replace("_", " ")
-        return Finding(label, text, ok=False, hint="uv sync --reinstall", fatal=True)
+        settings = jax_settings()
+        hint = f"unset {settings}" if settings else "uv sync --reinstall"
+        return Finding(label, text, ok=False, hint=hint, fatal=True)
 
 
 def _versions() -> Finding:
@@ -121,7 +124,9 @@ def _compilation_cache() -> Finding:
     from smcjax.engine.programs import enable_compilation_cache
 
     enable_compilation_cache()
-    directory = Path(jax.config.jax_compilation_cache_dir or "")
+    if jax.config.jax_compilation_cache_dir is None:
+        return Finding("compilation cache", "none", ok=False, hint="no place for it: every start compiles")
+    directory = Path(jax.config.jax_compilation_cache_dir)
     with contextlib.suppress(OSError):  # a read-only home: slower, but no reason to generate nothing
         directory.mkdir(parents=True, exist_ok=True)
     ok = directory.is_dir() and os.access(directory, os.W_OK)

@@ -1,6 +1,6 @@
 """The command line: parsing, exit codes, and errors as one sentence.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage. With --debug, errors keep their traceback.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. With --debug, errors keep their traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from smcjax import __version__
 from smcjax.cli import bench, chat, doctor, evaluate, generate, viz
+from smcjax.cli.failures import refuses, sentence
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser
-from smcjax.errors import CheckpointError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,31 +33,47 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; the entry point of `smcjax`."""
-    args = make_parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("smcjax").setLevel(logging.INFO)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to lose an answer
+    """Runs one command and returns its exit code. `smcjax.cli.process` is about the process around it."""
+    args, code = None, 1
+    failed: Exception | None = None
     try:
+        args = make_parser().parse_args(argv)
+        logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+        logging.getLogger("smcjax").setLevel(logging.INFO)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to lose an answer
+        _require_directory()
         code = args.run(args)
-        sys.stdout.flush()  # here, where a reader that has gone away is still our business
-        return code
+    except SystemExit as ended:  # argparse: --help, wrong usage
+        code = int(ended.code or 0)
     except KeyboardInterrupt:
         print("smcjax: interrupted", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        if args.debug:
+        return 130
+    except Exception as error:
+        if args is not None and args.debug and not isinstance(error, BrokenPipeError):
             raise
-        print(f"smcjax: error: {_sentence(error)}", file=sys.stderr)
-        usage = isinstance(error, ValueError) and not isinstance(error, CheckpointError)
-        return 2 if usage else 1
+        failed = error
+    failed = _flush() or failed  # here, where a reader that has gone away is still our business
+    if failed is None:
+        return code
+    if not isinstance(failed, BrokenPipeError):  # whose reader has gone: nobody is left to tell
+        print(f"smcjax: error: {sentence(failed)}", file=sys.stderr)
+    return 2 if refuses(failed) else 1
 
 
-def _sentence(error: Exception) -> str:
-    """One line without what XLA appends."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 500 else text[:499] + "…"
+def _require_directory() -> None:
+    """Raises RuntimeError where the current directory has been removed: half of what is imported asks for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError("the current directory no longer exists; change to another one.") from None
+
+
+def _flush() -> OSError | None:
+    """Writes what is left for standard output; where that fails it is dropped, or it would fail again at the end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None

@@ -27,7 +27,7 @@ def read_prompt() -> str:
     """All of the input, without the line ends that an `echo` adds. Raises ValueError for what is no prompt."""
     require_stdin()
     try:
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = sys.stdin.buffer.read().decode(sys.stdin.encoding).rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise _no_text(error) from None
     if not prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -45,17 +46,38 @@ class Job(NamedTuple):
 def enable_compilation_cache() -> None:
     """Keeps compiled programs under ~/.cache/smcjax, unless the process has chosen another place already.
 
-    Those not used for longest go first, until `CACHE_BYTES` remain.
+    Those not used for longest go first, until `CACHE_BYTES` remain. Without a place that can be written to every start
+    compiles, and a remark says so.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smcjax" / "xla"
+    directory = _cache_directory(os.environ.get("XDG_CACHE_HOME"))
+    if directory is None:
+        return
     _prune(directory, CACHE_BYTES)
     # JAX's own limit stays off: with it every program that is written, the smallest too, waits while all files are
     # looked at, under a lock of all processes: half a second where there are 7,000.
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@functools.cache  # one remark a process
+def _cache_directory(base: str | None) -> Path | None:
+    """The directory of compiled programs below `base`, or the user's; None where none can be written to."""
+    try:
+        directory = Path(base or Path.home() / ".cache") / "smcjax" / "xla"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written to", str(directory))
+    except RuntimeError:  # of Path.home: neither HOME nor an entry in the system's list of users
+        reason = "there is no home directory"
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+    else:
+        return directory
+    logger.warning("Compiled programs are not kept for the next start (%s); XDG_CACHE_HOME names a place.", reason)
+    return None
 
 
 def _prune(directory: Path, limit: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from smcjax.viz.picture import write_figure
+
 MARKERS = "o^vDPX*s"  # of exact decoders, by candidates
 DASHES = ("--", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (2, 2)))  # of SMC, by particles
 
@@ -42,7 +44,7 @@ def draw_acceptance(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def _place(seen: list[int], number: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from smcjax.viz.picture import write_figure
+
 SPEEDS = {"tokens_per_cycle": "tokens a cycle (target forward)", "tokens_per_second": "tokens a second, this machine"}
 
 
@@ -37,4 +39,4 @@ def draw_frontier(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("accuracy, %")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from smcjax.viz.picture import write_figure
+
 NAMES = {"ttft": "first token a reader gets", "first_cycle": "first tokens drawn", "e2el": "whole request"}
 
 
@@ -30,4 +32,4 @@ def draw_latency(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -17,6 +17,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from smcjax.viz.picture import write_figure
+
 Record = dict[str, Any]
 WAYS = {"host": "host-visible", "device": "on the device", "program": "inside a program"}
 COLOURS = {
@@ -44,7 +46,7 @@ def draw_all(results: dict[str, Any], directory: Path, suffix: str = ".svg") -> 
         if figure is not None:
             path = directory / f"verify_{name}{suffix}"
             figure.suptitle(results["device"], fontsize="small")
-            figure.savefig(path)
+            write_figure(figure, path)
             paths.append(path)
     return paths
 

@@ -58,9 +58,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0"], "--num-problems must be a whole number from 1"),
+        (["-n", "0"], "--num-problems: must be a whole number from 1"),
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
-        (["--particles", "0"], "--particles must be a whole number from 1 to 1024, got 0"),
+        (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,11 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["latency", "--rates", "0"], "--rates must be above 0, got 0.0"),
-        (["latency", "--rates", "1", "nan"], "--rates must be above 0, got nan"),
+        (["latency", "--rates", "0"], "--rates: must be a number above 0, got 0"),
+        (["latency", "--rates", "1", "nan"], "--rates: must be a number above 0, got nan"),
         (["latency", "--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
-        (["throughput", "--num-prompts", "0"], "--num-prompts must be a whole number from 1"),
-        (["throughput", "--max-num-seqs", "5000"], "--max-num-seqs must be a whole number from 1 to 4096"),
+        (["throughput", "--num-prompts", "0"], "--num-prompts: must be a whole number from 1"),
+        (["throughput", "--max-num-seqs", "5000"], "--max-num-seqs: must be a whole number from 1 to 4096"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

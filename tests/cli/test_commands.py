@@ -69,6 +69,21 @@ def test_what_a_request_asks_for_is_passed_on(
     assert (one.seed is None) == (command == ["chat"])
 
 
+def test_the_prompt_may_come_from_standard_input(
+    smcjax: Command, models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(self: LLM, prompt: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(prompt)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(LLM, "generate", answer)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("né\nhé\n".encode()), encoding="utf-8"))
+    assert smcjax("generate", "-", *models, *SMALL).err.endswith("smcjax: error: enough\n")
+    assert asked == ["né\nhé"]
+
+
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["eval", "-n", "1"]])
 def test_smc_refuses_to_cut_off_before_anything_is_loaded(
     smcjax: Command, models: list[str], command: list[str]

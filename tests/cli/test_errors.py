@@ -180,11 +180,15 @@ def test_debug_keeps_the_traceback(smcjax: Command, argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (KeyboardInterrupt(), 1),
+        (KeyboardInterrupt(), 130),
+        (FloatingPointError("invalid value (nan) encountered in jit(step)"), 1),
+        (KeyError("x"), 1),
+        (AssertionError(), 1),
+        (ValueError("of a library, so not of an argument"), 1),
         (RuntimeError("RESOURCE_EXHAUSTED: out\nof   memory"), 1),
         (MemoryError(), 1),
         (OSError(28, "No space left"), 1),
-        (ValueError("x" * 10_000), 2),
+        (ValueError("x" * 10_000), 1),
     ],
 )
 def test_whatever_fails_ends_in_one_line(

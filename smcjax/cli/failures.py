@@ -1,0 +1,44 @@
+"""What a command says when it fails, and whose fault that is."""
+
+from __future__ import annotations
+
+import os
+
+from smcjax.errors import CheckpointError
+
+FILTERING = "JAX_TRACEBACK_FILTERING"  # which we set ourselves
+_EXPECTED = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether the package itself refused an argument. A ValueError of JAX or NumPy is a failure, not wrong usage."""
+    return isinstance(error, ValueError) and not isinstance(error, CheckpointError) and _is_ours(error)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether one of the package's own functions raised it."""
+    traceback, module = error.__traceback__, ""
+    while traceback is not None:
+        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
+    return module.partition(".")[0] == "smcjax"
+
+
+def jax_settings() -> str:
+    """The JAX settings that the environment holds, "" where there are none."""
+    return ", ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("JAX_") and name != FILTERING
+    )
+
+
+def sentence(error: Exception) -> str:
+    """One line without what XLA appends; with the settings of JAX that may be behind an error of others."""
+    text = " ".join(str(error).partition("=== Source Location Trace")[0].split()) or type(error).__name__
+    if not isinstance(error, _EXPECTED):
+        text = f"{type(error).__name__}: {text}"
+    if len(text) > 500:
+        text = text[:499] + "…"
+    if _is_ours(error):
+        return text
+    if settings := jax_settings():
+        text += f" (the environment sets {settings[:200]})"
+    return text if isinstance(error, _EXPECTED) else f"{text}; --debug shows where"
