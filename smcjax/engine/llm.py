@@ -30,6 +30,7 @@ from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
+from smcjax.smc.weights import COLDEST, SHARPEST
 
 logger = logging.getLogger("smcjax")
 
@@ -438,6 +439,18 @@ def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
         raise ValueError(
             "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
             "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
+        )
+    sharpness = decoding.power / params.temperature
+    if sharpness > SHARPEST:
+        raise ValueError(
+            f"power / temperature is {sharpness:g}, and beyond {SHARPEST:g} float32 rounds the weights by more than "
+            "they may differ; lower power, or raise temperature."
+        )
+    if decoding.draft_temperature is None and params.temperature < COLDEST:
+        raise ValueError(
+            f"temperature is {params.temperature:g} for the draft too, and below {COLDEST:g} float32 rounds its "
+            "log-probabilities by more than weights may differ; raise it, set draft_temperature, or use temperature=0 "
+            "with decoding=Rejection() or Autoregressive()."
         )
     if params.truncates:
         raise ValueError(

@@ -7,6 +7,7 @@ import dataclasses
 from smcjax.decoding.speculation import Speculation
 from smcjax.plain import use_plain_numbers
 from smcjax.smc.resampling import SCHEMES
+from smcjax.smc.weights import COLDEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +17,9 @@ class SMC:
     Attributes:
         n_particles: N, sequences kept per request.
         gamma: K, draft tokens per cycle; a cycle advances every particle by K + 1 tokens.
-        draft_temperature: T_q > 0; None follows the request's temperature.
-        power: α > 0, the exponent of the target distribution; 1 is the plain target model.
+        draft_temperature: T_q ≥ 0.01; None follows the request's temperature.
+        power: α > 0, the exponent of the target distribution; 1 is the plain target model. Requests whose
+            power/temperature exceeds 1,000 are refused, as float32 would round their weights too much.
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
         resampling: one of `smcjax.smc.SCHEMES`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
@@ -45,10 +47,10 @@ class SMC:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
-        if self.draft_temperature is not None and not _is_number(self.draft_temperature, 1e-3, 1e3):
+        if self.draft_temperature is not None and not _is_number(self.draft_temperature, COLDEST, 1e3):
             raise ValueError(
-                f"draft_temperature must be a number from 0.001 to 1000, or None to follow the request's temperature, "
-                f"got {self.draft_temperature!r}."
+                f"draft_temperature must be a number from {COLDEST:g} to 1000, or None to follow the request's "
+                f"temperature, got {self.draft_temperature!r}."
             )
         if not _is_number(self.power, 1e-3, 1e3):
             raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
