@@ -10,6 +10,10 @@ SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampli
 SELECTIONS = ("sample", "best")  # of SMC's answer
 VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
 
+# Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
+SHARPEST = 1000.0  # α/T at most
+COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
+
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
@@ -48,8 +52,9 @@ class SMC:
     Attributes:
         n_particles: N, sequences kept per request.
         gamma: K, draft tokens per cycle; a cycle advances every particle by K + 1 tokens.
-        draft_temperature: T_q > 0; None follows the request's temperature.
-        power: α > 0, the exponent of the target distribution; 1 is the plain target model.
+        draft_temperature: T_q ≥ 0.01; None follows the request's temperature.
+        power: α > 0, the exponent of the target distribution; 1 is the plain target model. Requests whose
+            power/temperature exceeds 1,000 are refused, as float32 would round their weights too much.
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
         resampling: one of `smcjax.smc.SCHEMES`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
@@ -152,10 +157,10 @@ def _check_sizes(options: SMC | Rejection, *names: str) -> None:
 
 
 def _check_draft_temperature(value: object) -> None:
-    if value is not None and not _is_number(value, 1e-3, 1e3):
+    if value is not None and not _is_number(value, COLDEST, 1e3):
         raise ValueError(
-            f"draft_temperature must be a number from 0.001 to 1000, or None to follow the request's temperature, "
-            f"got {value!r}."
+            f"draft_temperature must be a number from {COLDEST:g} to 1000, or None to follow the request's "
+            f"temperature, got {value!r}."
         )
 
 

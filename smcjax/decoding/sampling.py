@@ -76,9 +76,13 @@ def likeliest(scores: Float[Array, "R V"]) -> Int[Array, " R"]:
 
 
 def log_softmax_at(logits: Float[Array, "*shape V"], tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """log_softmax(logits)[tokens], without the other entries."""
+    """log_softmax(logits)[tokens], without the other entries.
+
+    Taken relative to the largest logit, so that nothing as large as the logits is rounded.
+    """
+    top = jnp.max(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - top - jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
 
 
 def forbid_stops(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from smcjax.decoders import SMC
+from smcjax.decoders import COLDEST, SHARPEST, SMC
 from smcjax.plain import use_plain_numbers
 
 MAX_SEED = 2**32 - 1
@@ -93,6 +93,18 @@ def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
         raise ValueError(
             "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
             "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
+        )
+    sharpness = decoding.power / params.temperature
+    if sharpness > SHARPEST:
+        raise ValueError(
+            f"power / temperature is {sharpness:g}, and beyond {SHARPEST:g} float32 rounds the weights by more than "
+            "they may differ; lower power, or raise temperature."
+        )
+    if decoding.draft_temperature is None and params.temperature < COLDEST:
+        raise ValueError(
+            f"temperature is {params.temperature:g} for the draft too, and below {COLDEST:g} float32 rounds its "
+            "log-probabilities by more than weights may differ; raise it, set draft_temperature, or use temperature=0 "
+            "with decoding=Rejection() or Autoregressive()."
         )
     if params.truncates:
         raise ValueError(

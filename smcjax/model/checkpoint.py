@@ -127,7 +127,7 @@ def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None
     """
     if not os.fspath(name):
         raise CheckpointError("the model path is empty; pass a model directory or a hub id such as org/name")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # "~nosuchuser" stays as it is, and does not exist
     try:
         exists = path.exists()
     except OSError as error:

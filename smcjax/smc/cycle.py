@@ -25,7 +25,7 @@ from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, Program, State
-from smcjax.smc.weights import bonus_increment, draft_increment
+from smcjax.smc.weights import bonus_increment, draft_increment, temper
 
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
@@ -49,15 +49,16 @@ def run(program: Program, params: PairParams, state: State, num_cycles: int) -> 
 def _tempered(
     state: State, logits: Float[Array, "R C V"], temperature: Float[Array, " R"], columns: Int[Array, " C"]
 ) -> Float[Array, "R C V"]:
-    """ℓ/T for these columns of the block, with stop tokens impossible where the request's minimum says so."""
+    """`temper`'s logits for these columns of the block, stop tokens impossible where the request's minimum says so."""
     requests = state.requests
     generated = state.sequences.length - state.per_row(requests.prompt_length)
-    return forbid_stops(
-        logits / temperature[:, None, None],
+    possible = forbid_stops(
+        logits,
         state.per_row(requests.stops)[:, None],
         generated[:, None] + 1 + columns,
         state.per_row(requests.min_tokens)[:, None],
     )
+    return temper(possible, temperature[:, None])
 
 
 def draft(program: Program, params: PairParams, state: State, copies: Copies | None) -> tuple[State, Drafts]:

@@ -21,7 +21,7 @@ from smcjax.kv import release
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
 from smcjax.smc.state import Program, State
-from smcjax.smc.weights import bonus_increment, log_mean_weight
+from smcjax.smc.weights import bonus_increment, log_mean_weight, temper
 
 
 def begin(
@@ -54,12 +54,10 @@ def start(program: Program, params: PairParams, state: State, last_hidden: Float
     """Draws x₀ for every particle from the target's prefill logits, by the bonus rule."""
     smc, requests, sequences = program.smc, state.requests, state.sequences
     logits = state.per_row(unembed(params.target, last_hidden))
-    logits = forbid_stops(
-        logits / state.per_row(requests.temperature)[:, None],
-        state.per_row(requests.stops),
-        jnp.ones_like(sequences.length),
-        state.per_row(requests.min_tokens),
+    possible = forbid_stops(
+        logits, state.per_row(requests.stops), jnp.ones_like(sequences.length), state.per_row(requests.min_tokens)
     )
+    logits = temper(possible, state.per_row(requests.temperature))
     keys = row_keys(requests.key, state.cycle, smc.n_particles, Purpose.FIRST)
     first = draw(keys, smc.power * logits)
     proposal = Proposal(

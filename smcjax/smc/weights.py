@@ -4,6 +4,11 @@
     bonus token:    log Σ_v p_T(v)^α  =  LSE(α·ℓ/T) − α·LSE(ℓ/T)
 
 All functions keep the dtype that they are given, so tests can run them in float64.
+
+In float32 the terms are wrong by about 2^-23 of what is rounded, times α. So what is rounded is kept small: logits are
+taken relative to their largest before they are divided by T and multiplied by α, and log Σ exp of those is at most
+log V. Then a term is within 1e-3 nats of the exact one, or 2^-22 of itself where that is more, while α/T is at most
+`smcjax.decoders.SHARPEST`.
 """
 
 from __future__ import annotations
@@ -11,6 +16,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+def temper(logits: Float[Array, "*shape V"], temperature: Float[Array, "*#shape"]) -> Float[Array, "*shape V"]:
+    """(ℓ − max ℓ)/T, whose softmax is that of ℓ/T and whose largest is 0; with NaN where logits are no law."""
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[..., None]
+
+
+def log_mass(tempered: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
+    """log Σ exp of logits whose largest is 0."""
+    return jnp.log(jnp.sum(jnp.exp(tempered), axis=-1))
 
 
 def draft_increment(
@@ -23,13 +38,14 @@ def draft_increment(
 def bonus_increment(power: float, logits: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
     """What a token drawn from softmax(α·logits) adds: the log normaliser of p_T^α; 0 at α = 1.
 
-    `logits` are tempered (ℓ_p/T_p). Logits that are no law (one is NaN or +inf, or all are −inf) give NaN at any α, so
-    that a broken model is never taken for a sample.
+    `logits` are tempered, as by `temper`. Logits that are no law (one is NaN or +inf, or all are −inf) give NaN at any
+    α, so that a broken model is never taken for a sample.
     """
-    plain = jax.nn.logsumexp(logits, axis=-1)
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    plain = log_mass(logits)
     if power == 1.0:
         return jnp.where(jnp.isfinite(plain), 0.0, jnp.nan)
-    return jax.nn.logsumexp(power * logits, axis=-1) - power * plain
+    return log_mass(power * logits) - power * plain
 
 
 def normalized_weights(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax.engine.llm import refuse_for_smc
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -30,7 +31,7 @@ WRONG: dict[str, list[Any]] = {
 WRONG_SMC: dict[str, list[Any]] = {
     "n_particles": [0, -1, 1025, 10**12, 8.0, "8", None, True, NAN],
     "gamma": [0, -1, 65, 10**12, 8.0, "8", None, True, NAN],
-    "draft_temperature": [0, -1, NAN, INF, 10**12, "8", True],
+    "draft_temperature": [0, 0.009, -1, NAN, INF, 10**12, "8", True],
     "power": [0, -1, NAN, INF, 10**12, "8", None, True],
     "ess_threshold": [-0.1, 1.1, NAN, INF, 10**12, "8", None, True],
     "resampling": ["none", "", None, 5, ["systematic"]],
@@ -179,6 +180,7 @@ def test_parameters_of_another_kind(llm: LLM, params: Any, reason: str) -> None:
 REFUSED_BY_SMC: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0}, "Autoregressive()"),
     ({"temperature": 0.0}, "Autoregressive()"),
+    ({"temperature": 0.009}, "temperature is 0.009 for the draft too, and below 0.01"),
     ({"top_k": 5}, "Autoregressive()"),
     ({"top_p": 0.9}, "Autoregressive()"),
     ({"stop_token_ids": [264]}, "stop_token_ids holds 264; ids of this model are 0 to 263"),
@@ -200,6 +202,19 @@ def test_stop_strings_at_another_power(pair: Pair) -> None:
     with smc_llm(pair, {"power": 2.0}) as powered:
         message = complaint(lambda: powered.generate("a", SamplingParams(stop="x")))
     assert message.startswith("request 0: stop strings change the law at power 2.0")
+
+
+def test_power_and_temperature_beyond_what_float32_weighs(pair: Pair) -> None:
+    """`power` is the engine's and temperature the request's, so the request is refused; the bound itself is taken."""
+    for power, temperature in ((500.0, 0.5), (1.0, 0.001), (1000.0, 1.0)):
+        refuse_for_smc(SamplingParams(temperature=temperature), SMC(2, 2, power=power, draft_temperature=1.0))
+    with smc_llm(pair, {"power": 500.0}) as powered:
+        before = powered.metrics()
+        message = complaint(lambda: powered.generate(["a", "a"], [SamplingParams(), SamplingParams(temperature=0.4)]))
+        assert message.startswith("request 1: power / temperature is 1250")
+        assert powered.metrics() == before
+        [answer] = powered.generate("a", SamplingParams(temperature=1.0, max_tokens=3), use_tqdm=False)
+        assert answer.error is None
 
 
 MESSAGES: list[tuple[Any, str]] = [

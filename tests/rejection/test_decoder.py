@@ -260,7 +260,7 @@ def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
         ({"n_candidates": 2.0}, r"n_candidates must be a whole number from 1 to 1024, got 2\.0"),
         ({"verification": "tree"}, "verification must be 'token' or 'block', got 'tree'"),
         ({"verification": "block", "n_candidates": 2}, "use verification='token' or n_candidates=1"),
-        ({"draft_temperature": 0}, "draft_temperature must be a number from 0.001 to 1000"),
+        ({"draft_temperature": 0}, "draft_temperature must be a number from 0.01 to 1000"),
     ],
 )
 def test_bad_options(arguments: dict[str, Any], message: str) -> None:
