@@ -32,6 +32,7 @@ from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.streaming import CertainText
+from smcjax.engine.whole import whole
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
@@ -63,6 +64,9 @@ class _Reported:
 
 class Engine:
     """Requests in flight on one runner.
+
+    Whatever raises in a method that changes what is in flight, an interruption too, ends all of it, on the host and on
+    the device together: at once, or where the clean-up is interrupted as well, first thing in the next call.
 
     Args:
         runner: the programs and the device's state.
@@ -101,7 +105,8 @@ class Engine:
             optimistic=optimistic,
         )
         self._lag = int(not on_cpu() if overlap is None else overlap)
-        self._arrivals: dict[str, float] = {}  # of those that wait
+        self.torn = False
+        self._arrivals: dict[str, float] = {}  # of all that have not ended
         self._running: dict[str, _Running] = {}
         self._preempted: dict[str, _Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
@@ -115,6 +120,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
+        self._settle()
         return bool(self._scheduler or self._reported or self._outputs)
 
     @property
@@ -127,6 +133,7 @@ class Engine:
         scheduler = self._scheduler
         return [r.request_id for r in (*scheduler.waiting, *(group.request for group in scheduler.groups))]
 
+    @whole
     def add_request(self, request: Request, *, stream: bool = False, arrived: float | None = None) -> None:
         """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`).
 
@@ -137,14 +144,16 @@ class Engine:
         if stream:
             self._streams[request.request_id] = []
 
+    @whole
     def abort(self, request_id: str) -> None:
         """Ends a request at once; its output, with finish_reason "abort", comes with the next step.
 
         Does nothing for a request that has ended.
         """
+        if request_id not in self._arrivals:
+            return
         withdrawn = self._scheduler.withdraw(request_id)
         if isinstance(withdrawn, Request):
-            self._arrivals.pop(request_id, None)
             self._outputs.append(self._ended_in_the_queue(withdrawn))
         elif withdrawn is not None:
             running = self._running[request_id]
@@ -153,6 +162,7 @@ class Engine:
 
     def chunks(self, request_id: str) -> list[StreamChunk]:
         """What a streaming request has for its reader since the last call; nothing for unknown ids."""
+        self._settle()
         if not self._streams.get(request_id):
             return []
         chunks, self._streams[request_id] = self._streams[request_id], []
@@ -160,7 +170,13 @@ class Engine:
 
     def follows(self, request_id: str) -> bool:
         """Whether this request's stream is kept: from `add_request` until `forget`, if no error comes between."""
+        self._settle()
         return request_id in self._streams
+
+    def holds(self, request_id: str) -> bool:
+        """Whether this request's output is to come: from `add_request` on, if no error comes between."""
+        self._settle()
+        return request_id in self._arrivals
 
     def forget(self, request_id: str) -> None:
         """Nobody reads this request's stream any more."""
@@ -171,6 +187,7 @@ class Engine:
 
         Pages that only the prefix cache keeps are free ones too; its queries and hits are in tokens of prompts.
         """
+        self._settle()
         cache = self._scheduler.cache
         return {
             "kv_pages_total": self.runner.num_pages - 1,
@@ -188,6 +205,7 @@ class Engine:
 
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
+        self._settle()
         with contextlib.ExitStack() as stack:
             bar: Any = None
 
@@ -201,19 +219,17 @@ class Engine:
 
             self._compile(self._scheduler.sizes, self.runner.program, heard)
 
+    @whole
     def step(self) -> list[RequestOutput]:
-        """One round; returns what has ended. After an exception nothing is in flight any more, memory included."""
-        try:
-            self._round += 1
-            schedule = self._scheduler.schedule()
-            self._enqueue(schedule)
-            return self._collect(self._round if schedule.idle else self._round - self._lag)
-        except BaseException:
-            self.reset()
-            raise
+        """One round; returns what has ended."""
+        self._round += 1
+        schedule = self._scheduler.schedule()
+        self._enqueue(schedule)
+        return self._collect(self._round if schedule.idle else self._round - self._lag)
 
     def reset(self) -> None:
         """Forgets all requests and the device's state."""
+        self.torn = True
         self._scheduler.clear()
         self._arrivals.clear()
         self._running.clear()
@@ -222,6 +238,17 @@ class Engine:
         self._reported.clear()
         self._outputs.clear()
         self.runner.discard()
+        self.torn = False
+
+    def close(self) -> None:
+        """Forgets everything and deletes it from the device, weights included. Nothing can be called after that."""
+        self.reset()
+        self.runner.close()
+
+    def _settle(self) -> None:
+        """Ends a clean-up that was interrupted."""
+        if self.torn:
+            self.reset()
 
     # Enqueue.
 
@@ -289,7 +316,7 @@ class Engine:
         if name in self._preempted:
             return dataclasses.replace(self._preempted.pop(name), group=group, infos=[])
         certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
-        return _Running(group, certain, Times(self._arrivals.pop(name), began=time.perf_counter()))
+        return _Running(group, certain, Times(self._arrivals[name], began=time.perf_counter()))
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
         """What is missing, at no cost to the times of those that run.
@@ -412,6 +439,7 @@ class Engine:
             self._streams[output.request_id].append(StreamChunk(text, token_ids, finished=True, output=output))
 
     def _count(self, output: RequestOutput) -> None:
+        del self._arrivals[output.request_id]
         self.totals["requests"] += 1
         self.totals["cycles"] += output.metrics.cycles
         self.totals["resamples"] += output.metrics.resamples

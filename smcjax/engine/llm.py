@@ -22,7 +22,7 @@ from smcjax.engine.engine import Engine
 from smcjax.engine.loading import load_models, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.engine.programs import Programs, enable_compilation_cache
+from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize, told_apart
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc, refuse_stop_strings
@@ -134,7 +134,18 @@ class LLM:
         if draft_drop_layers is not None and not drafts:
             raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and {self.decoding} has no draft; omit it.")
         require_devices()
-        models = load_models(
+        self._closed = False
+        self._engine: Engine | None = None
+        self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
+        self.turn = threading.RLock()  # of the engine, which one thread may use at a time
+        self._numbering = threading.Lock()  # of requests
+        self._given_up: deque[str] = deque()  # requests that nobody waits for any more
+        self._implementation = implementation
+        self.max_num_seqs = max_num_seqs
+        self.page_size = page_size
+        self._seed = seed
+        self._counter = 0
+        self.models = load_models(
             model,
             draft_model,
             needs_draft=drafts,
@@ -144,36 +155,42 @@ class LLM:
             draft_drop_layers=draft_drop_layers,
             may_share=quantization == draft_quantization,
         )
-        self.models = prepared_models(models, quantization, draft_quantization, implementation)
-        self.tokenizer = self.models.tokenizer
+        try:
+            self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
+            self.tokenizer = self.models.tokenizer
+            self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission)
+            if not on_cpu() if compile_at_start is None else compile_at_start:
+                self.warm_up()
+        except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
+            self.close()
+            raise
+
+    def _set_up(
+        self,
+        max_model_len: int | None,
+        num_pages: int | None,
+        gpu_memory_utilization: float,
+        enable_prefix_caching: bool,
+        admission: str,
+    ) -> None:
+        """Takes memory for KV and makes the engine."""
         longest = self.models.max_position_embeddings
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
-        self.max_num_seqs = max_num_seqs
-        self.page_size = page_size
-        self._implementation = implementation
-        self._seed = seed
-        self._counter = 0
-
         decoder, program, params = self._decoder()
         self._rows = rows_of(self.decoding)
         self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
         runner = Runner(decoder, program, params, self.num_pages, Programs())
-        self._engine: Engine | None = Engine(
+        self._engine = Engine(
             runner,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             decoding=self.decoding,
             tokenizer=self.tokenizer,
             prefix_caching=enable_prefix_caching,
             optimistic=admission == "optimistic",
         )
-        self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
-        self.turn = threading.RLock()  # of the engine, which one thread may use at a time
-        self._numbering = threading.Lock()  # of requests
-        self._given_up: deque[str] = deque()  # streams that nobody holds any more
-        if not on_cpu() if compile_at_start is None else compile_at_start:
-            self.warm_up()
+        runner.take_memory()
 
     def _decoder(self) -> tuple[ModuleType, Any, Any]:
         """The module that decodes, its static program, its parameters."""
@@ -243,9 +260,10 @@ class LLM:
         ValueError at once for a request that cannot run.
         """
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
+        chunks = _Chunks(self, request.request_id)
         with self.turn:
             self.engine.add_request(request, stream=True)
-        return _Chunks(self, request.request_id)
+        return chunks
 
     def chat(
         self,
@@ -276,12 +294,16 @@ class LLM:
             return engine.metrics()
 
     def close(self) -> None:
-        """Frees the device memory. The object cannot be used afterwards; closing again does nothing."""
+        """Frees the device memory. The object cannot be used afterwards, by those that wait for an answer neither.
+
+        Closing again does nothing, but for what an interruption has left to do.
+        """
+        self._closed = True  # first, so that nobody else begins anything
         with self.turn:
             if self._engine is not None:
-                self._engine.reset()
-                self._engine.runner.close()
+                self._engine.close()
                 self._engine = None
+            delete((self.models.target_params, self.models.draft_params))
 
     def __enter__(self) -> LLM:
         return self
@@ -292,7 +314,7 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """What runs the requests. Raises ValueError once closed."""
-        if self._engine is None:
+        if self._closed or self._engine is None:
             raise ValueError("this LLM is closed; make a new one.")
         return self._engine
 
@@ -343,10 +365,11 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """All of them at once, as lanes and memory allow."""
-        engine = self.engine
         ids = [request.request_id for request in requests]
+        claim = _Claim(self, ids)
         try:
             with self.turn:
+                engine = self.engine
                 for request in requests:
                     self._awaited[request.request_id] = None
                     engine.add_request(request)
@@ -354,14 +377,11 @@ class LLM:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
                     with self.turn:
                         if all(self._awaited[request_id] is None for request_id in missing):
-                            self.advance_for(engine, missing)
+                            self.advance_for(self.engine, missing)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
         finally:  # also of an interruption, after which nobody waits for them
-            with self.turn:
-                for request_id in ids:
-                    if self._awaited.pop(request_id, None) is None:
-                        engine.abort(request_id)
+            claim.close()
 
     def advance(self, engine: Engine) -> None:
         """A step of everything in flight. The caller has the `turn`."""
@@ -371,37 +391,66 @@ class LLM:
                 self._awaited[output.request_id] = output
 
     def advance_for(self, engine: Engine, awaited: set[str]) -> None:
-        """The same on behalf of those who wait for these. Raises RequestsLost where nothing is in flight any more."""
-        if not engine.busy:
-            raise RequestsLost(awaited)
+        """The same on behalf of those who wait for these. Raises RequestsLost for those that an error has ended."""
+        lost = {request_id for request_id in awaited if not engine.holds(request_id)}
+        if lost:
+            raise RequestsLost(lost)
         self.advance(engine)
 
     def _let_go(self) -> None:
-        """Aborts streams that nobody holds any more. The caller has the `turn`, and no step is in progress."""
+        """Aborts requests that nobody waits for any more. The caller has the `turn`, and no step is in progress."""
         while self._given_up:
-            request_id = self._given_up.popleft()
-            self.engine.abort(request_id)
-            self.engine.forget(request_id)
+            request_id = self._given_up[0]
+            self._awaited.pop(request_id, None)
+            if not self._closed and self._engine is not None:
+                self._engine.abort(request_id)
+                self._engine.forget(request_id)
+            self._given_up.popleft()  # last: what is interrupted before is done again
 
 
-class _Chunks(Iterator[StreamChunk]):
-    """The stream of one request. Closed, or given up by its reader, it aborts what has not ended."""
+class _Claim:
+    """Requests that somebody waits for. Closed, or left by whoever had it, it aborts those that have not ended."""
+
+    _held = False
+
+    def __init__(self, llm: LLM, request_ids: Sequence[str]) -> None:
+        self._llm, self._request_ids = llm, request_ids
+        self._held = True
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._held:
+            self._give_up()
+            with self._llm.turn:
+                self._llm._let_go()
+
+    def _give_up(self) -> None:
+        if self._held:
+            self._llm._given_up.extend(self._request_ids)
+            self._held = False
+
+    def __del__(self) -> None:
+        self._give_up()  # collected at any time, in the middle of a step too: only noted, for whoever has the next turn
+
+
+class _Chunks(_Claim, Iterator[StreamChunk]):
+    """The stream of one request."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm, self._request_id = llm, request_id
+        super().__init__(llm, [request_id])
         self._ready: deque[StreamChunk] = deque()
-        self._finished = False
 
     def __next__(self) -> StreamChunk:
-        if self._finished:
+        if not self._held:
             raise StopIteration
-        engine = self._llm.engine
+        (request_id,) = self._request_ids
         try:
             while not self._ready:
                 with self._llm.turn:
-                    self._ready += engine.chunks(self._request_id)
+                    engine = self._llm.engine
+                    self._ready += engine.chunks(request_id)
                     if not self._ready:
-                        self._llm.advance_for(engine, {self._request_id})
+                        self._llm.advance_for(engine, {request_id})
         except BaseException:
             self.close()
             raise
@@ -409,20 +458,6 @@ class _Chunks(Iterator[StreamChunk]):
         if chunk.finished:
             self.close()
         return chunk
-
-    def close(self) -> None:
-        """No more chunks."""
-        if not self._finished:
-            self._finished = True
-            self._llm._given_up.append(self._request_id)
-            with self._llm.turn:
-                if self._llm._engine is not None:
-                    self._llm._let_go()
-
-    def __del__(self) -> None:
-        # Collected at any time, in the middle of a step too: only noted, for whoever has the next turn.
-        if not self._finished:
-            self._llm._given_up.append(self._request_id)
 
 
 def _bytes_of(params: Any) -> int:

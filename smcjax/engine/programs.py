@@ -167,13 +167,16 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
         return lowered.compile(job.options)
 
     made: dict[int, dict[Any, Any]] = {number: {} for number in lacking}
-    with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
+    pool = ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE))
+    try:
         building = {pool.submit(build, key): key for key in missing}
         for done, built in enumerate(as_completed(building)):
             number, key = building[built]
             made[number][key] = built.result()
             if progress is not None:
                 progress(done + 1, len(missing))
+    finally:  # after an interruption nothing more is begun, and nobody waits for what XLA is at
+        pool.shutdown(wait=False, cancel_futures=True)
     scratch = {number: _require_memory(wanted[number].what, made[number].values()) for number in lacking}
     seconds = time.perf_counter() - began
     for number in lacking:

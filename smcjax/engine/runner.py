@@ -71,18 +71,28 @@ class Runner:
         self.programs = programs
         self.num_pages = num_pages
         self.size = 0  # lanes of the batch in flight; 0: none yet
-        # KV and pages while there is no batch, the batch's state otherwise. Both None after a failure.
-        self._memory: Any = self._create_memory()
+        # KV and pages while there is no batch, the batch's state otherwise. All None before `take_memory`.
+        self._memory: Any = None
         self.state: Any = None
-        self.cached: Any = self._no_cache()  # [S] the pages that cache slots keep
+        self.cached: Any = None  # [S] the pages that cache slots keep
         self.chunks = self._chunk_lengths()
 
+    def _new_memory(self) -> Any:
+        return self.decoder.Memory.create(self.program, self.params, self.num_pages)
+
     def _create_memory(self) -> Any:
-        return jax.jit(lambda: self.decoder.Memory.create(self.program, self.params, self.num_pages))()
+        return jax.jit(lambda: self._new_memory())()
+
+    def take_memory(self) -> None:
+        """Takes what is missing of the memory for KV, which otherwise waits for the first batch."""
+        if self.memory is None:
+            self._memory = self._create_memory()
+        if self.cached is None:
+            self.cached = jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
 
     def _chunk_lengths(self) -> ChunkLengths:
         """Of prompts, in this program."""
-        program, memory = self.program, self._memory
+        program, memory = self.program, jax.eval_shape(self._new_memory)
         models = [(program.target, memory.target)]
         if isinstance(program, PairProgram):
             models.append((program.draft, memory.draft))
@@ -99,9 +109,6 @@ class Runner:
         """S: as many as there are pages."""
         return self.num_pages - 1
 
-    def _no_cache(self) -> jax.Array:
-        return jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
-
     @property
     def memory(self) -> Any:
         """KV and pages."""
@@ -116,24 +123,22 @@ class Runner:
 
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
-        memory, self._memory, self.state, self.size = self.memory, None, None, 0
-        delete((memory, self.cached))
-        self.cached = self._no_cache()
+        delete((self._memory, self.state, self.cached))  # while all of it can be found, should this be interrupted
+        self._memory, self.state, self.cached, self.size = None, None, None, 0
 
     def close(self) -> None:
         """Deletes weights and KV from the device, whoever else still refers to them."""
         self.discard()
-        delete((self.params, self.cached))
+        delete(self.params)
 
     # Enqueueing.
 
     def resize(self, size: int, sources: Sequence[int]) -> None:
         """A batch of `size` lanes; lane i goes on with what lane `sources[i]` of the old one held, −1: with nothing."""
         if max(sources) < 0:  # nobody is there
-            memory, self._memory, self.state = self.memory, None, None
-            if memory is None:
-                memory = self._create_memory()
-            self.state = self.programs[size, "empty"](memory)
+            self.take_memory()
+            self.state = self.programs[size, "empty"](self.memory)
+            self._memory = None
         else:
             lanes = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
             groups, memory = dataclasses.replace(self.state, memory=None), self.state.memory
@@ -213,8 +218,7 @@ class Runner:
         self.programs.compile(f"for {many} request{'s' if most > 1 else ''} at a time", jobs, progress)
 
     def _abstract_state(self, size: int) -> Any:
-        create = self.decoder.Memory.create
-        memory = jax.eval_shape(lambda: create(self.program, self.params, self.num_pages))
+        memory = jax.eval_shape(self._new_memory)
         return memory, jax.eval_shape(lambda memory: self._empty(memory, size), memory)
 
     def jobs(self, size: int, program: Any) -> dict[Any, Job]:

@@ -64,7 +64,8 @@ def lend(llm: LLM, pages: int, share: float = 0.0) -> jax.Array:
     """
     engine = llm.engine
     engine.reset()
-    memory = engine.runner._create_memory()
+    engine.runner.take_memory()
+    memory = engine.runner.memory
     pool, others = _allocate(memory.pool, jnp.arange(PAGES) < PAGES - pages)
     engine.runner._memory = dataclasses.replace(memory, pool=pool)
     scheduler = engine._scheduler
