@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, CheckpointError, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, CheckpointError, Rejection, SamplingParams
 from smcjax.engine.loading import load_models
 from tests.checkpoints import GOLDEN, Pair, write_model, write_tokenizer
 
@@ -138,3 +139,37 @@ def test_the_bundled_pair_is_the_default() -> None:
         output = llm.generate("Tom has 3 apples.", SamplingParams(max_tokens=12, seed=0), use_tqdm=False)[0]
     assert output.error is None
     assert output.outputs[0].text
+
+
+@pytest.mark.parametrize("quantizations", [(None, None), ("int8", "int8"), (None, "int8"), ("int8", None)])
+def test_a_draft_made_of_its_target_shares_what_is_kept_alike(
+    quantizations: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "three", 264, 1, num_layers=3)
+    target, draft = quantizations
+    decoding, kinds = Rejection(2), {"quantization": target, "draft_quantization": draft}
+    with LLM(path, draft_drop_layers=[1], decoding=decoding, max_model_len=32, max_num_seqs=1, **kinds) as llm:
+        models = llm.models
+        assert (models.target.num_layers, models.draft.num_layers) == (3, 2)
+        kept = {id(leaf) for leaf in jax.tree.leaves(models.target_params)}
+        shared = [id(leaf) in kept for leaf in jax.tree.leaves(models.draft_params)]
+        assert all(shared) if target == draft else not any(shared)
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        answer = llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM(path, decoding=Autoregressive(), quantization=target, max_model_len=32, max_num_seqs=1) as llm:
+        assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids == answer
+
+
+def test_layers_that_cannot_be_dropped(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"^draft_drop_layers: layers to drop are \[4\], but the model's end at 0"):
+        LLM(pair.target, draft_drop_layers=[4])
+    for wrong in ([], "3", 3, [1.5], [True]):
+        with pytest.raises(ValueError, match=r"^draft_drop_layers must be numbers of layers such as \(3, 12\)"):
+            LLM(pair.target, draft_drop_layers=wrong)
+    with pytest.raises(ValueError, match="has no draft; omit it"):
+        LLM(pair.target, draft_drop_layers=[0], decoding=Autoregressive())
+    for name in ("revision", "draft_revision"):
+        with pytest.raises(ValueError, match=f"^{name} is 'v1' and the bundled pair has but one"):
+            LLM(**{name: "v1"})
+        with pytest.raises(ValueError, match=f"^{name} must be a branch"):
+            LLM(pair.target, draft_model=pair.draft, **{name: ""})
