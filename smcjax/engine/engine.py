@@ -31,6 +31,7 @@ from smcjax.engine.requests import Request, make_batch
 from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
+from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import CertainText
 from smcjax.engine.whole import whole
 from smcjax.rejection import Rejection
@@ -44,10 +45,12 @@ class _Running:
 
     group: Group
     certain: CertainText | None  # of requests that stream
+    stops: StopStrings | None  # of requests that have any
     times: Times
     preemptions: int = 0
     aborted: bool = False
     refused: str | None = None  # why it cannot be answered
+    last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
 
 
@@ -284,6 +287,8 @@ class Engine:
                 self._report("first", (first, None), {i: g for i, (g, *_) in enumerate(readings) if g.started})
         if schedule.cycle:
             self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
+            for running in list(self._running.values()):
+                self._conclude_settled(running)
         if refusal is not None:
             self._refuse_truncating(refusal)
 
@@ -314,9 +319,11 @@ class Engine:
         """What to keep of a group that joins. One that was preempted begins again; its reader and clock go on."""
         name = group.request.request_id
         if name in self._preempted:
-            return dataclasses.replace(self._preempted.pop(name), group=group, infos=[])
-        certain = CertainText(group.request, self._tokenizer) if name in self._streams else None
-        return _Running(group, certain, Times(self._arrivals[name], began=time.perf_counter()))
+            return dataclasses.replace(self._preempted.pop(name), group=group, infos=[], last_cycle=None)
+        request, tokenizer = group.request, self._tokenizer
+        certain = CertainText(request, tokenizer) if name in self._streams else None
+        stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
+        return _Running(group, certain, stops, Times(self._arrivals[name], began=time.perf_counter()))
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
         """What is missing, at no cost to the times of those that run.
@@ -364,7 +371,7 @@ class Engine:
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
-                elif not running.times.ended:
+                elif not running.times.ended or running.last_cycle is not None:
                     self._follow(reported.kind, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
         for output in outputs:
             self._count(output)
@@ -378,24 +385,49 @@ class Engine:
             running.infos.append(value)
         elif not running.times.first_seen:
             running.times.first_seen = time.perf_counter() - running.times.compiled
+        if running.times.ended:  # its last cycle
+            return
         if running.certain is not None:
             self._stream(running.certain, running.group.request, kind, value)
         if value.done:
-            self._scheduler.withdraw(running.group.request.request_id)
-            self._leave(running)
+            self._conclude(running)
+        elif running.stops is not None and running.last_cycle is None and self._settled(running, kind, value):
+            running.last_cycle = len(running.infos) + 1
+            self._conclude_settled(running)
+
+    def _conclude(self, running: _Running) -> None:
+        """Takes a group out, whose population is to be its answer."""
+        self._scheduler.withdraw(running.group.request.request_id)
+        self._leave(running)
+
+    def _conclude_settled(self, running: _Running) -> None:
+        """… once its last cycle is enqueued, neither earlier nor later."""
+        if running.last_cycle is not None and running.group.cycles >= running.last_cycle:
+            assert running.group.cycles == running.last_cycle
+            self._conclude(running)
+
+    def _settled(self, running: _Running, kind: str, value: Any) -> bool:
+        """Whether every row that may still answer holds a stop string now, or has ended."""
+        assert running.stops is not None
+        if kind == "first":
+            return running.stops.begin(value.tokens.tolist())
+        lengths, ancestors, alive = self._rows(running.group.request, value)
+        finished = value.finished if isinstance(self._decoding, SMC) else np.zeros(len(lengths), bool)
+        return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, ancestors, alive, finished)))
+
+    def _rows(self, request: Request, value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """After a cycle: generated tokens, ancestors, and which rows may still answer."""
+        lengths = value.length - len(request.token_ids)
+        n = len(lengths)
+        if isinstance(self._decoding, SMC):
+            return lengths, value.ancestors, np.full(n, bool(value.resampled)) | ~np.isneginf(value.log_weight)
+        return lengths, np.arange(n, dtype=np.int32), np.ones(n, bool)  # nothing is resampled, rows of a group agree
 
     def _stream(self, certain: CertainText, request: Request, kind: str, value: Any) -> None:
         if kind == "first":
             text, token_ids = certain.begin(value.tokens)
         else:
-            lengths = value.length - len(request.token_ids)
-            n = len(lengths)
-            if isinstance(self._decoding, SMC):
-                ancestors = value.ancestors
-                alive = np.full(n, bool(value.resampled)) | ~np.isneginf(value.log_weight)
-            else:  # nothing is resampled, and rows of a group agree
-                ancestors, alive = np.arange(n, dtype=np.int32), np.ones(n, bool)
-            text, token_ids = certain.advance(value.tokens, lengths, ancestors, alive)
+            text, token_ids = certain.advance(value.tokens, *self._rows(request, value))
         if (text or token_ids) and request.request_id in self._streams:
             self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
 

@@ -24,7 +24,7 @@ class Particle:
 
     token_ids: list[int]
     log_weight: float  # since the last resampling; softmax over the population is the selection law
-    finish_reason: str | None  # None: not at its end when the population's other weights made the choice
+    finish_reason: str | None  # None: not at its end when the choice was made (its text may hold a stop string)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool

@@ -21,7 +21,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens of this total probability; 1 keeps all.
         top_k: keep this many most probable tokens; 0 or −1 keeps all.
         stop: strings that end the text, themselves not part of it; one that is a special token ends the sequence as
-            `stop_token_ids` does.
+            `stop_token_ids` does. The work ends a cycle after every row that may still answer has one.
         stop_token_ids: token ids that end a sequence, besides EOS.
         ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.

@@ -151,13 +151,16 @@ def test_an_interruption_leaves_the_llm_usable(llm: LLM, where: str, monkeypatch
     assert llm.metrics()["compilations"] == before["compilations"]
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+
+
 def test_close_frees_the_device_and_refuses_further_use(pair: Pair) -> None:
     held = {id(array) for array in jax.live_arrays()}
     with smc_llm(pair) as short_lived:
         short_lived.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)
         assert sum(id(array) not in held for array in jax.live_arrays()) > 10
     assert [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64] == []
-    for use in (short_lived.metrics, lambda: short_lived.generate("ab"), lambda: short_lived.chat([{"role": "user"}])):
+    for use in (short_lived.metrics, lambda: short_lived.generate("ab"), lambda: short_lived.chat(HELLO)):
         with pytest.raises(ValueError, match=r"closed; make a new one\.$"):
             use()
     short_lived.close()

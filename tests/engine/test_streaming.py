@@ -102,6 +102,7 @@ def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool
         tokens=np.array([[98], [99]]),
     )
     engine: Any = SimpleNamespace(_decoding=SMC(2, 1), _streams={request().request_id: chunks})
+    engine._rows = lambda *of: Engine._rows(engine, *of)
     Engine._stream(engine, certain, request(), "cycle", cycle)
     assert "".join(chunk.text for chunk in chunks) == ("" if resampled else "b")
 
