@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.decoding.next_token import Law
-from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 from smcjax.decoding.speculation import Drafts, PairParams, propose, reserve, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, Program, State
-from smcjax.smc.weights import bonus_increment, draft_increment, temper
+from smcjax.smc.weights import bonus_increment, draft_increment, logprob_at, temper
 
 
 def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
@@ -90,7 +90,7 @@ def verify(
     logits, cache = score(program, params.target, state, copies, drafts.tokens)
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
-    logprobs = log_softmax_at(logits[:, : smc.gamma], drafts.tokens)
+    logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
     increments = draft_increment(smc.power, logprobs, drafts.logprobs)
     block = drafts.tokens
     if smc.bonus:
@@ -99,7 +99,7 @@ def verify(
         bonus = draw(keys, smc.power * last)
         block = jnp.concatenate([block, bonus[:, None]], axis=1)
         increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
-        logprobs = jnp.concatenate([logprobs, log_softmax_at(last, bonus)[:, None]], axis=1)
+        logprobs = jnp.concatenate([logprobs, logprob_at(last, bonus)[:, None]], axis=1)
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
     return state, Proposal(tokens=block, increments=increments, logprobs=logprobs)
 

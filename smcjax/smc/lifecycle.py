@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.prefill import admit
-from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.sequences import Population, Requests, population
 from smcjax.decoding.speculation import Memory, PairParams, prefill
 from smcjax.kv import release
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
 from smcjax.smc.state import Program, State
-from smcjax.smc.weights import bonus_increment, log_mean_weight, temper
+from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
 
 
 def begin(
@@ -63,7 +63,7 @@ def start(program: Program, params: PairParams, state: State, last_hidden: Float
     proposal = Proposal(
         tokens=first[:, None],
         increments=bonus_increment(smc.power, logits)[:, None],
-        logprobs=log_softmax_at(logits, first)[:, None],
+        logprobs=logprob_at(logits, first)[:, None],
     )
     return weigh(state, proposal)
 

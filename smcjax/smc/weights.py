@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def temper(logits: Float[Array, "*shape V"], temperature: Float[Array, "*#shape"]) -> Float[Array, "*shape V"]:
@@ -26,6 +26,11 @@ def temper(logits: Float[Array, "*shape V"], temperature: Float[Array, "*#shape"
 def log_mass(tempered: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
     """log Σ exp of logits whose largest is 0."""
     return jnp.log(jnp.sum(jnp.exp(tempered), axis=-1))
+
+
+def logprob_at(tempered: Float[Array, "*shape V"], tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """log softmax(tempered)[tokens] of logits whose largest is 0, as `temper` makes them: one pass less."""
+    return jnp.take_along_axis(tempered, tokens[..., None], axis=-1)[..., 0] - log_mass(tempered)
 
 
 def draft_increment(
