@@ -85,8 +85,9 @@ def read_json(path: str | os.PathLike[str], limit: int) -> Any:
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """`text` on one line and cut to `length` characters."""
-    line = " ".join(str(text).split())
+    """`text` on one line of printable characters, cut to `length`: names in files may hold a terminal's commands."""
+    line = " ".join(str(text)[: 4 * length].split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     return line if len(line) <= length else line[: length - 1] + "…"
 
 

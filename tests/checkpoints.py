@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from smcjax.model import ModelConfig, Params, init_params, save_checkpoint
@@ -96,6 +97,16 @@ def write_model(directory: Path, vocab_size: int, seed: int, **changes: Any) -> 
     save_checkpoint(config, biased_params(config, seed, letter_bias(vocab_size)), directory, dtype="float32")
     write_tokenizer(directory)
     return str(directory)
+
+
+def write_shards(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a directory's model.safetensors, written into two shards beside it, with their index."""
+    tensors = load_file(directory / "model.safetensors")
+    weight_map = {name: f"model-{1 + (i >= 4)}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: value for name, value in tensors.items() if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
 
 
 def write_pair(root: Path) -> Pair:

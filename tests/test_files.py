@@ -127,3 +127,4 @@ def test_names_that_stay_in_the_directory() -> None:
 def test_shortened() -> None:
     assert shortened("a\n b", 10) == "a b"
     assert shortened("a" * 100, 10) == "a" * 9 + "…"
+    assert shortened("é\x1b[31m\ud800🙂") == "é\\x1b[31m\\ud800🙂"

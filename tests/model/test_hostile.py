@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from smcjax.engine.loading import Models, load_models
 from smcjax.errors import CheckpointError
 from smcjax.model.checkpoint import load_config
-from tests.checkpoints import write_model
+from tests.checkpoints import write_model, write_shards
 from tests.limits import at_most_more, within
 
 
@@ -45,7 +44,7 @@ def refusal(directory: Path, seconds: float = 5) -> str:
     with within(seconds), at_most_more(1024), pytest.raises(CheckpointError) as caught:
         load(directory)
     message = str(caught.value)
-    assert "\n" not in message
+    assert message.isprintable()
     assert len(message.replace(str(directory), "")) < 500
     return message
 
@@ -158,19 +157,8 @@ def test_a_dtype_that_chooses_nothing_is_no_reason_to_refuse(copy: Path, key: st
     assert load(copy).target.dtype == "float32"
 
 
-def shard(directory: Path) -> dict[str, np.ndarray]:
-    """The same weights in two shards beside the one file."""
-    tensors = load_file(directory / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {name: f"model-{1 + (i >= 4)}.safetensors" for i, name in enumerate(names)}
-    for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in names if weight_map[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return tensors
-
-
 def test_one_file_beside_an_index_says_which_is_read(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shard(copy)
+    write_shards(copy)
     with caplog.at_level(logging.WARNING, "smcjax"):
         load(copy)
     [record] = caplog.records
@@ -178,7 +166,7 @@ def test_one_file_beside_an_index_says_which_is_read(copy: Path, caplog: pytest.
 
 
 def test_one_file_and_an_index_that_disagree_are_refused(copy: Path) -> None:
-    tensors = shard(copy)
+    tensors = write_shards(copy)
     save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"][:-1]}, copy / "model.safetensors")
     assert "holds two models, model.safetensors and the files that" in refusal(copy)
     (copy / "model-2.safetensors").unlink()
