@@ -1,20 +1,21 @@
-"""`AsyncLLM`: the engine under asyncio. Steps run in a thread while the event loop serves readers.
+"""`AsyncLLM`: the engine under asyncio. One thread steps while event loops, one or several, serve readers.
 
-Readers and the thread meet in two queues: requests that arrive, and the names of those that nobody reads any more. The
-thread looks into both before every step, so coming and leaving wait for nothing, not even for a lock.
+Readers and the thread meet in a queue of requests that arrive, and in the `LLM`'s list of those that nobody reads any
+more. The thread looks into both before every step, so coming and leaving wait for no step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import atexit
 import copy
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from smcjax.engine.llm import LLM
+from smcjax.engine.llm import LLM, Claim
 from smcjax.engine.outputs import StreamChunk
 from smcjax.engine.requests import Prompt, Request, params_for_each
 from smcjax.engine.sampling_params import SamplingParams
@@ -22,41 +23,39 @@ from smcjax.errors import RequestsLost
 
 
 class AsyncLLM:
-    """An `LLM`, of the same arguments, whose `generate` is an async iterator. Of one event loop.
+    """An `LLM`, of the same arguments, whose `generate` is an async iterator, for any number of event loops.
 
     Requests that come while others run join them at the next cycle.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.llm = LLM(*args, **kwargs)
-        self._readers: dict[str, asyncio.Queue[StreamChunk | Exception]] = {}
-        self._arriving: deque[tuple[Request, float]] = deque()  # and when they came
-        self._leaving: deque[str] = deque()
-        self._followed: set[str] = set()  # the thread's: requests that the engine has taken in for a reader
+        self._arriving: deque[_Inbox] = deque()
+        self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in
         self._busy = False  # whether the engine has more to do
-        self._pump: asyncio.Task[None] | None = None  # runs while there is anything to do
+        self._starting = threading.Lock()  # held for moments only
+        self._thread: threading.Thread | None = None  # there while there is anything to do
         self._closed = False
 
     def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the last chunk brings the whole output.
 
-        Raises ValueError at once for a request that cannot run. Who stops iterating (`aclose`, or a cancelled task)
-        aborts the request.
+        Raises ValueError at once for a request that cannot run. The request comes to the engine with the first chunk
+        that is asked for. Who stops iterating (by `aclose`, a cancelled task, or letting go of the iterator) aborts it.
         """
-        return self._chunks(self.llm.request(prompt, params_for_each(sampling_params, 1)[0]))
+        return _Chunks(self, self.llm.request(prompt, params_for_each(sampling_params, 1)[0]))
 
     async def metrics(self) -> dict[str, float]:
         """`LLM.metrics`, with all that have come and left taken into account."""
         return await asyncio.to_thread(self._metrics)
 
     async def close(self) -> None:
-        """Ends all requests, whose readers get a RuntimeError, and frees the device memory."""
+        """Ends all requests, whose readers get a RuntimeError, and frees the device memory; again, it does nothing.
+
+        It can be called in any event loop. Where it is cancelled the work goes on to its end.
+        """
         self._closed = True
-        for queue in self._readers.values():
-            queue.put_nowait(_closed())
-        if self._pump is not None:
-            await asyncio.wait([self._pump])  # for the step in progress; cancelled or not, nothing is deleted under it
-        await asyncio.to_thread(self.llm.close)
+        await asyncio.to_thread(self._close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -64,84 +63,176 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # On the event loop.
-
-    async def _chunks(self, request: Request) -> AsyncIterator[StreamChunk]:
+    def _submit(self, inbox: _Inbox) -> None:
+        """Lets a request come. Raises RuntimeError once closed."""
         if self._closed:
             raise _closed()
-        name, finished = request.request_id, False
-        queue = self._readers[name] = asyncio.Queue()
-        self._arriving.append((request, time.perf_counter()))
-        self._start()
-        try:
-            while not finished:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                finished = item.finished
-                yield item
-        finally:  # nothing to wait for here: a reader that is cancelled twice must leave nothing behind either
-            del self._readers[name]
-            self._leaving.append(name)
-            self._start()
-
-    def _start(self) -> None:
-        if not self._closed and (self._pump is None or self._pump.done()):
-            with contextlib.suppress(RuntimeError):  # no event loop any more: nobody is left to serve
-                self._pump = asyncio.get_running_loop().create_task(self._run())
-
-    async def _run(self) -> None:
-        """Steps as long as there is anything to do."""
-        while not self._closed and (self._arriving or self._leaving or self._busy):
-            try:
-                chunks, gone = await asyncio.to_thread(self._round)
-            except Exception as error:  # it has ended everything in flight
-                still_to_come = {request.request_id for request, _ in self._arriving}
-                for name in self._readers.keys() - still_to_come:
-                    self._readers[name].put_nowait(copy.copy(error))
-                continue
-            for name, some in chunks.items():
-                for chunk in some:
-                    if name in self._readers:
-                        self._readers[name].put_nowait(chunk)
-            for name in gone & self._readers.keys():
-                self._readers[name].put_nowait(RequestsLost({name}))
-
-    # In the thread.
-
-    def _round(self) -> tuple[dict[str, list[StreamChunk]], set[str]]:
-        """One step; what it has for the readers, by request, and which requests the engine has lost.
-
-        It loses them where a step fails that somebody else took, with the `LLM` that he shares with the readers.
-        """
-        with self.llm.turn:
-            self._busy = False  # also where what follows fails: nothing is in flight then
-            engine = self._exchange()
-            if engine.busy:
-                self.llm.advance(engine)
-            self._busy = engine.busy
-            gone = {name for name in self._followed if not engine.follows(name)}
-            self._followed -= gone
-            return {name: engine.chunks(name) for name in list(self._readers)}, gone
-
-    def _exchange(self) -> Any:
-        """Takes in who has arrived and lets go who has left; returns the engine."""
-        arriving = [self._arriving.popleft() for _ in range(len(self._arriving))]  # also where the LLM is closed
-        engine = self.llm.engine
-        for request, arrived in arriving:
-            engine.add_request(request, stream=True, arrived=arrived)
-            self._followed.add(request.request_id)
-        while self._leaving:
-            name = self._leaving.popleft()
-            engine.abort(name)
-            engine.forget(name)
-            self._followed.discard(name)
-        return engine
+        self._arriving.append(inbox)
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="AsyncLLM", daemon=True)
+                self._thread.start()
 
     def _metrics(self) -> dict[str, float]:
         with self.llm.turn:
-            self._exchange()
+            self._take_in()
             return self.llm.metrics()
+
+    def _close(self) -> None:
+        self._stop()
+        self.llm.close()
+
+    def _stop(self) -> None:
+        """Ends all readers and, after the step in progress, the thread."""
+        self._closed = True
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # In the thread.
+
+    def _serve(self) -> None:
+        """Steps as long as there is anything to do."""
+        atexit.register(self._stop)  # the interpreter must not end under a running program
+        try:
+            while not self._done():
+                try:
+                    self._round()
+                except BaseException as error:  # whatever it is, nobody may wait for ever
+                    self._end_all(error)
+        finally:
+            atexit.unregister(self._stop)
+
+    def _done(self) -> bool:
+        """Whether there is nothing more to do; then the next who comes starts another thread."""
+        with self._starting:
+            if not (self._arriving or self._inboxes or self._busy):
+                self._thread = None
+            return self._thread is None
+
+    def _round(self) -> None:
+        """One step, and what it has for the readers."""
+        self._busy = False  # also where what follows fails: nothing is in flight then
+        news: list[tuple[_Inbox, list[StreamChunk] | RequestsLost]] = []
+        with self.llm.turn:
+            self._take_in()
+            if self._closed:
+                raise _closed()
+            engine = self.llm.engine
+            if engine.busy:
+                self.llm.advance(engine)
+            self._busy = engine.busy
+            for name, inbox in list(self._inboxes.items()):
+                chunks = engine.chunks(name)
+                if chunks:
+                    news.append((inbox, chunks))
+                if chunks and chunks[-1].finished:
+                    engine.forget(name)
+                elif not engine.follows(name):  # left by its reader, or gone with somebody else's step that failed
+                    news.append((inbox, RequestsLost({name})))
+                else:
+                    continue
+                del self._inboxes[name]
+        for inbox, item in news:
+            if not inbox.put(item):
+                self.llm.give_up([inbox.request.request_id])
+
+    def _take_in(self) -> None:
+        """Hands requests that have come to the engine. The caller has the `turn`."""
+        while self._arriving:
+            inbox = self._arriving.popleft()
+            if not inbox.left:
+                self._inboxes[inbox.request.request_id] = inbox  # first: an error reaches its reader from now on
+                if not self._closed:
+                    self.llm.engine.add_request(inbox.request, stream=True, arrived=inbox.arrived)
+
+    def _end_all(self, error: BaseException) -> None:
+        while self._inboxes:
+            name, inbox = self._inboxes.popitem()
+            self.llm.give_up([name])  # should the engine still have it
+            inbox.put(_told(error, name))
+
+
+class _Inbox:
+    """A request, and a queue of its reader's event loop for what comes of it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.arrived = request, time.perf_counter()
+        self.left = False  # by its reader
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[list[StreamChunk] | Exception] = asyncio.Queue()
+
+    def put(self, item: list[StreamChunk] | Exception) -> bool:
+        """Whether the loop is still there to take it. For any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+    async def get(self) -> list[StreamChunk]:
+        """The next chunks, of which there are none after the end. Raises what was put instead of them."""
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        if not item:
+            self._queue.put_nowait([])  # for whoever else waits
+        return item
+
+
+class _Chunks(Claim, AsyncIterator[StreamChunk]):
+    """The stream of one request."""
+
+    def __init__(self, served: AsyncLLM, request: Request) -> None:
+        super().__init__(served.llm, [request.request_id])
+        self._served, self._request = served, request
+        self._inbox: _Inbox | None = None  # from the first chunk that is asked for
+        self._ready: deque[StreamChunk] = deque()
+
+    async def __anext__(self) -> StreamChunk:
+        try:
+            while self.held and not self._ready:
+                if self._inbox is None:
+                    self._inbox = _Inbox(self._request)
+                    self._served._submit(self._inbox)
+                self._ready += await self._inbox.get()
+        except BaseException:
+            await self.aclose()
+            raise
+        if not self._ready:
+            raise StopAsyncIteration
+        chunk = self._ready.popleft()
+        if chunk.finished:
+            await self.aclose()
+        return chunk
+
+    async def aclose(self) -> None:
+        """No more chunks, neither for others that wait for one. Waits for nothing."""
+        self._ready.clear()
+        self.give_up()
+        if self._inbox is not None:
+            self._inbox.put([])
+
+    def give_up(self) -> None:
+        """Nobody reads any more."""
+        if self._inbox is not None:
+            self._inbox.left = True  # should it not have been taken in yet
+        super().give_up()
+
+
+def _told(error: BaseException, name: str) -> Exception:
+    """What the reader of a request gets of an error that he shares with others: one of his own."""
+    if isinstance(error, Exception):
+        try:
+            told = copy.copy(error)
+        except Exception:  # not every one can be copied
+            told = None
+        if type(told) is type(error):
+            return told
+    lost = RequestsLost({name})
+    lost.__cause__ = error
+    return lost
 
 
 def _closed() -> RuntimeError:

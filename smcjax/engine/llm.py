@@ -7,7 +7,7 @@ import numbers
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -366,7 +366,7 @@ class LLM:
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """All of them at once, as lanes and memory allow."""
         ids = [request.request_id for request in requests]
-        claim = _Claim(self, ids)
+        claim = Claim(self, ids)
         try:
             with self.turn:
                 engine = self.engine
@@ -397,6 +397,10 @@ class LLM:
             raise RequestsLost(lost)
         self.advance(engine)
 
+    def give_up(self, request_ids: Iterable[str]) -> None:
+        """Notes that nobody waits for these any more. At any time, and in any thread."""
+        self._given_up.extend(request_ids)
+
     def _let_go(self) -> None:
         """Aborts requests that nobody waits for any more. The caller has the `turn`, and no step is in progress."""
         while self._given_up:
@@ -408,32 +412,33 @@ class LLM:
             self._given_up.popleft()  # last: what is interrupted before is done again
 
 
-class _Claim:
+class Claim:
     """Requests that somebody waits for. Closed, or left by whoever had it, it aborts those that have not ended."""
 
-    _held = False
+    held = False
 
     def __init__(self, llm: LLM, request_ids: Sequence[str]) -> None:
         self._llm, self._request_ids = llm, request_ids
-        self._held = True
+        self.held = True
 
     def close(self) -> None:
         """Nobody waits any more."""
-        if self._held:
-            self._give_up()
+        if self.held:
+            self.give_up()
             with self._llm.turn:
                 self._llm._let_go()
 
-    def _give_up(self) -> None:
-        if self._held:
-            self._llm._given_up.extend(self._request_ids)
-            self._held = False
+    def give_up(self) -> None:
+        """The same, without a wait for the turn: only noted, for whoever has the next one."""
+        if self.held:
+            self._llm.give_up(self._request_ids)
+            self.held = False
 
     def __del__(self) -> None:
-        self._give_up()  # collected at any time, in the middle of a step too: only noted, for whoever has the next turn
+        self.give_up()  # collected at any time, in the middle of a step too
 
 
-class _Chunks(_Claim, Iterator[StreamChunk]):
+class _Chunks(Claim, Iterator[StreamChunk]):
     """The stream of one request."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:
@@ -441,7 +446,7 @@ class _Chunks(_Claim, Iterator[StreamChunk]):
         self._ready: deque[StreamChunk] = deque()
 
     def __next__(self) -> StreamChunk:
-        if not self._held:
+        if not self.held:
             raise StopIteration
         (request_id,) = self._request_ids
         try:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 
+import jax
 import pytest
 
 from smcjax import LLM, SMC, AsyncLLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
+from smcjax.errors import RequestsLost
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN
 
@@ -199,3 +204,183 @@ def test_nothing_turns_while_a_reader_pauses(pair: Pair) -> None:
             assert outputs[0].outputs == read_here.outputs
 
     asyncio.run(session())
+
+
+def assert_all_free(served: AsyncLLM) -> None:
+    """Nothing is in flight any more, soon."""
+    for _ in range(200):
+        metrics = asyncio.run(served.metrics())
+        if not metrics["num_running"] + metrics["num_waiting"] and served._thread is None:
+            break
+        time.sleep(0.02)
+    assert metrics["num_running"] == metrics["num_waiting"] == 0
+    assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+    assert served._inboxes == {}
+    assert served.llm.engine._streams == {}
+
+
+def test_event_loops_one_after_the_other(pair: Pair, llm: LLM) -> None:
+    expected = [llm.generate("ab", params(seed), use_tqdm=False)[0].outputs for seed in range(3)]
+    held = {id(array) for array in jax.live_arrays()}
+    served = make(pair)
+    assert [asyncio.run(read(served, seed)).outputs for seed in range(3)] == expected
+    asyncio.run(served.close())
+    asyncio.run(served.close())
+    assert served._thread is None
+    assert [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64] == []
+    with pytest.raises(RuntimeError, match="this AsyncLLM is closed"):
+        asyncio.run(read(served, 1))
+
+
+def test_a_loop_that_ends_with_requests_in_flight(pair: Pair) -> None:
+    """They go with it, and another loop closes what it has left."""
+    held = {id(array) for array in jax.live_arrays()}
+    served, left = make(pair), []
+
+    async def begin() -> None:
+        left.append(served.generate("ab", SamplingParams(seed=1, max_tokens=40, ignore_eos=True)))
+        await anext(left[-1])
+
+    asyncio.run(begin())
+    assert_all_free(served)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()  # without a word to its iterators
+    asyncio.run(served.close())
+    assert [array.shape for array in jax.live_arrays() if id(array) not in held and array.nbytes > 64] == []
+
+
+def test_two_event_loops_at_once(pair: Pair, llm: LLM) -> None:
+    served, outputs = make(pair), {}
+
+    async def some(seeds: list[int]) -> None:
+        outputs.update(zip(seeds, await asyncio.gather(*(read(served, seed) for seed in seeds)), strict=True))
+
+    threads = [threading.Thread(target=lambda seeds=seeds: asyncio.run(some(seeds))) for seeds in ([0, 1, 2], [3, 4])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for seed in range(5):
+        assert outputs[seed].outputs == llm.generate("ab", params(seed), use_tqdm=False)[0].outputs
+    assert_all_free(served)
+    asyncio.run(served.close())
+
+
+class Uncopyable(Exception):
+    """Made of two things, of which it keeps one message."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(1), MemoryError(), GeneratorExit(), Uncopyable("a", "b")]
+)
+def test_whatever_ends_a_step_ends_every_reader(
+    pair: Pair, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def session() -> None:
+        async with make(pair) as served:
+            before = await read(served, 2)
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, "_collect", lambda *_: (_ for _ in ()).throw(error))
+                reading = [asyncio.create_task(read(served, seed)) for seed in range(3)]
+                results = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), 60)
+            told = type(error) if isinstance(error, MemoryError) else RequestsLost
+            assert [type(result) for result in results] == [told] * 3
+            assert (await read(served, 2)).outputs == before.outputs
+
+    asyncio.run(session())
+
+
+def test_iterators_that_nobody_reads_to_their_end(pair: Pair) -> None:
+    """Never begun, let go of after a chunk, closed while somebody waits for a chunk."""
+
+    async def session() -> None:
+        long = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+        never = served.generate("ab", long)
+        begun = served.generate("ab", long)
+        await anext(begun)
+        del begun, never
+        gc.collect()
+        await read(served, 1)
+        stream = served.generate("ab", long)
+
+        async def rest() -> list[object]:
+            return [chunk async for chunk in stream]
+
+        waiting = [asyncio.create_task(rest()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == [[], [], []]
+
+    served = make(pair)
+    asyncio.run(session())
+    assert_all_free(served)
+    asyncio.run(served.close())
+
+
+def test_a_cancelled_close_still_closes(pair: Pair) -> None:
+    async def session() -> None:
+        served = make(pair)
+        reader = asyncio.create_task(read(served, 9))
+        await asyncio.sleep(0.02)
+        closing = asyncio.create_task(served.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(RuntimeError, match="closed"):
+            await asyncio.wait_for(reader, 60)
+        await served.close()
+        assert served.llm._engine is None
+
+    asyncio.run(session())
+
+
+def test_others_get_their_turn_while_it_serves(pair: Pair) -> None:
+    """The thread that steps on and on hands the engine to whoever waits for it."""
+
+    async def session() -> None:
+        async with make(pair) as served:
+            await read(served, 9)
+            stop = asyncio.Event()
+
+            async def keep_busy() -> None:
+                while not stop.is_set():
+                    await read(served, 9)
+
+            busy = [asyncio.create_task(keep_busy()) for _ in range(3)]
+            waits = []
+            for _ in range(20):
+                began = time.perf_counter()
+                await served.metrics()
+                waits.append(time.perf_counter() - began)
+            stop.set()
+            await asyncio.gather(*busy)
+            assert sorted(waits)[10] < 0.5, waits
+
+    asyncio.run(session())
+
+
+@pytest.mark.slow
+def test_a_process_ends_while_requests_are_in_flight(pair: Pair) -> None:
+    """Without a crash, and without a wait for their ends."""
+    script = f"""
+import asyncio
+from smcjax import SMC, AsyncLLM, SamplingParams
+served = AsyncLLM({pair.target!r}, draft_model={pair.draft!r}, decoding=SMC(4, 3), max_model_len=1024, page_size=4)
+left = []
+async def begin():
+    left.append(served.generate("ab", SamplingParams(max_tokens=1000, ignore_eos=True)))
+    reading = asyncio.ensure_future(anext(left[0]))
+    while not served.llm.engine._running:
+        await asyncio.sleep(0.01)
+loop = asyncio.new_event_loop()
+loop.run_until_complete(begin())
+print("done")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    assert "Fatal" not in ended.stderr
