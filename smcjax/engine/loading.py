@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
+from smcjax.engine.settings import own_settings
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
 from smcjax.model.folding import fold_for_kernels
@@ -61,12 +62,14 @@ def _require_room(paths: dict[str, Path], dtype: str) -> None:
     require_room_for_weights(weights, halve)
 
 
+@own_settings()
 def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
     """Weights as the engine keeps them: quantised where asked, folded for kernels. Frees what it replaces."""
     params = params if quantization is None else quantize_params(params, consume=True)
     return fold_for_kernels(params, implementation)
 
 
+@own_settings()
 def load_models(
     model: str | os.PathLike[str] | None, draft_model: str | os.PathLike[str] | None, *, needs_draft: bool, dtype: str
 ) -> Models:
