@@ -1,4 +1,4 @@
-"""How products with weights are computed."""
+"""How products with weights are computed, and what random keys are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+KEYS = "threefry2x32"  # the random keys of all that is made here, whatever JAX_DEFAULT_PRNG_IMPL says
 
 Form = tuple[jax.lax.Precision, jax.lax.Precision]  # asked of the two operands
 
@@ -77,3 +79,24 @@ def product(
         preferred_element_type=None if result is None else out,
     )
     return y if add_to is None else add_to + y
+
+
+def key_of(seed: Any) -> jax.Array:
+    """The random key of a seed, whichever kind of keys JAX makes by default.
+
+    Draws by other kinds than threefry depend on what is drawn beside them.
+    """
+    return jax.random.key(seed, impl=KEYS)
+
+
+def key_from(words: jax.Array) -> jax.Array:
+    """Keys [...] from their words [..., 2] uint32."""
+    return jax.random.wrap_key_data(words, impl=KEYS)
+
+
+def words_of(keys: jax.Array) -> jax.Array:
+    """The words [..., 2] uint32 of keys [...], for kernels. Raises ValueError for keys of another kind."""
+    kind = str(jax.random.key_impl(keys))
+    if kind != KEYS:
+        raise ValueError(f"keys are {kind!r} and GPU kernels know {KEYS!r} only; use jax.random.key(…, impl={KEYS!r}).")
+    return jax.random.key_data(keys)

@@ -32,6 +32,7 @@ from smcjax.engine.programs import Programs, Wanted, compile_together, delete, e
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization
+from smcjax.numerics import key_of
 from smcjax.rejection import Rejection
 from smcjax.smc import SMC
 
@@ -181,7 +182,7 @@ class Rates:
 
 def measure_bandwidth() -> float:
     """Bytes per second of a large copy, read plus written: the stand-in where no datasheet figure is known."""
-    x = jax.random.normal(jax.random.key(0), (1 << 26,), jnp.float32)
+    x = jax.random.normal(key_of(0), (1 << 26,), jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
     return 2 * x.nbytes / _median_seconds(lambda: add(x))
 
@@ -189,7 +190,7 @@ def measure_bandwidth() -> float:
 def measure_flop_rate(dtype: str) -> float:
     """FLOP per second of large matrix products on random data, one enqueued behind the other."""
     n, products = 8192 if jax.default_backend() == "gpu" else 1024, 8
-    x = jax.random.normal(jax.random.key(0), (n, n), dtype)
+    x = jax.random.normal(key_of(0), (n, n), dtype)
     multiply = jax.jit(lambda x: x @ x)
     return products * 2 * n**3 / _median_seconds(lambda: [multiply(x) for _ in range(products)])
 
@@ -205,7 +206,7 @@ def _median_seconds(call: Any) -> float:
 
 def random_params(config: ModelConfig, seed: int) -> Params:
     """Random weights made on the device, leaf by leaf."""
-    return init_params(config, jax.random.key(seed), config.dtype)
+    return init_params(config, key_of(seed), config.dtype)
 
 
 class _Runner(BatchRunner):

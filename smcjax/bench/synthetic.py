@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from smcjax.kv import TRASH, allocate, release
+from smcjax.numerics import key_of
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -24,7 +25,7 @@ def _fill(key: jax.Array, array: jax.Array) -> jax.Array:
 def random_memory(memory: Any) -> Any:
     """A decoder's memory with Gaussian numbers in all pages of all layers; the allocator as it was. Consumes it."""
     leaves, treedef = jax.tree.flatten(memory)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
+    keys = jax.random.split(key_of(2), len(leaves))
     filled = [
         _fill(key, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
         for key, leaf in zip(keys, leaves, strict=True)

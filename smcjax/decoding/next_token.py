@@ -22,6 +22,7 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
+from smcjax.numerics import words_of
 from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.sampled_head import sampled_head
@@ -141,7 +142,7 @@ def sample_in_head(
 ) -> Drawn:
     """As `sample` of these hidden states' logits, which are kept nowhere; `stop_words` are the law's stops, packed."""
     forbids = token_number <= law.minimum
-    terms = (jax.random.key_data(keys), law.temperature, noise_scale_of(law), stop_words.T, forbids)
+    terms = (words_of(keys), law.temperature, noise_scale_of(law), stop_words.T, forbids)
     return Drawn(*sampled_head(hidden, unembed, *terms))
 
 
@@ -344,7 +345,7 @@ def prepare(
         x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
     )
     draws = decode_step.Draws(
-        keys=jax.random.key_data(steps.keys),
+        keys=words_of(steps.keys),
         temperature=law.temperature,
         noise_scale=noise_scale_of(law),
         forbidden=plan.stop_words,

@@ -365,7 +365,7 @@ class Engine:
             began = time.perf_counter()
             if reported.free is not None:
                 mark, free = reported.free
-                self._scheduler.free.report(mark, int(free))
+                self._scheduler.free.report(mark, int(jax.device_get(free)))
             value = jax.device_get(reported.value) if reported.groups else None
             self.seconds_waited += time.perf_counter() - began
             for index, running in reported.groups:

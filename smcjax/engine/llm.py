@@ -26,6 +26,7 @@ from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize, told_apart
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc, refuse_stop_strings
+from smcjax.engine.settings import require_settings
 from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
 from smcjax.rejection import Rejection
@@ -134,6 +135,7 @@ class LLM:
         if draft_drop_layers is not None and not drafts:
             raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and {self.decoding} has no draft; omit it.")
         require_devices()
+        require_settings()
         self._closed = False
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there

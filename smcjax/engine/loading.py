@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
+from smcjax.engine.settings import own_settings
 from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
@@ -84,6 +85,7 @@ def _require_room(configs: dict[str, ModelConfig], dtype: str) -> None:
     require_room_for_weights(weights, halve)
 
 
+@own_settings()
 def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
     """Returns weights as the engine keeps them, and frees what it replaces.
 
@@ -107,6 +109,7 @@ def prepared_models(
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
+@own_settings()
 def load_models(
     model: str | os.PathLike[str] | None,
     draft_model: str | os.PathLike[str] | None,

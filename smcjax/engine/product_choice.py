@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.numerics import Form, Product, product, product_forms
+from smcjax.numerics import Form, Product, key_of, product, product_forms
 
 logger = logging.getLogger("smcjax")
 
@@ -240,7 +240,7 @@ class _Compiled:
 
     def seconds(self) -> float:
         """How long one product takes, among others."""
-        keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(self._count)]
+        keys = [jax.random.fold_in(key_of(0), i) for i in range(self._count)]
         operands = [tuple(jax.random.normal(key, *described) for described in self._operands()) for key in keys]
         jax.block_until_ready(self._executable(operands, self._weights))
         began = time.perf_counter()

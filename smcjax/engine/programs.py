@@ -17,6 +17,7 @@ import jax
 
 from smcjax.engine.memory import device_memory
 from smcjax.engine.product_choice import chosen_forms, products_asked
+from smcjax.engine.settings import own_settings
 from smcjax.numerics import Form, Product, product_forms
 from smcjax.pallas import uses_kernels
 
@@ -158,6 +159,7 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
 
     forms = {key: job.forms() for key, job in missing.items()}  # timed, so nothing may run beside it
 
+    @own_settings()  # which are a thread's own
     def build(key: Any) -> Any:
         job = missing[key]
         # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.

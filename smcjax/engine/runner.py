@@ -30,8 +30,10 @@ from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
 from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.settings import own_settings
 from smcjax.kv import TRASH, drop, keep
 from smcjax.model.paged import reads_by_kernels
+from smcjax.numerics import key_of
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 # … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
@@ -83,6 +85,7 @@ class Runner:
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self._new_memory())()
 
+    @own_settings()
     def take_memory(self) -> None:
         """Takes what is missing of the memory for KV, which otherwise waits for the first batch."""
         if self.memory is None:
@@ -90,6 +93,7 @@ class Runner:
         if self.cached is None:
             self.cached = jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
 
+    @own_settings()
     def _chunk_lengths(self) -> ChunkLengths:
         """Of prompts, in this program."""
         program, memory = self.program, jax.eval_shape(self._new_memory)
@@ -118,8 +122,9 @@ class Runner:
         """Pages that no group names; what only the cache keeps is among them. Waits for the device."""
         if self.memory is None:
             return self.num_pages - 1
-        cached, counts = np.asarray(self.cached), np.asarray(self.memory.pool.refcount)
-        return int(self.memory.pool.num_free) + int(np.sum((cached != TRASH) & (counts[cached] == 1)))
+        pool = self.memory.pool
+        cached, counts, free = jax.device_get((self.cached, pool.refcount, pool.num_free))
+        return int(free) + int(np.sum((cached != TRASH) & (counts[cached] == 1)))
 
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
@@ -142,7 +147,7 @@ class Runner:
         else:
             lanes = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
             groups, memory = dataclasses.replace(self.state, memory=None), self.state.memory
-            self.state = self.programs[(self.size, size), "move"](groups, memory, lanes)
+            self.state = self.programs[(self.size, size), "move"](groups, memory, jax.device_put(lanes))
         self.size = size
 
     def evict(self, slots: Sequence[int]) -> None:
@@ -150,7 +155,7 @@ class Runner:
         marked = np.zeros(self.cache_slots, bool)
         marked[list(slots)] = True
         memory = self.state.memory
-        pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, marked)
+        pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, jax.device_put(marked))
         self.state = dataclasses.replace(self.state, memory=dataclasses.replace(memory, pool=pool))
 
     def join(self, batch: Batch, cached: Mapping[int, Sequence[int]]) -> None:
@@ -161,7 +166,8 @@ class Runner:
         slots = np.full((self.size, self.program.max_pages), self.cache_slots, np.int32)
         for lane, some in cached.items():
             slots[lane, : len(some)] = some
-        self.state = self.programs[self.size, "join"](self.state, self.cached, dataclasses.asdict(batch), slots)
+        arrays, prefix = jax.device_put((dataclasses.asdict(batch), slots))
+        self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> First:
         """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`.
@@ -178,7 +184,8 @@ class Runner:
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
         call = self.programs[program, self.size, count, length, "prefill"]
-        (self.state, self.cached), first = call(self.params, self.state, self.cached, lanes, start_at, cached, slots)
+        asked = jax.device_put((lanes, start_at, cached, slots))
+        (self.state, self.cached), first = call(self.params, self.state, self.cached, *asked)
         return first
 
     def _pages_of(self, length: int) -> int:
@@ -192,11 +199,12 @@ class Runner:
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
         """The population of a lane, one group, which is free from now on, and how many pages are then."""
-        population, self.state, free = self.programs[self.size, "leave"](self.state, np.int32(lane))
+        population, self.state, free = self.programs[self.size, "leave"](self.state, jax.device_put(np.int32(lane)))
         return population, free
 
     # Compiling.
 
+    @own_settings()
     def compile(
         self, sizes: Sequence[int], program: Any, others: Iterable[int] = (), progress: Progress | None = None
     ) -> None:
@@ -265,7 +273,7 @@ class Runner:
     def _empty(self, memory: Any, size: int) -> Any:
         """A state without groups."""
         vocab_size = self.program.target.vocab_size
-        requests = Requests.alike(jax.random.key(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
+        requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
         nobody = jnp.zeros(size, bool)
         return self.decoder.begin(self.program, memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
@@ -322,5 +330,5 @@ class Runner:
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:
     """What a `Batch`, as a dictionary of its arrays, asks of a decoder. Traced."""
     fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
-    keys = jax.vmap(jax.random.key)(arrays["seed"])
+    keys = jax.vmap(key_of)(arrays["seed"])
     return Requests(**{name: arrays[name] for name in fields}, key=keys)

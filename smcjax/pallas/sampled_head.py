@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from smcjax.numerics import key_from
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen, whole_words
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
 from smcjax.pallas.products import STREAMING_MULTIPROCESSORS, SWIZZLED, Ref, across
@@ -241,7 +242,7 @@ def sampled_head_reference(
     flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
     flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
     logits = jnp.where(flags & forbids[:, None], -jnp.inf, logits)
-    noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.wrap_key_data(key), logits.shape[1:]))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key_from(key), logits.shape[1:]))(keys)
     token = jnp.argmax(logits + noise_scale[:, None] * noise, axis=1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=1)
