@@ -9,13 +9,14 @@ where a one-block kernel crosses the others.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from smcjax.files import MIB, Unreadable, read_json
 
 Record = dict[str, Any]
 WAYS = {"host": "host-visible", "device": "on the device", "program": "inside a program"}
@@ -147,7 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path(), help="a directory")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(arguments)
-    for path in draw_all(json.loads(args.results.read_text()), args.output, f".{args.format}"):
+    try:
+        results = read_json(args.results, 64 * MIB)
+    except Unreadable as error:
+        parser.error(f"{args.results} {error}; {error.mend}")
+    for path in draw_all(results, args.output, f".{args.format}"):
         print(path)
 
 
