@@ -9,7 +9,6 @@ where a one-block kernel crosses the others.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from smcjax.files import MIB, Unreadable, read_json
 from smcjax.viz.picture import write_figure
 
 Record = dict[str, Any]
@@ -149,7 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path(), help="a directory")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(arguments)
-    for path in draw_all(json.loads(args.results.read_text()), args.output, f".{args.format}"):
+    try:
+        results = read_json(args.results, 64 * MIB)
+    except Unreadable as error:
+        parser.error(f"{args.results} {error}; {error.mend}")
+    for path in draw_all(results, args.output, f".{args.format}"):
         print(path)
 
 

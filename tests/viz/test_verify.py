@@ -45,3 +45,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "r.json").write_text(json.dumps(made_up(device=True)))
     main([str(tmp_path / "r.json"), "-o", str(tmp_path), "--format", "png"])
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / f"verify_{name}.png") for name in PICTURES]
+
+
+def test_a_file_that_is_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.json").write_text("{")
+    for name, reason in (("r.json", "is not valid JSON"), ("nothing.json", "does not exist")):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / name)])
+        assert f"{tmp_path / name} {reason}" in capsys.readouterr().err
