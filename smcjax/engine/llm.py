@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import numbers
 import os
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ from smcjax import autoregressive, rejection, smc
 from smcjax.autoregressive import Autoregressive
 from smcjax.decoding.speculation import PairParams
 from smcjax.device import on_cpu
+from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import load_models, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
@@ -100,22 +100,22 @@ class LLM:
         self.decoding = SMC() if decoding is None else decoding
         if not isinstance(self.decoding, SMC | Rejection | Autoregressive):
             raise ValueError(f"decoding must be SMC(...), Rejection(...) or Autoregressive(), got {decoding!r}.")
-        _check_path("model", model)
-        _check_path("draft_model", draft_model)
-        _check_revision("revision", revision)
-        _check_revision("draft_revision", draft_revision)
-        _check_layers("draft_drop_layers", draft_drop_layers)
+        check_path("model", model)
+        check_path("draft_model", draft_model)
+        check_revision("revision", revision)
+        check_revision("draft_revision", draft_revision)
+        check_layers("draft_drop_layers", draft_drop_layers)
         check_quantization("quantization", quantization)
         check_quantization("draft_quantization", draft_quantization)
-        _check_range("max_num_seqs", max_num_seqs, 1, 4096)
-        _check_range("page_size", page_size, 1, 64)
+        check_range("max_num_seqs", max_num_seqs, 1, 4096)
+        check_range("page_size", page_size, 1, 64)
         if implementation not in ("auto", "xla"):
             raise ValueError(f"implementation must be 'auto' or 'xla', got {implementation!r}.")
-        _check_range("seed", seed, 0, MAX_SEED)
+        check_range("seed", seed, 0, MAX_SEED)
         if max_model_len is not None:
-            _check_range("max_model_len", max_model_len, 2, 1 << 20)
+            check_range("max_model_len", max_model_len, 2, 1 << 20)
         if num_pages is not None:
-            _check_range("num_pages", num_pages, 2, 1 << 30)
+            check_range("num_pages", num_pages, 2, 1 << 30)
         if not isinstance(enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
         if admission not in ("worst_case", "optimistic"):
@@ -124,7 +124,7 @@ class LLM:
             raise ValueError(f"compile_at_start must be True, False or None, got {compile_at_start!r}.")
         if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
-        if not _is_share(gpu_memory_utilization):
+        if not is_share(gpu_memory_utilization):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
 
         enable_compilation_cache()
@@ -470,37 +470,6 @@ class _Chunks(Claim, Iterator[StreamChunk]):
 def _bytes_of(params: Any) -> int:
     """Of every array once."""
     return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())
-
-
-def _check_range(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
-        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
-
-
-def _check_path(name: str, value: object) -> None:
-    if not isinstance(value, str | os.PathLike | None):
-        raise ValueError(
-            f"{name} must be a model directory, a GGUF file or a hub id, or None for the bundled pair, got {value!r}."
-        )
-
-
-def _check_revision(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{name} must be a branch, a tag or a commit, or None, got {value!r}.")
-
-
-def _check_layers(name: str, value: object) -> None:
-    if value is None:
-        return
-    whole = isinstance(value, Sequence) and all(
-        isinstance(layer, numbers.Integral) and not isinstance(layer, bool) for layer in value
-    )
-    if not whole or not value:
-        raise ValueError(f"{name} must be numbers of layers such as (3, 12), or None, got {value!r}.")
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
