@@ -204,7 +204,6 @@ class Runner:
         self, sizes: Sequence[int], program: Any, others: Iterable[int] = (), progress: Progress | None = None
     ) -> None:
         """Compiles what is missing for batches of these sizes, and for moves between any two of them and the `others`.
-
         `progress`: see `Programs.compile`.
         """
         jobs: dict[Any, Job] = {}
