@@ -22,13 +22,14 @@ from tqdm import tqdm
 
 from smcjax.autoregressive import Autoregressive
 from smcjax.device import on_cpu
+from smcjax.engine.clock import Clock
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.programs import Progress
 from smcjax.engine.requests import Request, make_batch
-from smcjax.engine.results import Times, aborted_in_the_queue, assemble
+from smcjax.engine.results import Times, aborted_in_the_queue, acceptance, assemble
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
@@ -109,7 +110,8 @@ class Engine:
         )
         self._lag = int(not on_cpu() if overlap is None else overlap)
         self.torn = False
-        self._arrivals: dict[str, float] = {}  # of all that have not ended
+        self._clock = Clock()
+        self._arrivals: dict[str, float] = {}  # of all that have not ended, by that clock
         self._running: dict[str, _Running] = {}
         self._preempted: dict[str, _Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
@@ -143,7 +145,7 @@ class Engine:
         It `arrived` now, or at that `time.perf_counter()`.
         """
         self._scheduler.add(request)
-        self._arrivals[request.request_id] = time.perf_counter() if arrived is None else arrived
+        self._arrivals[request.request_id] = self._clock.at(arrived)
         if stream:
             self._streams[request.request_id] = []
 
@@ -323,17 +325,18 @@ class Engine:
         request, tokenizer = group.request, self._tokenizer
         certain = CertainText(request, tokenizer) if name in self._streams else None
         stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
-        return _Running(group, certain, stops, Times(self._arrivals[name], began=time.perf_counter()))
+        return _Running(group, certain, stops, Times(self._arrivals[name], began=self._clock.at()))
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
-        """What is missing, at no cost to the times of those that run.
+        """What is missing, at no cost to the times of those that wait or run.
 
         Sizes that are ready have all moves between them, so none of these waits for a compilation.
         """
         began = time.perf_counter()
-        self.runner.compile(sizes, program, self._scheduler.ready | ({self.runner.size} - {0}), progress)
-        for running in (*self._running.values(), *self._preempted.values()):
-            running.times.compiled += time.perf_counter() - began
+        try:
+            self.runner.compile(sizes, program, self._scheduler.ready | ({self.runner.size} - {0}), progress)
+        finally:
+            self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
@@ -349,7 +352,7 @@ class Engine:
 
     def _leave(self, running: _Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
-        running.times.ended = time.perf_counter()
+        running.times.ended = self._clock.at()
         self._report("population", self.runner.leave(running.group.lane), {0: running.group})
         del self._running[running.group.request.request_id]
 
@@ -371,7 +374,7 @@ class Engine:
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
-                elif not running.times.ended or running.last_cycle is not None:
+                else:
                     self._follow(reported.kind, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
         for output in outputs:
             self._count(output)
@@ -383,10 +386,10 @@ class Engine:
             return
         if kind == "cycle":
             running.infos.append(value)
-        elif not running.times.first_seen:
-            running.times.first_seen = time.perf_counter() - running.times.compiled
-        if running.times.ended:  # its last cycle
+        if running.times.ended:  # what was under way when it left is part of its population; nobody reads on
             return
+        if kind == "first" and not running.times.first_seen:
+            running.times.first_seen = self._clock.at()
         if running.certain is not None:
             self._stream(running.certain, running.group.request, kind, value)
         if value.done:
@@ -401,7 +404,7 @@ class Engine:
         self._leave(running)
 
     def _conclude_settled(self, running: _Running) -> None:
-        """… once its last cycle is enqueued, neither earlier nor later."""
+        """Takes a group out whose last cycle is enqueued, neither earlier nor later."""
         if running.last_cycle is not None and running.group.cycles >= running.last_cycle:
             assert running.group.cycles == running.last_cycle
             self._conclude(running)
@@ -451,7 +454,8 @@ class Engine:
                 # It had begun again, or failed: what its reader has got is what there is.
                 text, token_ids = running.certain.text, running.certain.token_ids
                 answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
-                metrics = dataclasses.replace(output.metrics, generated_tokens=len(token_ids))
+                accepted = acceptance(self._decoding, running.infos, request, len(token_ids))
+                metrics = dataclasses.replace(output.metrics, generated_tokens=len(token_ids), **accepted)
                 output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
             self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
         return output
@@ -461,7 +465,7 @@ class Engine:
         running = self._preempted.pop(request.request_id, None)
         if running is None:
             return aborted_in_the_queue(request)
-        running.times.ended = time.perf_counter()
+        running.times.ended = self._clock.at()
         text, token_ids = ("", []) if running.certain is None else (running.certain.text, running.certain.token_ids)
         return aborted_in_the_queue(request, running.times, text, token_ids, running.preemptions)
 

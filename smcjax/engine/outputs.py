@@ -58,15 +58,19 @@ class RequestMetrics:
     cycles: int  # decoding steps, the first token's draw not counted
     resamples: int
     generated_tokens: int  # of the answer
-    drafted: int  # tokens proposed by the draft, all particles
-    seconds: float  # from its first admission to its end, compilation excluded
+    drafted: int  # tokens that the draft has proposed: K for each particle or candidate in every cycle, kept or not
+    seconds: float  # from its first admission to its end; times are without what was compiled meanwhile
     mean_ess: float | None = None  # over cycles; None without a population
     queue_seconds: float = 0.0  # from its arrival to its first admission
     first_token_seconds: float = 0.0  # from its first admission until the host saw its first tokens; 0: never
     num_cached_tokens: int = 0  # of the prompt, their KV taken from the prefix cache when it was last admitted
     preemptions: int = 0  # how often it gave its pages up and began again; the counts above are those of the last run
-    accepted: int | None = None  # of the drafted tokens of accepted candidates, by the target; None: nothing rejects
-    accepted_at: tuple[int, ...] | None = None  # [K] cycles in which the draft at each position was accepted
+    # Tokens of the answer that are the draft's, by whichever rule or candidate; None: nothing rejects. The others
+    # are the target's: the first, and one behind the drafts of each cycle that is not cut before it, so accepted <
+    # generated_tokens ≤ accepted + cycles + 1. What lies behind a stop token, a stop string, the cap or an abort is no
+    # token of the answer.
+    accepted: int | None = None
+    accepted_at: tuple[int, ...] | None = None  # [K] cycles whose draft at each position is in the answer
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +79,10 @@ class RequestMetrics:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Drafts accepted a cycle; None where nothing is rejected, or no cycle ran."""
+        """Tokens of the answer that are the draft's, a cycle; None where nothing is rejected, or no cycle ran.
+
+        The last cycle counts like the others, though the answer's end may cut it.
+        """
         return None if self.accepted is None or not self.cycles else self.accepted / self.cycles
 
 

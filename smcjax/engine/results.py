@@ -26,18 +26,17 @@ _NO_WEIGHT = (
 
 @dataclasses.dataclass
 class Times:
-    """When things happened to a request, by the host's clock; 0: not yet."""
+    """When things happened to a request, by the engine's `Clock`; 0: not yet."""
 
     arrived: float
     began: float  # first admitted
-    first_seen: float = 0.0  # its first tokens, earlier by what was compiled before
+    first_seen: float = 0.0  # its first tokens
     ended: float = 0.0
-    compiled: float = 0.0  # seconds since it began in which programs were compiled
 
     @property
     def seconds(self) -> float:
-        """From its first admission to its end, but for compilations."""
-        return self.ended - self.began - self.compiled
+        """From its first admission to its end."""
+        return self.ended - self.began
 
 
 def assemble(
@@ -108,7 +107,7 @@ def assemble(
             first_token_seconds=max(times.first_seen - times.began, 0.0),
             num_cached_tokens=num_cached_tokens,
             preemptions=preemptions,
-            **_acceptance(decoding, infos),
+            **acceptance(decoding, infos, request, len(completion.token_ids)),
         ),
         smc=weighted,
         error=error,
@@ -119,11 +118,16 @@ def _drafts_a_cycle(decoding: SMC | Rejection | Autoregressive) -> int:
     return 0 if isinstance(decoding, Autoregressive) else decoding.speculation.rows * decoding.gamma
 
 
-def _acceptance(decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any]) -> dict[str, Any]:
-    """How many drafts were accepted, and in how many cycles at each position."""
+def acceptance(
+    decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any], request: Request, kept: int
+) -> dict[str, Any]:
+    """How many drafts are among the `kept` first tokens of an answer, and in how many cycles at each position."""
     if not isinstance(decoding, Rejection):
         return {}
-    lengths = np.array([info.accepted for info in infos], int)
+    ends = np.array([int(info.length[0]) - len(request.token_ids) for info in infos], int)  # all rows agree
+    begins = np.array([1, *ends[:-1]], int)[: len(ends)]  # x₀ is the target's
+    within = np.clip(np.minimum(ends, kept) - begins, 0, None)
+    lengths = np.minimum([int(info.accepted) for info in infos], within)
     return {
         "accepted": int(lengths.sum()),
         "accepted_at": tuple(int((lengths > position).sum()) for position in range(decoding.gamma)),
