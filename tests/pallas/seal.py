@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,4 +134,7 @@ def write(compute: Callable[[Case], list[str]] = digests) -> None:
 
 
 if __name__ == "__main__":
-    write()
+    if sys.argv[1:] == ["--print"]:
+        print(json.dumps({name: digests(case) for name, case in CASES.items()}))
+    else:
+        write()

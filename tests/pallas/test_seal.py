@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +17,19 @@ from smcjax import smc
 from tests.pallas.seal import CASES, STORED, digests
 
 
+@pytest.fixture(scope="module")
+def lowered() -> dict[str, list[str]]:
+    """Digests made in a process of their own: what was traced before in this one may be part of a kernel's names."""
+    command = [sys.executable, "-m", "tests.pallas.seal", "--print"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_are_those_that_were_stored(name: str) -> None:
-    assert digests(CASES[name]) == json.loads(STORED.read_text())[name]
+def test_kernels_are_those_that_were_stored(name: str, lowered: dict[str, list[str]]) -> None:
+    assert lowered[name] == json.loads(STORED.read_text())[name]
 
 
 @pytest.mark.slow
