@@ -161,7 +161,7 @@ class Renderer:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> Any:
-    """What the process says to a line; None where it has ended. Raises TimeoutError."""
+    """Returns the process's answer to a line, None where it has ended. Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""What a user chooses about decoding: static, hashable, checked once, and without JAX, which takes a second."""
+"""The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SMC:
 
     @property
     def speculation(self) -> Speculation:
-        """What draft and verification need to know."""
+        """The numbers of a cycle that draft and verification need."""
         return Speculation(
             self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
         )
@@ -137,7 +137,7 @@ class Rejection:
 
     @property
     def speculation(self) -> Speculation:
-        """What draft and verification need to know."""
+        """The numbers of a cycle that draft and verification need."""
         return Speculation(self.n_candidates, self.gamma, draft_temperature=self.draft_temperature)
 
     @property

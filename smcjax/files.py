@@ -92,7 +92,7 @@ def shortened(text: object, length: int = 80) -> str:
 
 
 def is_name_in_directory(name: object, suffix: str = "") -> bool:
-    """Whether `name`, as a file gives it, is a plain file name that leads nowhere but into the file's own directory."""
+    """True where `name`, as a file gives it, is a plain file name that leads nowhere but into the file's directory."""
     if not isinstance(name, str) or not name.endswith(suffix) or not name.isprintable():
         return False
     return Path(name).name == name and len(name.encode()) <= 255 and "\\" not in name

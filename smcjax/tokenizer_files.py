@@ -73,7 +73,7 @@ def _one_sentence() -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the Rust library panicked, as for a regular expression that backtracks without end."""
+    """True where the Rust library panicked, as for a regular expression that backtracks without end."""
     return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
 
 

@@ -1,4 +1,4 @@
-"""What a command says when it fails, and whose fault that is."""
+"""Errors of commands: the sentence that is printed, and if the user's arguments are to blame."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _EXPECTED = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether the package itself refused an argument. A ValueError of JAX or NumPy is a failure, not wrong usage."""
+    """True where the package itself refused an argument. A ValueError of JAX or NumPy is a failure, not wrong usage."""
     return isinstance(error, ValueError) and not isinstance(error, CheckpointError) and _is_ours(error)
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether one of the package's own functions raised it."""
+    """True where one of the package's own functions raised the error."""
     traceback, module = error.__traceback__, ""
     while traceback is not None:
         module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next

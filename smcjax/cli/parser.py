@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
             self.register("action", name, _StoreOnce)
 
     def add_commands(self, dest: str, metavar: str) -> argparse._SubParsersAction:
-        """What commands are added to."""
+        """Returns the object that commands are added to."""
         self.set_defaults(run=self._show_help)
         return self.add_subparsers(dest=dest, metavar=metavar)
 

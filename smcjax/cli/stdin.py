@@ -1,4 +1,4 @@
-"""What commands read from standard input."""
+"""Reading standard input for commands."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class AsyncLLM:
             atexit.unregister(self._stop)
 
     def _done(self) -> bool:
-        """Whether there is nothing more to do; then the next who comes starts another thread."""
+        """True where nothing is left to do; the next reader then starts another thread."""
         with self._starting:
             if not (self._arriving or self._inboxes or self._busy):
                 self._thread = None

@@ -14,7 +14,7 @@ class Clock:
         self._stops: list[tuple[float, float]] = []
 
     def at(self, moment: float | None = None) -> float:
-        """What it shows at a moment of `time.perf_counter` that has passed; None: now."""
+        """Returns the clock's reading at a moment of `time.perf_counter` that has passed; None: now."""
         moment = time.perf_counter() if moment is None else moment
         return moment - sum(max(0.0, min(end, moment) - begin) for begin, end in self._stops)
 

@@ -35,7 +35,7 @@ class AnswerText:
 
     @property
     def open(self) -> bool:
-        """Whether tokens have been fed whose text may depend on those to come."""
+        """True where tokens have been fed whose text may depend on those to come."""
         return bool(self._run) or self._ends_open
 
     def feed(self, token: int) -> str:
@@ -70,7 +70,7 @@ class AnswerText:
         return other
 
     def _beyond(self, text: str) -> str:
-        """What the window's `text` has beyond what is known of it."""
+        """Returns the end of the window's `text`, beyond what is known of it."""
         return text[_shared(self._known, text) :]
 
     def _shorten(self) -> None:

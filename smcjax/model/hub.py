@@ -33,7 +33,7 @@ _FILES = [
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is spelled like "org/name" or "org/name:file.gguf"."""
+    """True where `name` is spelled like "org/name" or "org/name:file.gguf"."""
     repository, _, file = name.partition(":")
     return _HUB_ID.fullmatch(repository) is not None and (":" not in name or file.endswith(".gguf"))
 
