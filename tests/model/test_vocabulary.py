@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from hf_oracle import make_config
 
 from smcjax.model import ModelConfig, init_params, logits
@@ -21,13 +23,15 @@ def _config(vocab_size: int, **changes: Any) -> ModelConfig:
 
 
 def _tokenizer(size: int, **changes: int) -> Tokenizer:
-    return Tokenizer(None, {**{f"t{index}": index for index in range(size)}, **changes})
+    vocab = {**{f"t{index}": index for index in range(size)}, **changes}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "t0"))
+    return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner), vocab)
 
 
-@pytest.mark.parametrize("tokenizers", [(None, None), (None, 300), (300, None), (300, 300)])
+@pytest.mark.parametrize("sizes", [(None, None), (None, 300), (300, None), (300, 300)])
 @pytest.mark.parametrize(("target", "draft", "common"), [(384, 384, 384), (384, 500, 384), (512, 301, 301)])
-def test_padding_is_accepted(tokenizers: tuple[int | None, int | None], target: int, draft: int, common: int) -> None:
-    first, second = (None if size is None else _tokenizer(size) for size in tokenizers)
+def test_padding_is_accepted(sizes: tuple[int | None, int | None], target: int, draft: int, common: int) -> None:
+    first, second = (None if size is None else _tokenizer(size) for size in sizes)
     assert common_vocabulary(_config(target), _config(draft), first, second) == common
     assert common_vocabulary(_config(draft), _config(target), second, first) == common
 
