@@ -76,7 +76,7 @@ def make(config: ModelConfig, columns: int, context: int, *, int8: bool = False,
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])
     sharing = tasks_of(config, block_table, lengths, settled, rows=ROWS, page_size=PAGE)
-    cos, sin = rope_angles(config, jnp.asarray(positions))
+    cos, sin = rope_angles(config.layer(0).rope, config.head_dim, jnp.asarray(positions))
     slots = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
     draws = ds.Draws(
         keys=jax.random.key_data(jax.random.split(jax.random.key(5), (1, ROWS))),
@@ -199,7 +199,7 @@ def check(columns: int, context: int, int8: bool) -> None:
         print(f"\n{dtype}, T={columns}, context {context}, {'together' if together else 'stage by stage'}")
         x0 = got["x0"][:total]
         qkv = linear(rms_norm(x0, layer.attn_norm, eps), layer.qkv, None).reshape(ROWS, columns, -1, shape.dim)
-        cos, sin = rope_angles(config, problem.positions)
+        cos, sin = rope_angles(config.layer(0).rope, config.head_dim, problem.positions)
         want_q, want_k = (rotate(part, cos, sin) for part in (qkv[:, :, : shape.heads], qkv[:, :, shape.heads :]))
         q = got["qkv"].reshape(shape.kv_heads, shape.tokens, shape.per_kv_head, shape.dim)[:, :total]
         print("q      ", error(q.swapaxes(0, 1), want_q.reshape(total, shape.kv_heads, shape.per_kv_head, -1)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from smcjax import autoregressive, smc
 from smcjax.decoding.sequences import Requests
-from smcjax.model import ModelConfig, Params, init_params
+from smcjax.model import LayerSpec, ModelConfig, Params, init_params
 
 init = jax.jit(smc.init, static_argnames=("program", "num_pages"))
 step = jax.jit(smc.step, static_argnames="program")
@@ -22,7 +22,7 @@ ar_step = jax.jit(autoregressive.step, static_argnames="program")
 
 
 def tiny_config(vocab_size: int = 5, **changes: Any) -> ModelConfig:
-    """Two layers, two query heads on one key-value head."""
+    """Two layers, two query heads on one key-value head; `changes` are fields of `ModelConfig` or of all its layers."""
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 8,
@@ -33,7 +33,13 @@ def tiny_config(vocab_size: int = 5, **changes: Any) -> ModelConfig:
         "head_dim": 4,
         "max_position_embeddings": 64,
     }
-    return ModelConfig(**{**fields, **changes})
+    return model_config(**{**fields, **changes})
+
+
+def model_config(**values: Any) -> ModelConfig:
+    """The config of these fields of `ModelConfig` and of `LayerSpec`; the latter hold for every layer."""
+    variant = {field.name: values.pop(field.name) for field in dataclasses.fields(LayerSpec) if field.name in values}
+    return ModelConfig(**values, **({"layers": (LayerSpec(**variant),)} if variant else {}))
 
 
 def tiny_params(config: ModelConfig, seed: int, sharpness: float = 1.5) -> Params:

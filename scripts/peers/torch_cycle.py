@@ -242,7 +242,9 @@ class Model:
             for _ in range(config.num_layers)
         ]
         self.rows = torch.arange(rows, device=device)[:, None]
-        self.frequencies = torch.tensor(rope_frequencies(config), dtype=torch.float32, device=device)
+        self.frequencies = torch.tensor(
+            rope_frequencies(config.layer(0).rope, config.head_dim), dtype=torch.float32, device=device
+        )
 
 
 class Cycle:

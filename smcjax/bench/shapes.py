@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smcjax.model.config import ModelConfig, RopeScaling
+from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
 
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": ModelConfig(
@@ -13,12 +13,11 @@ SHAPES: dict[str, ModelConfig] = {
         num_heads=32,
         num_kv_heads=8,
         head_dim=64,
-        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(32.0, 1.0, 4.0, 8192))),),
         tie_embeddings=True,
         dtype="bfloat16",
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
     ),
     "llama-3.1-8b": ModelConfig(
         vocab_size=128_256,
@@ -28,11 +27,10 @@ SHAPES: dict[str, ModelConfig] = {
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        layers=(LayerSpec(rope=Rope(500_000.0, RopeScaling(8.0, 1.0, 4.0, 8192))),),
         dtype="bfloat16",
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
     ),
     "tiny-draft": ModelConfig(
         vocab_size=512,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
-from smcjax.model.config import ModelConfig
+from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
@@ -342,7 +342,8 @@ def prepare(
     if shape is None:
         return steps
     cos, sin = (
-        x.reshape(*steps.positions.shape, -1) for x in rope_angles(config, steps.positions.reshape(-1, columns))
+        x.reshape(*steps.positions.shape, -1)
+        for x in rope_angles(config.layer(0).rope, config.head_dim, steps.positions.reshape(-1, columns))
     )
     draws = decode_step.Draws(
         keys=words_of(steps.keys),
@@ -422,7 +423,7 @@ FUSED_LAYER = (*FUSED_MATRICES, "attn_norm", "mlp_norm")
 FUSED_PARAMS = ("embed", "layers", "final_norm", "lm_head")
 FUSED_CONFIG = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "tie_embeddings"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_embeddings", "layers"),
     *("bos_token_id", "eos_token_ids", "dtype"),
 )
 
@@ -440,9 +441,11 @@ def is_plain(config: ModelConfig, params: Params) -> bool:
     model = all(
         field.name in FUSED_PARAMS or getattr(params, field.name) is None for field in dataclasses.fields(params)
     )
+    rope = config.layers[0].rope  # any, but one for all layers
     return (
         layers
         and model
+        and all(layer == LayerSpec(rope=rope) for layer in config.layers)
         and all(
             field.name in FUSED_CONFIG or getattr(config, field.name) == field.default
             for field in dataclasses.fields(config)

@@ -1,7 +1,7 @@
 """Decoders of the Llama family: configuration, weights, forward pass, checkpoints."""
 
 from smcjax.model.checkpoint import load_checkpoint
-from smcjax.model.config import ModelConfig, RopeScaling
+from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from smcjax.model.decoder import forward, logits, unembed
 from smcjax.model.dropping import drop_layers
 from smcjax.model.export import save_checkpoint
@@ -10,8 +10,10 @@ from smcjax.model.params import LayerParams, Params, init_params
 
 __all__ = [
     "LayerParams",
+    "LayerSpec",
     "ModelConfig",
     "Params",
+    "Rope",
     "RopeScaling",
     "config_from_hf",
     "drop_layers",

@@ -93,22 +93,23 @@ def tensor_names(config: ModelConfig) -> Params:
         def stack(*parts: tuple[str, int], suffix: str = "weight") -> Stack:
             return Stack(tuple((f"model.layers.{index}.{name}.{suffix}", rows) for name, rows in parts))
 
+        spec = config.layer(index)
         qkv = ("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)
         gate_up = ("mlp.gate_proj", f), ("mlp.up_proj", f)
         o, down = ("self_attn.o_proj", e), ("mlp.down_proj", e)
         return LayerParams(
             attn_norm=stack(("input_layernorm", e)),
             qkv=stack(*qkv),
-            qkv_bias=stack(*qkv, suffix="bias") if config.qkv_bias else None,
-            q_norm=stack(("self_attn.q_norm", d)) if config.qk_norm else None,
-            k_norm=stack(("self_attn.k_norm", d)) if config.qk_norm else None,
+            qkv_bias=stack(*qkv, suffix="bias") if spec.qkv_bias else None,
+            q_norm=stack(("self_attn.q_norm", d)) if spec.qk_norm else None,
+            k_norm=stack(("self_attn.k_norm", d)) if spec.qk_norm else None,
             o=stack(o),
-            o_bias=stack(o, suffix="bias") if config.o_bias else None,
+            o_bias=stack(o, suffix="bias") if spec.o_bias else None,
             mlp_norm=stack(("post_attention_layernorm", e)),
             gate_up=stack(*gate_up),
-            gate_up_bias=stack(*gate_up, suffix="bias") if config.mlp_bias else None,
+            gate_up_bias=stack(*gate_up, suffix="bias") if spec.mlp_bias else None,
             down=stack(down),
-            down_bias=stack(down, suffix="bias") if config.mlp_bias else None,
+            down_bias=stack(down, suffix="bias") if spec.mlp_bias else None,
         )
 
     return Params(

@@ -1,7 +1,7 @@
-"""What a decoder of the Llama family is made of, as one frozen, hashable value.
+"""The static description of one decoder, as one frozen, hashable value.
 
-A `ModelConfig` is static: it is closed over by jitted programs and never traced. It holds only what the forward
-pass reads; `smcjax.model.hf_config` refuses by name whatever a Hugging Face config asks for beyond that.
+A `ModelConfig` is closed over by jitted programs and never traced. It holds only what the forward pass reads; the
+readers of config files refuse by name whatever a file asks for beyond that.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+
+from smcjax.model.attention import FULL, AttentionKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +24,46 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of one layer: its base and, where positions are stretched, how."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """The variant of one decoder layer. The defaults are a Llama layer's.
+
+    Attributes:
+        attention: which keys a query sees, and by what its scores are scaled.
+        rope: the rotary embedding of queries and keys.
+        qkv_bias, o_bias, mlp_bias: whether those products have a bias.
+        qk_norm: whether every head of queries and keys is RMS-normed before it is rotated.
+        post_norms: whether attention's and the MLP's outputs are RMS-normed before they are added to the residual.
+        activation: of the gated MLP, "silu" or "gelu_tanh".
+    """
+
+    attention: AttentionKind = FULL
+    rope: Rope = Rope()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and variant of one decoder.
 
     Letters used in shapes: V `vocab_size`, E `hidden_size`, F `intermediate_size`, L `num_layers`, H `num_heads`,
     Hkv `num_kv_heads`, D `head_dim`. H is a multiple of Hkv (1 = multi-query, H = multi-head).
+
+    `layers` is the pattern of the layers' variants, repeated as often as `num_layers` asks for: `layer(i)` is layer
+    i's. `embed_scale` multiplies looked-up embeddings, rounded to the weights' dtype first.
+    `float32_norms` keeps norms' weights in float32 whatever the dtype of the matrices.
     """
 
     vocab_size: int
@@ -37,17 +74,18 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    layers: tuple[LayerSpec, ...] = (LayerSpec(),)
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    embed_scale: float = 1.0
+    float32_norms: bool = False
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+
+    def layer(self, index: int) -> LayerSpec:
+        """The variant of layer `index`, counted from 0."""
+        return self.layers[index % len(self.layers)]
 
     @property
     def itemsize(self) -> int:
@@ -58,3 +96,11 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+
+def repeated(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The shortest pattern whose repetition, cut at its length, is `layers`."""
+    for size in range(1, len(layers)):
+        if all(layer == layers[index % size] for index, layer in enumerate(layers)):
+            return layers[:size]
+    return layers

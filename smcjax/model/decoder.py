@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.model.config import ModelConfig
+from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix, quantized_product
 from smcjax.numerics import product
@@ -80,15 +80,15 @@ def linear(
     return y if bias is None else y + bias
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angular step per position of each rotary pair, float64 [D/2]; llama3 scaling applied where the config has it.
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Angular step per position of each rotary pair, float64 [D/2]; llama3 scaling applied where it is asked for.
 
     Llama 3 keeps wavelengths below `original/high_freq_factor`, divides those above `original/low_freq_factor` by
     `factor`, and blends linearly in original/wavelength between.
     """
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-    scaling = config.rope_scaling
+    half = head_dim // 2
+    frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
+    scaling = rope.scaling
     if scaling is None:
         return frequencies
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -98,10 +98,10 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rope_angles(
-    config: ModelConfig, positions: Int[Array, "R T"]
+    rope: Rope, head_dim: int, positions: Int[Array, "R T"]
 ) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
     """Cosine and sine of every rotary pair's angle, f32."""
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(rope, head_dim), jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -122,7 +122,7 @@ def hidden_states(
     With kernels, norms that `smcjax.model.folding` has folded into the products behind them are left pending: a
     product then reads the residual stream itself, which the product before has added to, and its reader divides.
     """
-    cos, sin = rope_angles(config, positions)
+    angles = {rope: rope_angles(rope, config.head_dim, positions) for rope in {s.rope: None for s in config.layers}}
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
     x = params.embed[tokens]
@@ -142,6 +142,7 @@ def hidden_states(
 
     normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
     for index, layer in enumerate(params.layers):
+        cos, sin = angles[config.layer(index).rope]
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None

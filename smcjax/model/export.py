@@ -31,26 +31,27 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     Rope and dtype are written in both spellings, so that transformers 4 and 5 agree on the model. Raises ValueError
     for a combination of biases and norms that none of the four model classes has.
     """
-    attention_bias = config.qkv_bias and config.o_bias
-    if (config.o_bias and not config.qkv_bias) or (config.qk_norm and config.qkv_bias != config.o_bias):
+    layer = config.layers[0]
+    attention_bias = layer.qkv_bias and layer.o_bias
+    if (layer.o_bias and not layer.qkv_bias) or (layer.qk_norm and layer.qkv_bias != layer.o_bias):
         raise ValueError(
-            f"qkv_bias={config.qkv_bias}, o_bias={config.o_bias}, qk_norm={config.qk_norm} is no Hugging Face model "
+            f"qkv_bias={layer.qkv_bias}, o_bias={layer.o_bias}, qk_norm={layer.qk_norm} is no Hugging Face model "
             "class; set the two biases alike"
         )
-    if config.mlp_bias and (config.qk_norm or config.qkv_bias != config.o_bias):
+    if layer.mlp_bias and (layer.qk_norm or layer.qkv_bias != layer.o_bias):
         raise ValueError("mlp_bias=True exists in Llama alone; set qk_norm=False and the two attention biases alike")
-    if config.qk_norm:
+    if layer.qk_norm:
         architecture = "Qwen3ForCausalLM"
-    elif config.qkv_bias and not config.o_bias:
+    elif layer.qkv_bias and not layer.o_bias:
         architecture = "Qwen2ForCausalLM"
-    elif config.hidden_size % config.num_heads and not attention_bias and not config.mlp_bias:
+    elif config.hidden_size % config.num_heads and not attention_bias and not layer.mlp_bias:
         architecture = "MistralForCausalLM"  # transformers refuses this shape in Llama
     else:
         architecture = "LlamaForCausalLM"
 
     rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+    if layer.rope.scaling is not None:
+        rope = {"rope_type": "llama3", **dataclasses.asdict(layer.rope.scaling)}
     eos = config.eos_token_ids
     written: dict[str, Any] = {
         "architectures": [architecture],
@@ -65,9 +66,9 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "rope_parameters": {**rope, "rope_theta": layer.rope.theta},
+        "rope_theta": layer.rope.theta,
+        "rope_scaling": rope if layer.rope.scaling is not None else None,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
@@ -77,7 +78,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
         written["attention_bias"] = attention_bias
     if architecture == "LlamaForCausalLM":
-        written["mlp_bias"] = config.mlp_bias
+        written["mlp_bias"] = layer.mlp_bias
     if architecture == "MistralForCausalLM":
         written["sliding_window"] = None
     return written

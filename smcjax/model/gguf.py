@@ -17,7 +17,7 @@ import numpy as np
 
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
-from smcjax.model.config import ModelConfig, RopeScaling
+from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from smcjax.model.decoder import rope_frequencies
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -186,18 +186,21 @@ def _config(keys: _Metadata) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=keys.number("rope.freq_base", 10_000.0),
         tie_embeddings=_HEAD not in tensors,
-        qkv_bias=keys.architecture == "qwen2" or "blk.0.attn_q.bias" in tensors,
-        o_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
-        qk_norm=keys.architecture == "qwen3",
         bos_token_id=_token_id(keys, "bos_token_id", vocab_size),
         eos_token_ids=tuple(
             dict.fromkeys(token for key in _END_KEYS if (token := _token_id(keys, key, vocab_size)) is not None)
         ),
     )
-    parsed = dataclasses.replace(parsed, rope_scaling=_rope_scaling(keys, parsed))
+    theta = keys.number("rope.freq_base", 10_000.0)
+    layer = LayerSpec(
+        rope=Rope(theta, _rope_scaling(keys, parsed, theta)),
+        qkv_bias=keys.architecture == "qwen2" or "blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm=keys.architecture == "qwen3",
+    )
+    parsed = dataclasses.replace(parsed, layers=(layer,))
     keys.refuse_unknown()
     return parsed
 
@@ -221,7 +224,7 @@ def _heads(keys: _Metadata, hidden_size: int) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _rope_scaling(keys: _Metadata, config: ModelConfig) -> RopeScaling | None:
+def _rope_scaling(keys: _Metadata, config: ModelConfig, theta: float) -> RopeScaling | None:
     """Llama 3's scaling, where the file's factors are those that come of it; any other is refused."""
     kind, factor = keys.raw("rope.scaling.type"), keys.raw("rope.scaling.factor")
     if kind not in (None, "none", "linear") or (kind != "none" and factor not in (None, 0.0, 1.0)):
@@ -240,8 +243,8 @@ def _rope_scaling(keys: _Metadata, config: ModelConfig) -> RopeScaling | None:
         largest = float(found.max())
         if math.isfinite(largest) and largest > 1:
             scaling = RopeScaling(largest, **_LLAMA3)  # type: ignore[arg-type]
-            scaled = rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
-            if np.allclose(found, rope_frequencies(config) / scaled, rtol=1e-5, atol=0):
+            plain, scaled = (rope_frequencies(Rope(theta, s), config.head_dim) for s in (None, scaling))
+            if np.allclose(found, plain / scaled, rtol=1e-5, atol=0):
                 return scaling
     raise CheckpointError(
         f"{keys.file.path}: {_ROPE_FACTORS} {list(shape)} is not of Llama 3's scaling (low_freq_factor 1, "

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smcjax.files import shortened
-from smcjax.model.config import ModelConfig, RopeScaling
+from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,14 @@ def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
     max_positions = keys.integer("max_position_embeddings", family.max_position_embeddings)
     num_heads, num_kv_heads, head_dim = _heads(keys, family, hidden_size)
     _refuse_local_attention(keys, family, num_layers, max_positions)
-    rope_theta, rope_scaling = _rope(keys, max_positions)
-
     attention_bias = keys.flag("attention_bias") if family.model_type in ("llama", "qwen3") else False
+    layer = LayerSpec(
+        rope=_rope(keys, max_positions),
+        qkv_bias=attention_bias or family.model_type == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=keys.flag("mlp_bias") if family.model_type == "llama" else False,
+        qk_norm=family.model_type == "qwen3",
+    )
     bos = _token_ids("bos_token_id", keys, config, family.bos_token_id, vocab_size)
     if len(bos) > 1:
         raise keys.refusal("bos_token_id", "it must be one id or null")
@@ -177,13 +182,8 @@ def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        layers=(layer,),
         tie_embeddings=keys.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias or family.model_type == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=keys.flag("mlp_bias") if family.model_type == "llama" else False,
-        qk_norm=family.model_type == "qwen3",
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_eos_token_ids(keys, config, generation_config, family, vocab_size),
         dtype=_dtype(keys),
@@ -277,7 +277,7 @@ def _refuse_local_attention(keys: _Keys, family: _Family, num_layers: int, max_p
             )
 
 
-def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(keys: _Keys, max_positions: int) -> Rope:
     """Base and scaling of rotary embedding from `rope_parameters` or `rope_scaling` beside `rope_theta`.
 
     A config may hold both spellings, as long as they say the same.
@@ -300,7 +300,7 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"the model's config gives rope_theta twice and differently ({thetas}); keep the right one")
     if len(set(scalings.values())) > 1:
         raise keys.refusal("rope_scaling", "rope_parameters asks for another scaling; keep the right one")
-    return next(iter(thetas.values()), 10_000.0), next(iter(scalings.values()), None)
+    return Rope(next(iter(thetas.values()), 10_000.0), next(iter(scalings.values()), None))
 
 
 def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from smcjax.model.config import ModelConfig
+from smcjax.model.config import LayerSpec, ModelConfig
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
 
@@ -36,6 +36,8 @@ class LayerParams:
     gate_up_bias: Array | None  # [2·F]
     down: Array  # [E, F]
     down_bias: Array | None  # [E]
+    attn_post_norm: Array | None = None  # [E]
+    mlp_post_norm: Array | None = None  # [E]
 
 
 @jax.tree_util.register_dataclass
@@ -62,33 +64,44 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    layer = LayerParams(
-        attn_norm=array(e),
-        qkv=array(qkv, e),
-        qkv_bias=array(qkv) if config.qkv_bias else None,
-        q_norm=array(d) if config.qk_norm else None,
-        k_norm=array(d) if config.qk_norm else None,
-        o=array(e, config.num_heads * d),
-        o_bias=array(e) if config.o_bias else None,
-        mlp_norm=array(e),
-        gate_up=array(2 * f, e),
-        gate_up_bias=array(2 * f) if config.mlp_bias else None,
-        down=array(e, f),
-        down_bias=array(e) if config.mlp_bias else None,
-    )
+    def norm(width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((width,), jnp.dtype(jnp.float32 if config.float32_norms else dtype))
+
+    def layer(spec: LayerSpec) -> LayerParams:
+        return LayerParams(
+            attn_norm=norm(e),
+            qkv=array(qkv, e),
+            qkv_bias=array(qkv) if spec.qkv_bias else None,
+            q_norm=norm(d) if spec.qk_norm else None,
+            k_norm=norm(d) if spec.qk_norm else None,
+            o=array(e, config.num_heads * d),
+            o_bias=array(e) if spec.o_bias else None,
+            mlp_norm=norm(e),
+            gate_up=array(2 * f, e),
+            gate_up_bias=array(2 * f) if spec.mlp_bias else None,
+            down=array(e, f),
+            down_bias=array(e) if spec.mlp_bias else None,
+            attn_post_norm=norm(e) if spec.post_norms else None,
+            mlp_post_norm=norm(e) if spec.post_norms else None,
+        )
+
     return Params(
         embed=array(config.vocab_size, e),
-        layers=(layer,) * config.num_layers,
-        final_norm=array(e),
+        layers=tuple(layer(config.layer(index)) for index in range(config.num_layers)),
+        final_norm=norm(e),
         lm_head=None if config.tie_embeddings else array(config.vocab_size, e),
     )
 
 
 def num_params(config: ModelConfig) -> int:
     """The number of weights that `config` calls for, without making a tree of them."""
-    few = param_shapes(dataclasses.replace(config, num_layers=1), jnp.float32)
-    layer = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(few.layers))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(few)) + (config.num_layers - 1) * layer
+    pattern = len(config.layers)
+    few = param_shapes(dataclasses.replace(config, num_layers=pattern), jnp.float32)
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(dataclasses.replace(few, layers=())))
+    for index, layer in enumerate(few.layers):
+        times = len(range(index, config.num_layers, pattern))
+        total += times * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layer))
+    return total
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:

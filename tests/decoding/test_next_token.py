@@ -14,6 +14,7 @@ from smcjax import SMC, autoregressive, smc
 from smcjax.decoding import next_token
 from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
 from smcjax.decoding.sequences import Requests
+from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, param_shapes
 from smcjax.numerics import product
@@ -86,8 +87,13 @@ def test_the_one_kernel_takes_only_what_it_computes() -> None:
     norm = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
     assert KERNEL in lowered(autoregressive, program, layers(None), 1)  # control
     assert KERNEL not in lowered(autoregressive, program, layers(norm), 1)
+    plain = MODEL.layer(0)
+    for changes in ({"attention": SlidingWindow(512)}, {"attention": Full(0.5)}, {"activation": "gelu_tanh"}):
+        config = dataclasses.replace(MODEL, layers=(plain, dataclasses.replace(plain, **changes)))
+        assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, target=config), PARAMS, 1)
     for window, in_one_kernel in ((None, True), (512, False)):
-        config = WindowConfig(**dataclasses.asdict(MODEL), window=window)
+        fields = {field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
+        config = WindowConfig(**fields, window=window)
         model = dataclasses.replace(program, target=config)
         assert (KERNEL in lowered(autoregressive, model, PARAMS, 1)) == in_one_kernel
 

@@ -14,7 +14,7 @@ import pytest
 from smcjax import autoregressive
 from smcjax.decoding.prefill import admit, prefill_chunk
 from smcjax.kv import PagePool
-from smcjax.model import ModelConfig, RopeScaling, init_params, logits
+from smcjax.model import ModelConfig, Rope, RopeScaling, init_params, logits
 from smcjax.model.decoder import unembed
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_config
 
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    "llama3-rope": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16), "rope_theta": 500.0},
+    "llama3-rope": {"rope": Rope(500.0, RopeScaling(8.0, 1.0, 4.0, 16))},
 }
 
 

@@ -324,9 +324,9 @@ def test_transformers_understands_what_is_written(raw: dict[str, Any], tmp_path:
         ours = (2,) if key == "eos_token_id" else getattr(config, key.replace("num_key_value", "num_kv"))
         assert getattr(theirs, key) == (ours[0] if isinstance(ours, tuple) else ours)
     assert str(theirs.dtype).endswith("bfloat16")
-    scaling = dataclasses.asdict(config.rope_scaling) if config.rope_scaling else {}
+    scaling = dataclasses.asdict(config.layer(0).rope.scaling) if config.layer(0).rope.scaling else {}
     kind = "llama3" if scaling else "default"
-    assert theirs.rope_parameters == {"rope_type": kind, "rope_theta": config.rope_theta, **scaling}
+    assert theirs.rope_parameters == {"rope_type": kind, "rope_theta": config.layer(0).rope.theta, **scaling}
     for flag in ("attention_bias", "mlp_bias"):
         assert getattr(theirs, flag, False) == raw.get(flag, False)
 

@@ -69,7 +69,7 @@ def test_pending_norms_give_the_same_logits(
         layer = dataclasses.replace(folded.layers[1], gate_up=params.layers[1].gate_up, qkv=params.layers[1].qkv)
         folded = dataclasses.replace(folded, layers=(folded.layers[0], layer))
     got = np.asarray(logits(config, folded, tokens))
-    assert len(asked) == (0 if config.mlp_bias else config.num_layers)
+    assert len(asked) == (0 if config.layer(0).mlp_bias else config.num_layers)
     assert np.allclose(got, want, rtol=1e-4, atol=1e-5) != wrong
 
 

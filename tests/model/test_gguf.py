@@ -96,12 +96,12 @@ def test_llama3_scaling_comes_back_from_its_factors(factor: float, tmp_path: Pat
     path = write_gguf(
         tmp_path / "a.gguf", raw, weights, Kind.F32, lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
-    assert load_checkpoint(path)[0].rope_scaling == RopeScaling(factor, 1.0, 4.0, 8192)
+    assert load_checkpoint(path)[0].layer(0).rope.scaling == RopeScaling(factor, 1.0, 4.0, 8192)
     ones = np.ones(32, np.float32)
     path = write_gguf(
         tmp_path / "b.gguf", raw, weights, Kind.F32, lambda writer: writer.add_tensor("rope_freqs.weight", ones)
     )
-    assert load_config(path).rope_scaling is None
+    assert load_config(path).layer(0).rope.scaling is None
     for wrong in (factors * 1.01, factors[:-1], np.linspace(1, factor, 32, dtype=np.float32), np.zeros(32, np.float32)):
         path = write_gguf(
             tmp_path / "c.gguf",

@@ -11,9 +11,10 @@ from hf_oracle import FAMILY, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.model import ModelConfig, RopeScaling
+from smcjax.model import LayerSpec, ModelConfig, Rope, RopeScaling
 from smcjax.model.export import hf_config
 from smcjax.model.hf_config import config_from_hf
+from tests.helpers import model_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,8 +64,7 @@ def test_a_llama_3_2_instruct_config() -> None:
         head_dim=64,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        layers=(LayerSpec(rope=Rope(500000.0, RopeScaling(32.0, 1.0, 4.0, 8192))),),
         tie_embeddings=True,
         bos_token_id=128000,
         eos_token_ids=(128001, 128008, 128009, 5),
@@ -83,18 +83,28 @@ def test_published_configs_of_the_other_families() -> None:
             rope_theta=1e6,
         )
     )
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.rope_theta) == (True, False, False, 1e6)
+    assert (qwen2.layer(0).qkv_bias, qwen2.layer(0).o_bias, qwen2.layer(0).qk_norm, qwen2.layer(0).rope.theta) == (
+        True,
+        False,
+        False,
+        1e6,
+    )
     qwen3 = config_from_hf(
         make_config("qwen3", sliding_window=None, rope_scaling=None, max_window_layers=28, attention_bias=False)
     )
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 16)
+    assert (qwen3.layer(0).qkv_bias, qwen3.layer(0).o_bias, qwen3.layer(0).qk_norm, qwen3.head_dim) == (
+        False,
+        False,
+        True,
+        16,
+    )
     mistral = config_from_hf(make_config("mistral", sliding_window=None))
-    assert (mistral.qkv_bias, mistral.o_bias, mistral.qk_norm) == (False, False, False)
+    assert (mistral.layer(0).qkv_bias, mistral.layer(0).o_bias, mistral.layer(0).qk_norm) == (False, False, False)
     assert config_from_hf(make_config("mistral", sliding_window=256)) == mistral  # = max_position_embeddings
     smol = make_config("llama", is_llama_config=True, rope_interleaved=False, **{"transformers.js_config": {"a": 1}})
     assert config_from_hf(smol) == config_from_hf(make_config("llama"))
     both = config_from_hf(make_config("llama", attention_bias=True, mlp_bias=True, hidden_act="swish"))
-    assert (both.qkv_bias, both.o_bias, both.mlp_bias) == (True, True, True)
+    assert (both.layer(0).qkv_bias, both.layer(0).o_bias, both.layer(0).mlp_bias) == (True, True, True)
 
 
 def test_old_and_new_spelling_are_the_same_model() -> None:
@@ -103,7 +113,7 @@ def test_old_and_new_spelling_are_the_same_model() -> None:
     older = make_config("llama", rope_scaling={**LLAMA3, "type": "llama3"}, rope_theta=5e5, dtype="bfloat16")
     del new["rope_theta"], older["rope_scaling"]["rope_type"]
     parsed = config_from_hf(old)
-    assert parsed.rope_scaling is not None
+    assert parsed.layer(0).rope.scaling is not None
     assert parsed == config_from_hf(new) == config_from_hf(older)
     assert parsed == config_from_hf({**old, **new})
     plain = config_from_hf(make_config("llama", rope_scaling={"type": "default"}))
@@ -120,7 +130,7 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
     theirs = getattr(transformers, f"{FAMILY[model_type]}Config")(**raw)
     ours = config_from_hf(raw)
     eos = theirs.eos_token_id
-    assert ours == ModelConfig(
+    assert ours == model_config(
         **{key: sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
         num_layers=2,
         num_heads=32,
@@ -128,7 +138,7 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
         head_dim=getattr(theirs, "head_dim", 128 // 32),
         max_position_embeddings=theirs.max_position_embeddings,
         rms_norm_eps=theirs.rms_norm_eps,
-        rope_theta=theirs.rope_parameters["rope_theta"],
+        rope=Rope(theirs.rope_parameters["rope_theta"]),
         tie_embeddings=theirs.tie_word_embeddings,
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
@@ -276,16 +286,18 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
         "head_dim": 2 * draw(st.integers(1, 128)),
         "max_position_embeddings": draw(st.integers(1, 10**7)),
         "rms_norm_eps": draw(positive),
-        "rope_theta": draw(positive),
-        "rope_scaling": draw(
-            st.none()
-            | st.builds(
-                RopeScaling,
-                st.floats(1, 100),
-                st.just(low),
-                st.floats(low, 100, exclude_min=True),
-                st.integers(1, 10**6),
-            )
+        "rope": Rope(
+            draw(positive),
+            draw(
+                st.none()
+                | st.builds(
+                    RopeScaling,
+                    st.floats(1, 100),
+                    st.just(low),
+                    st.floats(low, 100, exclude_min=True),
+                    st.integers(1, 10**6),
+                )
+            ),
         ),
         "tie_embeddings": draw(st.booleans()),
         "qkv_bias": bias or kind == "qwen2",
@@ -301,7 +313,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None)
 @given(config_fields())
 def test_a_config_survives_being_written(fields: dict[str, Any]) -> None:
-    config = ModelConfig(**fields)
+    config = model_config(**fields)
     assert config_from_hf(json.loads(json.dumps(hf_config(config)))) == config
 
 
@@ -333,5 +345,5 @@ def test_what_no_model_class_has_is_not_written() -> None:
     ]
     for change in changes:
         with pytest.raises(ValueError, match="set") as caught:
-            hf_config(dataclasses.replace(config, **change))
+            hf_config(dataclasses.replace(config, layers=(LayerSpec(**change),)))
         check_sentence(str(caught.value))

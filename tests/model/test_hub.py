@@ -159,7 +159,7 @@ def test_what_is_needed_is_downloaded_once_and_then_found_without_network(hub: H
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     }
-    assert load_config(first).rope_theta == 10_000.0
+    assert load_config(first).layer(0).rope.theta == 10_000.0
     weights = [name for name in hub.downloaded if name.endswith(".safetensors")]
     assert len(weights) == len(set(weights)) == 2
     assert hub.tokens == {f"Bearer {TOKEN}"}
@@ -189,7 +189,7 @@ def test_revisions_files_and_refusals(hub: Hub, tmp_path: Path) -> None:
         )
     assert tag == commit
     assert Path(tag).name == OLD
-    assert load_config(tag).rope_theta == 777.0
+    assert load_config(tag).layer(0).rope.theta == 777.0
     assert "org/model has no revision 'v2'; pass a branch, a tag or a commit" in none
     assert Path(gguf).read_bytes()[:4] == b"GGUF"
     assert "no such file" in no_file

@@ -22,7 +22,7 @@ def real() -> tuple[ModelConfig, Params]:
 def test_the_configuration_is_the_files(real: tuple[ModelConfig, Params]) -> None:
     config = real[0]
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
-    assert (config.rope_theta, config.max_position_embeddings) == (100_000.0, 8192)
+    assert (config.layer(0).rope.theta, config.max_position_embeddings) == (100_000.0, 8192)
     assert config.tie_embeddings
     assert config.eos_token_ids == (2,)
 

@@ -141,7 +141,7 @@ def kernel_shape(problem: Problem, *, int8: bool = False, **tuning: int) -> ds.S
 def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, live_groups: int | None = None) -> Any:
     """The kernel on the problem, of whose groups the first `live_groups` are live."""
     config = problem.config
-    cos, sin = rope_angles(config, jnp.asarray(problem.positions))
+    cos, sin = rope_angles(config.layer(0).rope, config.head_dim, jnp.asarray(problem.positions))
     live = np.arange(len(problem.table)) < (len(problem.table) if live_groups is None else live_groups * problem.rows)
     lengths = jnp.asarray(np.where(live, problem.positions[:, -1] + 1, 0))
     sharing = tasks_of(
