@@ -1,0 +1,92 @@
+"""The choice between an operation's kernels and its reference, made where the operation is called and nowhere else.
+
+    attention = Op(attention_reference)                       # plain XLA, which takes everything
+    attention.register(Kernel("sm90", attention_mosaic, supports))
+    attention(q, keys, values)                                # the first kernel that takes these arguments here
+
+`implementations("xla")` and its like say for a whole trace which kernels come into question. The choice is part of
+`jax.jit`'s cache key, so one function traced under two of them is compiled twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from smcjax.device import HOPPER, Device, this_device
+
+IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+
+_chosen = jax.make_user_context("auto")
+
+
+def implementations(name: str) -> contextlib.AbstractContextManager[None]:
+    """Within it, `name` says which implementations operations take.
+
+    "auto": the kernels made for JAX's default device; "mosaic": the Hopper kernels whatever the device, as for lowering
+    them where no GPU is; "xla": references alone. Raises ValueError for another name.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}.")
+    return _chosen(name)
+
+
+def kernel_device() -> Device | None:
+    """The device whose kernels come into question now; None where references alone do."""
+    if _chosen.value == "auto":
+        return this_device()
+    return HOPPER if _chosen.value == "mosaic" else None
+
+
+def uses_kernels() -> bool:
+    """True where the Hopper kernels come into question now."""
+    device = kernel_device()
+    return device is not None and device.arch == HOPPER.arch
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel[**P, R]:
+    """One way to compute an operation on one kind of device.
+
+    Attributes:
+        arch: the architecture it is made for, as `Device.arch` names it.
+        run: computes the operation for arguments that `supports` accepts.
+        supports: true for arguments that `run` computes exactly as the reference means it: a list of what is known
+            to work, so that what nobody thought of is refused.
+    """
+
+    arch: str
+    run: Callable[P, R]
+    supports: Callable[P, bool]
+
+    def runs_on(self, device: Device) -> bool:
+        """True for devices of its architecture."""
+        return device.arch == self.arch
+
+
+class Op[**P, R]:
+    """An operation: a reference that takes every valid argument, and kernels that each take some."""
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        self.reference = reference
+        self._kernels: list[Kernel[P, R]] = []
+
+    def register(self, kernel: Kernel[P, R]) -> None:
+        """Adds a kernel, which comes after those that were added before it."""
+        self._kernels.append(kernel)
+
+    def kernel_for(self, *args: P.args, **kwargs: P.kwargs) -> Kernel[P, R] | None:
+        """The kernel that these arguments would run in now; None where the reference computes them."""
+        device = kernel_device()
+        if device is None:
+            return None
+        fitting = (kernel for kernel in self._kernels if kernel.runs_on(device) and kernel.supports(*args, **kwargs))
+        return next(fitting, None)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Computes the operation by that kernel, or by the reference."""
+        kernel = self.kernel_for(*args, **kwargs)
+        return (self.reference if kernel is None else kernel.run)(*args, **kwargs)
