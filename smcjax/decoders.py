@@ -1,8 +1,13 @@
-"""The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second."""
+"""The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second.
+
+`smcjax.engine.loading.make_decoder` builds the `smcjax.decoding.decoder.Decoder` of each, which computes.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from typing import Any, ClassVar
 
 from smcjax.plain import use_plain_numbers
 
@@ -21,7 +26,7 @@ class Speculation:
 
     Attributes:
         rows: N, rows of a group.
-        gamma: K, draft tokens of a row.
+        gamma: K, draft tokens of a row; 0 without a draft.
         bonus: whether the target forward also covers the last draft, so that a token more can be drawn behind it.
         defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
             forward is over two tokens.
@@ -40,13 +45,69 @@ class Speculation:
         return self.gamma + 1 if self.bonus else self.gamma
 
 
+class Decoding(abc.ABC):
+    """A choice of decoder, as `LLM(decoding=…)` takes it.
+
+    Attributes:
+        name: the decoder's, in options and reports.
+        drafts: whether it needs a draft model.
+        exact: whether its answers are distributed exactly as the target's.
+        ragged: whether a cycle may give a row fewer than `tokens_per_cycle` tokens that it keeps.
+        rows_argument: the argument that says how many rows a request has; None where there is one.
+    """
+
+    name: ClassVar[str]
+    drafts: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    ragged: ClassVar[bool] = False
+    rows_argument: ClassVar[str | None] = None
+    gamma: int
+
+    @property
+    @abc.abstractmethod
+    def speculation(self) -> Speculation:
+        """The numbers of a cycle that draft and verification need."""
+
+    @property
+    def rows(self) -> int:
+        """N, rows of a request."""
+        return self.speculation.rows
+
+    @property
+    def tokens_per_cycle(self) -> int:
+        """Tokens by which a cycle advances a row, at most where drafts can be rejected."""
+        return self.speculation.width
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """A few words for a line of figures."""
+
+    def check(self, params: Any) -> None:
+        """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
+
+    def check_draft(self, *, full_support: bool) -> None:
+        """Raises ValueError for drafts that this decoder cannot use; `full_support`: of `Proposer`."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Autoregressive:
+class Autoregressive(Decoding):
     """Decoding by the target model alone."""
 
+    name = "autoregressive"
+    drafts = False
+    gamma: ClassVar[int] = 0
+
+    @property
+    def speculation(self) -> Speculation:
+        """One token a cycle, without a draft."""
+        return Speculation(rows=1, gamma=0, defers=False)
+
+    def __str__(self) -> str:
+        return "target only"
+
 
 @dataclasses.dataclass(frozen=True)
-class SMC:
+class SMC(Decoding):
     """Sequential Monte Carlo speculative decoding (arXiv 2604.15672).
 
     Attributes:
@@ -64,6 +125,10 @@ class SMC:
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
     """
+
+    name = "smc"
+    exact = False
+    rows_argument = "n_particles"
 
     n_particles: int = 8
     gamma: int = 8
@@ -99,14 +164,52 @@ class SMC:
             self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
         )
 
-    @property
-    def tokens_per_cycle(self) -> int:
-        """Tokens by which a cycle advances a live particle."""
-        return self.speculation.width
+    def __str__(self) -> str:
+        return f"N={self.n_particles} K={self.gamma}"
+
+    def check_draft(self, *, full_support: bool) -> None:
+        """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
+        if not full_support:
+            raise ValueError(
+                "draft_model is 'ngram', whose drafts leave the target's other tokens no probability, and SMC weighs "
+                "drafts by target over draft; use decoding=Rejection(), which is exact with any draft, or a model."
+            )
+
+    def check(self, params: Any) -> None:
+        """Refuses requests at temperature 0 or near it, sharpened beyond float32, truncated, or ended by text at α ≠ 1.
+
+        Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
+        """
+        if params.temperature == 0:
+            raise ValueError(
+                "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
+                "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
+            )
+        sharpness = self.power / params.temperature
+        if sharpness > SHARPEST:
+            raise ValueError(
+                f"power / temperature is {sharpness:g}, and beyond {SHARPEST:g} float32 rounds the weights by more "
+                "than they may differ; lower power, or raise temperature."
+            )
+        if self.draft_temperature is None and params.temperature < COLDEST:
+            raise ValueError(
+                f"temperature is {params.temperature:g} for the draft too, and below {COLDEST:g} float32 rounds its "
+                "log-probabilities by more than weights may differ; raise it, set draft_temperature, or use "
+                "temperature=0 with decoding=Rejection() or Autoregressive()."
+            )
+        if params.truncates:
+            raise ValueError(
+                f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would "
+                "weigh nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
+            )
+        if params.stop_strings and self.power != 1.0:
+            raise ValueError(
+                f"stop strings change the law at power {self.power}; use power=1, or stop_token_ids, which are exact."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejection:
+class Rejection(Decoding):
     """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
 
     Attributes:
@@ -117,6 +220,10 @@ class Rejection:
             recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
         draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
     """
+
+    name = "rejection"
+    ragged = True
+    rows_argument = "n_candidates"
 
     gamma: int = 4
     verification: str = "token"
@@ -140,11 +247,12 @@ class Rejection:
         """The numbers of a cycle that draft and verification need."""
         return Speculation(self.n_candidates, self.gamma, draft_temperature=self.draft_temperature)
 
-    @property
-    def tokens_per_cycle(self) -> int:
-        """Tokens by which a cycle advances a request at most."""
-        return self.speculation.width
+    def __str__(self) -> str:
+        candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
+        return f"rejection by {self.verification}, K={self.gamma}{candidates}"
 
+
+DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
 
 _MOST = {"n_particles": 1024, "n_candidates": 1024, "gamma": 64}
 

@@ -26,8 +26,7 @@ from typing import Any
 
 from smcjax.bench.cycle import Case, CycleResult
 from smcjax.bench.table import synthetic_case
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 
 ASSUMPTION = (
     "a is assumed, not measured: the probability that a draft position accepts, with all candidates together and "
@@ -48,7 +47,7 @@ def acceptance_cases(
     cycles: int = 16,
 ) -> list[Case]:
     """The target alone; for each K rejection with one candidate, with several, and SMC. A number given twice is one."""
-    decodings: list[SMC | Rejection | None] = [None]
+    decodings: list[Decoding] = [Autoregressive()]
     for gamma in dict.fromkeys(gammas):
         decodings += [Rejection(gamma, n_candidates=n) for n in dict.fromkeys([1, *candidates])]
         decodings += [SMC(n_particles=n, gamma=gamma) for n in dict.fromkeys(particles)]

@@ -12,29 +12,27 @@ import dataclasses
 import logging
 import statistics
 import time
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax import autoregressive, rejection, smc
-from smcjax.bench.batch import BatchRunner
-from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
+from smcjax.bench.roofline import BANDWIDTH, Phase, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
-from smcjax.decoding.speculation import PairParams, require_one_vocabulary
+from smcjax.decoders import Decoding
+from smcjax.decoding.draft_model import require_one_vocabulary
+from smcjax.decoding.groups import PairParams
 from smcjax.engine.batch import Batch
-from smcjax.engine.loading import prepared
+from smcjax.engine.loading import make_decoder, prepared
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
-from smcjax.engine.programs import Programs, Wanted, compile_together, delete, enable_compilation_cache
+from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
+from smcjax.engine.runner import Chunk, Runner
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization
 from smcjax.numerics import key_of
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 
 logger = logging.getLogger("smcjax")
 
@@ -85,14 +83,14 @@ class Models:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is timed. Every window starts afresh from prompts of `context` tokens.
+    """A case to time. Every window starts afresh from prompts of `context` tokens.
 
-    `decoding` None is the target alone. Of the context, each particle has its own copy of the last `private` tokens;
-    the others are shared. `synthetic_kv` fills the pages with random numbers instead of running the prompt through
-    the models: the step reads and writes the same pages and cannot tell.
+    Of the context, each particle has its own copy of the last `private` tokens;
+    the others are shared. `synthetic_kv` fills the pages with random numbers instead of running the prompt, but
+    for its last chunk, through the models: the step reads and writes the same pages and cannot tell.
     """
 
-    decoding: SMC | Rejection | None
+    decoding: Decoding
     groups: int = 1
     context: int = 256
     private: int = 0
@@ -110,7 +108,7 @@ class Case:
                 f"context {self.context} and {WARMUP + self.cycles_per_window} cycles of {self.advance} tokens exceed "
                 f"max_model_len {self.max_model_len}; raise max_model_len or lower context."
             )
-        if not 0 <= self.private < self.context or (self.private and (self.decoding is None or not self.synthetic_kv)):
+        if not 0 <= self.private < self.context or (self.private and (self.rows == 1 or not self.synthetic_kv)):
             raise ValueError(
                 f"private must be 0, or less than context {self.context} with SMC and synthetic KV, got {self.private}."
             )
@@ -118,12 +116,12 @@ class Case:
     @property
     def advance(self) -> int:
         """Tokens that a request gains a cycle, where drafts can be rejected at most."""
-        return 1 if self.decoding is None else self.decoding.tokens_per_cycle
+        return self.decoding.tokens_per_cycle
 
     @property
     def rows(self) -> int:
         """Of a request."""
-        return 1 if self.decoding is None else self.decoding.speculation.rows
+        return self.decoding.rows
 
     @property
     def num_pages(self) -> int:
@@ -209,63 +207,18 @@ def random_params(config: ModelConfig, seed: int) -> Params:
     return init_params(config, key_of(seed), config.dtype)
 
 
-class _Runner(BatchRunner):
-    """The engine's runner, whose memory is only described until `take` and which leaves the weights alone."""
-
-    def _create_memory(self) -> Any:
-        return jax.eval_shape(self._empty_memory)
-
-    def take(self) -> None:
-        """The memory, its pages full of random numbers."""
-        self.memory = random_memory(self._empty_memory())
-
-    def drop(self) -> None:
-        """Frees the memory."""
-        memory, self.memory = self.memory, None
-        delete(memory)
-
-
-def decoder_of(
-    models: Models,
-    decoding: SMC | Rejection | None,
-    geometry: tuple[int, int, str],
-    target_params: Params,
-    draft_params: Params | None,
-) -> tuple[ModuleType, Any, Any]:
-    """The module that decodes, its program and its parameters; `geometry`: max_model_len, page size, implementation."""
-    if decoding is None:
-        return autoregressive, autoregressive.Program(models.target_config, *geometry), target_params
-    assert draft_params is not None
-    params = PairParams(target_params, draft_params)
-    if isinstance(decoding, SMC):
-        return smc, smc.Program(decoding, models.target_config, models.draft_config, *geometry), params
-    return rejection, rejection.Program(decoding, models.target_config, models.draft_config, *geometry), params
-
-
-def named(decoding: SMC | Rejection | None) -> str:
-    """The decoder's name, as options have it."""
-    if decoding is None:
-        return "autoregressive"
-    return "smc" if isinstance(decoding, SMC) else "rejection"
-
-
 def described(case: Case) -> str:
     """A case in a few words."""
-    if case.decoding is None:
-        what = "target only"
-    else:
-        rejection = ", rejection" if isinstance(case.decoding, Rejection) else ""
-        what = f"N={case.rows} K={case.decoding.gamma}{rejection}"
     requests = "1 request" if case.groups == 1 else f"{case.groups} requests"
     private = f", of which {case.private:,} private" if case.private else ""
-    return f"{what}, {requests}, context {case.context:,}{private}"
+    return f"{case.decoding}, {requests}, context {case.context:,}{private}"
 
 
 def budget_of(models: Models, case: Case) -> Budget:
     """What the case's weights and KV will take."""
     weights = {models.target: weight_bytes(models.target_config, models.quantization)}
     kv_bytes_per_token = models.target_config.kv_bytes_per_token
-    if case.decoding is not None:
+    if case.decoding.drafts:
         weights[models.draft] = weight_bytes(models.draft_config, models.draft_quantization)
         kv_bytes_per_token += models.draft_config.kv_bytes_per_token
     kv = case.num_pages * case.page_size * kv_bytes_per_token
@@ -274,7 +227,7 @@ def budget_of(models: Models, case: Case) -> Budget:
 
 def require_room(models: Models, case: Case) -> None:
     """Logs what the case will take. Raises ValueError where it does not fit, before any of it is taken."""
-    models.require_room(with_draft=case.decoding is not None)
+    models.require_room(with_draft=case.decoding.drafts)
     budget = budget_of(models, case)
     logger.info("%s: %s", described(case), budget)
     if budget.left < 0:
@@ -291,19 +244,23 @@ class Bench:
     def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
         self.models, self.case = models, case
         geometry = (case.max_model_len, case.page_size, case.implementation)
-        chosen = decoder_of(models, case.decoding, geometry, target_params, draft_params)
-        self.runner = _Runner(*chosen, case.num_pages, Programs())
+        decoder = make_decoder(case.decoding, models.target_config, models.draft_config, *geometry)
+        self.runner = Runner(decoder, PairParams(target_params, draft_params), case.num_pages, Programs())
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
     def wanted(self) -> Wanted:
         """The programs that the windows call, to be compiled."""
-        jobs = self.runner.jobs(self.batch, self.runner.program)
-        if self.case.synthetic_kv:  # nothing runs the prompt
-            jobs = {key: job for key, job in jobs.items() if key[-1] != "prefill"}
-        return Wanted(self.runner.programs, f"for {described(self.case)}", jobs)
+        jobs = self.runner.jobs(self.batch.size, self.runner.program)
+        unused = [key for key in jobs if key[-1] == "prefill" and key[-3:-1] != self._chunk]
+        return Wanted(self.runner.programs, f"for {described(self.case)}", {k: jobs[k] for k in jobs if k not in unused})
+
+    @property
+    def _chunk(self) -> tuple[int, int]:
+        """Prompts that one program reads together, and tokens of each."""
+        return self.batch.size, self.runner.chunks.together
 
     def compile(self) -> None:
-        """These. Raises ValueError where one does not fit, before KV is taken."""
+        """Compiles these programs. Raises ValueError where one does not fit, before KV is taken."""
         compile_together([self.wanted()])
 
     def measure(self, rates: Rates) -> CycleResult:
@@ -312,56 +269,50 @@ class Bench:
 
     def time_window(self) -> float:
         """Milliseconds a cycle over one window, after the prompt and warm-up. Frees the KV afterwards."""
-        self.runner.take()
         try:
+            self.start()
             return self._time_cycles()
         finally:
-            self.runner.drop()
+            self.runner.discard()
 
-    def started(self) -> Any:
-        """A batch with its first tokens drawn."""
+    def start(self) -> None:
+        """Takes memory full of random numbers and puts the batch into it, its first tokens drawn."""
         runner, case = self.runner, self.case
-        if not case.synthetic_kv:
-            return runner.prefilled(self.batch, runner.program)
-        key = (runner.program, self.batch.size)
-        state, hidden = runner.programs[*key, "begin"](runner.memory, dataclasses.asdict(self.batch))
+        size, length = self._chunk
+        runner.take_memory(random_memory)
+        runner.resize(size, [-1] * size)
+        runner.join(self.batch, {})
         if case.private:
-            state = own_pages(state, (case.context - case.private) // case.page_size)
-        return runner.programs[*key, "start"](runner.params, state, hidden)
+            runner.state = own_pages(runner.state, (case.context - case.private) // case.page_size)
+        first = max(0, case.context - length) if case.synthetic_kv else 0
+        for at in range(first, case.context, length):
+            runner.prefill(runner.program, [Chunk(lane, at, length, 0, []) for lane in range(size)])
 
     def _time_cycles(self) -> float:
         runner, cycles = self.runner, self.case.cycles_per_window
-        state = self.started()
-        step = runner.programs[runner.program, self.batch.size, "step"]
         for _ in range(WARMUP):
-            state, info = step(runner.params, state)
+            info, _ = runner.step(runner.program)
         jax.block_until_ready(info.done)
         began = time.perf_counter()
         for _ in range(cycles):
-            state, info = step(runner.params, state)
-        jax.block_until_ready(state)
+            info, _ = runner.step(runner.program)
+        jax.block_until_ready(runner.state)
         elapsed = time.perf_counter() - began
         if np.asarray(info.done).any():
             raise RuntimeError("a request ended inside the benchmark: its weights broke, so the timing says nothing")
-        runner.conclude(self.batch, runner.program, state)
         return elapsed / cycles * 1e3
 
     def _phases(self) -> list[Phase]:
         models, case = self.models, self.case
-        sizes: dict[str, Any] = {
-            "groups": case.groups,
-            "context": case.context,
-            "quantization": models.quantization,
-        }
-        if case.decoding is None:
-            return autoregressive_phases(models.target_config, **sizes)
         return cycle_phases(
             models.target_config,
             models.draft_config,
             case.decoding.speculation,
+            groups=case.groups,
+            context=case.context,
             private=case.private,
+            quantization=models.quantization,
             draft_quantization=models.draft_quantization,
-            **sizes,
         )
 
     def result(self, window_ms: list[float], rates: Rates) -> CycleResult:
@@ -374,17 +325,17 @@ class Bench:
         weight_roofline = weights / rates.bandwidth * 1e3
         return CycleResult(
             device=jax.devices()[0].device_kind,
-            decoding=named(case.decoding),
+            decoding=case.decoding.name,
             groups=case.groups,
             n_particles=case.rows,
-            gamma=0 if case.decoding is None else case.decoding.gamma,
+            gamma=case.decoding.gamma,
             context=case.context,
             private=case.private,
             max_model_len=case.max_model_len,
             page_size=case.page_size,
             implementation=case.implementation,
             quantization=models.quantization,
-            draft_quantization=None if case.decoding is None else models.draft_quantization,
+            draft_quantization=models.draft_quantization if case.decoding.drafts else None,
             synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
@@ -409,7 +360,7 @@ def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -
     enable_compilation_cache()
     require_pair(models, case)
     require_room(models, case)
-    draft_params = None if case.decoding is None else models.draft_params(case.implementation)
+    draft_params = models.draft_params(case.implementation) if case.decoding.drafts else None
     bench = Bench(models, case, models.target_params(case.implementation), draft_params)
     bench.compile()
     return bench.measure(Rates.measure(models.target_config.dtype, bandwidth))
@@ -417,7 +368,7 @@ def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -
 
 def require_pair(models: Models, case: Case) -> None:
     """Raises ValueError where target and draft cannot be a pair."""
-    if case.decoding is not None:
+    if case.decoding.drafts:
         require_one_vocabulary(models.target_config, models.draft_config)
 
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from smcjax.autoregressive import Autoregressive
 from smcjax.bench.accuracy import Evaluation, evaluate
 from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.tasks.intervals import paired_difference_interval
 from smcjax.tasks.word_problems import generate
 
@@ -31,13 +29,13 @@ class Contender:
     """One decoder. `model` None: the bundled pair."""
 
     name: str
-    decoding: SMC | Rejection | Autoregressive
+    decoding: Decoding
     model: str | None = None
 
     @property
     def exact(self) -> bool:
         """Whether its answers have the target's own law."""
-        return self.model is None and not isinstance(self.decoding, SMC)
+        return self.model is None and self.decoding.exact
 
 
 def contenders(

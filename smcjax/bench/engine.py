@@ -63,7 +63,6 @@ def measure(
         _start(engine, models, many, next(seeds))
         through, host = _through(engine, cycles)
         _end(engine)
-        advance = 1 if load.decoding is None else load.decoding.tokens_per_cycle
         results.append(
             Overhead(
                 device=jax.devices()[0].device_kind,
@@ -74,7 +73,7 @@ def measure(
                 engine_ms=1e3 * through / cycles,
                 host_ms=1e3 * host / cycles,
                 prefill_ms=1e3 * prefill,
-                tokens_per_second=count * advance * cycles / through,
+                tokens_per_second=count * load.decoding.tokens_per_cycle * cycles / through,
             )
         )
         on_result(results[-1])

@@ -73,9 +73,11 @@ def cycle_phases(
     """The phases of one cycle of `groups` requests with `context` tokens of KV.
 
     Rows of a request share all of it but the last `private` tokens, of which each has its own. A quantised model's
-    weights count a byte each.
+    weights count a byte each. Without drafts there is one phase, the target's step.
     """
     rows = groups * speculation.rows
+    if not speculation.gamma:
+        return [_phase("step", target, 1, rows, groups * context, quantization)]
     kv_tokens = groups * (context - private + speculation.rows * private)
     single_forwards = speculation.gamma - 1 + (speculation.bonus and not speculation.defers)
     return [
@@ -84,9 +86,3 @@ def cycle_phases(
         _phase("verify", target, 1, rows * speculation.width, kv_tokens, quantization),
     ]
 
-
-def autoregressive_phases(
-    target: ModelConfig, *, groups: int, context: int, quantization: str | None = None
-) -> list[Phase]:
-    """The one phase of a target-only step."""
-    return [_phase("step", target, 1, groups, groups * context, quantization)]

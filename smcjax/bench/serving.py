@@ -19,17 +19,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.autoregressive import Autoregressive
-from smcjax.bench.cycle import Models, decoder_of
+from smcjax.bench.cycle import Models
+from smcjax.decoders import Decoding
+from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
+from smcjax.engine.loading import make_decoder
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.outputs import RequestOutput
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Request
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 
 PERCENTILES = (95, 99)
 
@@ -38,7 +38,7 @@ PERCENTILES = (95, 99)
 class Load:
     """What is asked of the engine. `request_rate` requests a second on average, infinite: all at once."""
 
-    decoding: SMC | Rejection | None  # None: the target alone
+    decoding: Decoding
     num_prompts: int = 32
     input_len: int = 256
     output_len: int = 128
@@ -57,7 +57,7 @@ class Load:
     @property
     def rows(self) -> int:
         """Of a request."""
-        return 1 if self.decoding is None else self.decoding.speculation.rows
+        return self.decoding.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,16 @@ def build_engine(models: Models, load: Load) -> Engine:
     Raises ValueError where the weights alone do not fit the device.
     """
     enable_compilation_cache()
-    models.require_room(with_draft=load.decoding is not None)
+    models.require_room(with_draft=load.decoding.drafts)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)
-    draft_params = None if load.decoding is None else models.draft_params(load.implementation)
-    chosen = decoder_of(models, load.decoding, geometry, models.target_params(load.implementation), draft_params)
-    runner = Runner(*chosen, pages, Programs())
+    decoder = make_decoder(load.decoding, models.target_config, models.draft_config, *geometry)
+    draft_params = models.draft_params(load.implementation) if load.decoding.drafts else None
+    params = PairParams(models.target_params(load.implementation), draft_params)
+    runner = Runner(decoder, params, pages, Programs())
     return Engine(
         runner,
         max_num_seqs=load.max_num_seqs,
-        decoding=load.decoding or Autoregressive(),
         tokenizer=None,
         overlap=load.overlap,
     )

@@ -23,13 +23,11 @@ from smcjax.bench.cycle import (
     Models,
     Rates,
     described,
-    named,
     require_pair,
     require_room,
 )
+from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.engine.programs import compile_together, enable_compilation_cache
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 
 CONTEXTS = (256, 4096, 16_384, 32_768)
 REQUESTS = (2, 4, 8, 16, 32)
@@ -37,7 +35,7 @@ REQUESTS_CONTEXT = 1024
 
 
 def synthetic_case(
-    decoding: SMC | Rejection | None,
+    decoding: Decoding,
     groups: int,
     context: int,
     private: int = 0,
@@ -48,8 +46,7 @@ def synthetic_case(
     cycles: int,
 ) -> Case:
     """A case on random KV, in a max_model_len that has room for the cycles: a multiple of 256, at least 1,024."""
-    advance = 1 if decoding is None else decoding.tokens_per_cycle
-    room = (WARMUP + cycles) * advance + 1
+    room = (WARMUP + cycles) * decoding.tokens_per_cycle + 1
     return Case(
         decoding,
         groups=groups,
@@ -94,7 +91,7 @@ def standard_cases(
     cases.append(case(dataclasses.replace(base, n_particles=2 * n_particles), 1, contexts[0]))
     cases.append(case(dataclasses.replace(base, gamma=2 * gamma), 1, contexts[0]))
     cases += [case(base, groups, requests_context) for groups in requests]
-    cases.append(case(None, 1, contexts[0]))
+    cases.append(case(Autoregressive(), 1, contexts[0]))
     return cases
 
 
@@ -103,7 +100,7 @@ def run_cases(
 ) -> list[CycleResult]:
     """Times the cases, of one implementation, on one set of weights; `on_result` hears one line each as they end."""
     enable_compilation_cache()
-    with_draft = any(case.decoding is not None for case in cases)
+    with_draft = any(case.decoding.drafts for case in cases)
     for case in cases:
         require_pair(models, case)
         require_room(models, case)
@@ -124,7 +121,7 @@ def run_cases(
 
 def _but_context(case: Case) -> tuple[object, ...]:
     """What cases have in common whose times are compared."""
-    return named(case.decoding), case.groups, case.rows, case.advance, case.windows
+    return case.decoding.name, case.groups, case.rows, case.advance, case.windows
 
 
 def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str], None]) -> list[CycleResult]:
@@ -176,7 +173,7 @@ def _comparable(result: CycleResult, first: CycleResult) -> bool:
 
 
 def _name(result: CycleResult) -> str:
-    what = f"N={result.n_particles}, K={result.gamma}" if result.decoding == "smc" else "target only"
+    what = f"N={result.n_particles}, K={result.gamma}" if result.gamma else "target only"
     requests = "" if result.groups == 1 else f", {result.groups} requests"
     private = f", {result.private:,} of them private to each particle (no resampling)" if result.private else ""
     return f"{what}{requests}, {result.context:,} tokens{private}"

@@ -131,11 +131,10 @@ def run_engine(args: argparse.Namespace) -> int:
     from smcjax.bench.serving import Load
 
     decoding = shape_decoding(args)
-    advance = 1 if decoding is None else decoding.tokens_per_cycle
     load = Load(
         decoding,
         input_len=args.input_len,
-        output_len=(2 * WARMUP + args.cycles + 2) * advance,
+        output_len=(2 * WARMUP + args.cycles + 2) * decoding.tokens_per_cycle,
         max_num_seqs=max(args.requests),
         page_size=args.page_size,
         implementation=args.implementation,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smcjax.cli.options import QUANTIZATIONS, check_output
 from smcjax.cli.parser import whole
-from smcjax.decoders import SMC, Rejection
+from smcjax.decoders import DECODINGS, Decoding
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Models
@@ -42,11 +42,10 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     )
 
 
-def shape_decoding(args: argparse.Namespace) -> SMC | Rejection | None:
-    """What to time; None is the target alone."""
-    if args.decoding == "smc":
-        return SMC(n_particles=args.n_particles, gamma=args.gamma)
-    return Rejection(n_candidates=args.n_particles, gamma=args.gamma) if args.decoding == "rejection" else None
+def shape_decoding(args: argparse.Namespace) -> Decoding:
+    """The decoder to time."""
+    chosen = DECODINGS[args.decoding]
+    return chosen(**{chosen.rows_argument: args.n_particles, "gamma": args.gamma} if chosen.rows_argument else {})
 
 
 def shape_models(args: argparse.Namespace) -> Models:

@@ -11,7 +11,6 @@ from smcjax.cli.options import (
     add_sampling_options,
     check_models,
     decoding_from,
-    described,
     llm_arguments,
     sampling_from,
 )
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     report = evaluation.report()
     print(
         f"accuracy  {100 * report['accuracy']:.1f}%  (95% interval {100 * report['ci_low']:.1f} to "
-        f"{100 * report['ci_high']:.1f})  {report['n']} problems, {described(decoding)}, temperature {args.temperature}"
+        f"{100 * report['ci_high']:.1f})  {report['n']} problems, {decoding}, temperature {args.temperature}"
     )
     print(f"speed     {report['tokens_per_second']:.0f} tokens/s, {report['tokens_per_cycle']:.2f} tokens a cycle")
     if args.json:

@@ -38,10 +38,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, generates, prints the text on stdout and the figures on stderr."""
-    decoding = decoding_from(args, trace=args.trace is not None)
-    params = sampling_from(args, decoding, seed=args.seed)
     if args.trace is not None:
         _check_trace(args.trace, args.decoding)
+    decoding = decoding_from(args, trace=args.trace is not None)
+    params = sampling_from(args, decoding, seed=args.seed)
     check_models(args)
     prompt = read_prompt() if args.prompt == "-" else args.prompt
 

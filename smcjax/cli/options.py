@@ -8,11 +8,10 @@ import stat
 from typing import Any
 
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import SCHEMES, SELECTIONS, SMC, VERIFICATIONS, Autoregressive, Rejection
-from smcjax.engine.sampling_params import SamplingParams, refuse_for_smc
+from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, VERIFICATIONS, Decoding
+from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 
-DECODINGS = ("smc", "rejection", "autoregressive")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 ADMISSIONS = ("worst_case", "optimistic")
@@ -57,7 +56,9 @@ def check_output(option: str, path: str) -> None:
 def check_models(args: argparse.Namespace) -> None:
     """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
     given = {"--model": args.model, "--draft-model": args.draft_model}
-    needed = [option for option in given if option == "--model" or args.decoding != "autoregressive"]
+    needed = [option for option in given if option == "--model" or DECODINGS[args.decoding].drafts]
+    if args.draft_model == "ngram":  # which goes with any model
+        needed = ["--model"]
     if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
         needed = ["--model"]
     if len({given[option] is None for option in needed}) == 2:
@@ -85,7 +86,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="target: a Hugging Face directory, a GGUF file, a hub id or smollm2 (default: the bundled pair)",
     )
-    group.add_argument("--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer")
+    group.add_argument("--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer; or ngram (rejection)")
     group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
     group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
     group.add_argument(
@@ -146,7 +147,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
 
 
 def sampling_from(
-    args: argparse.Namespace, decoding: SMC | Rejection | Autoregressive, *, seed: int | None = None
+    args: argparse.Namespace, decoding: Decoding, *, seed: int | None = None
 ) -> SamplingParams:
     """What the sampling options ask for; raises ValueError for what is out of range or not for this decoder."""
     params = SamplingParams(
@@ -159,12 +160,11 @@ def sampling_from(
         stop_token_ids=args.stop_token_ids,
         seed=seed,
     )
-    if isinstance(decoding, SMC):
-        refuse_for_smc(params, decoding)
+    decoding.check(params)
     return params
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rejection | Autoregressive:
+def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
     fields = OPTIONS[args.decoding]
     given = {}
@@ -179,21 +179,8 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> SMC | Rej
                 "leave it out."
             )
         given[fields[name]] = value
-    if args.decoding == "smc":
-        return SMC(**{**args.smc_defaults, **given}, trace=trace)
-    if args.decoding == "rejection":
-        return Rejection(**{"gamma": args.smc_defaults["gamma"], **given})
-    return Autoregressive()
-
-
-def described(decoding: SMC | Rejection | Autoregressive) -> str:
-    """A decoder in a line of figures."""
-    if isinstance(decoding, SMC):
-        return f"N={decoding.n_particles} K={decoding.gamma}"
-    if not isinstance(decoding, Rejection):
-        return "target only"
-    candidates = f", {decoding.n_candidates} candidates" if decoding.n_candidates > 1 else ""
-    return f"rejection by {decoding.verification}, K={decoding.gamma}{candidates}"
+    defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
+    return DECODINGS[args.decoding](**{**defaults, **given}, **({"trace": True} if trace else {}))
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

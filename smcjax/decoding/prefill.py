@@ -1,62 +1,21 @@
-"""From prompts to rows: pages for the prompt, its KV, and the hidden state that predicts the first token.
+"""The KV of prompts, and the hidden states that predict first tokens.
 
-The prompt's pages are allocated once per group and named by all its rows (fan-out is integers), and its KV is
-written once, through the first row of each group, in chunks of a fixed length so that no prompt length compiles
-anything new. Where the first pages of a prompt hold its KV already (`smcjax.engine.prefix_cache`), its rows name them,
-and nothing is written there.
+A prompt's KV is written once, through the first row of its group, in chunks of a fixed length so that no prompt length
+compiles anything new. Where its first pages hold KV already (`smcjax.engine.prefix_cache`) nothing is written.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.sequences import Bounded, Requests, Sequences
-from smcjax.kv import TRASH, KVCache, PagePool, allocate, rebind
+from smcjax.decoding.sequences import Sequences
+from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
-from smcjax.model.paged import paged_hidden_states, plan_reads
+from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
-
-
-def admit(
-    program: Bounded,
-    pool: PagePool,
-    prompts: Int[Array, "G L"],
-    requests: Requests,
-    present: Bool[Array, " G"],
-    rows: int,
-    prefix: Int[Array, "G M"] | None = None,
-) -> tuple[PagePool, Sequences]:
-    """`rows` rows for each group, with its prompt and pages for it, which its rows share.
-
-    Groups not `present` only fill up the batch: they have no prompt and no pages. L ≤ T_max; columns of `prompts`
-    beyond the prompt's length are ignored. `prefix` names pages in use that hold the KV of each prompt's beginning,
-    `TRASH` behind it; None: there are none. Raises ValueError for prompts that exceed the program's `max_model_len`.
-    """
-    groups = present.shape[0]
-    if prompts.shape[1] > program.max_model_len:
-        raise ValueError(
-            f"prompts have {prompts.shape[1]} columns and max_model_len is {program.max_model_len}; "
-            "shorten them, or raise it."
-        )
-    empty = Sequences.create(groups * rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
-    length = jnp.where(present, requests.prompt_length, 0)
-    first_token = jnp.arange(program.max_pages) * program.page_size
-    if prefix is None:
-        prefix = jnp.full((groups, program.max_pages), TRASH, jnp.int32)
-    pool, fresh = allocate(pool, (first_token < length[:, None]) & (prefix == TRASH))
-    table = jnp.repeat(jnp.where(prefix == TRASH, fresh, prefix), rows, axis=0)
-    pool = rebind(pool, empty.block_table.at[::rows].set(fresh), table)
-    return pool, dataclasses.replace(
-        empty,
-        tokens=empty.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, rows, axis=0)),
-        length=jnp.maximum(jnp.repeat(length, rows), 1),  # every query must see a key, even of no prompt
-        finished=jnp.zeros_like(empty.finished),
-        block_table=table,
-    )
+from smcjax.model.view import BatchView
 
 
 def prefill_chunk(
@@ -67,7 +26,6 @@ def prefill_chunk(
     start: Int[Array, ""] | Int[Array, " G"],
     chunk: int,
     last_hidden: Float[Array, "G E"],
-    implementation: str = "auto",
     cached: Int[Array, " G"] | None = None,
 ) -> tuple[KVCache, Float[Array, "G E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
@@ -82,28 +40,17 @@ def prefill_chunk(
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
     pages = leaders.write_pages(positions, new, cache.page_size)
-    sharing = plan_reads(
-        config,
-        params,
-        leaders.block_table,
-        jnp.max(jnp.where(new, positions + 1, 0), axis=1),
-        positions[:, 0],
-        rows=1,
-        columns=chunk,
+    view = BatchView(
+        tokens=tokens,
+        positions=positions,
+        block_table=leaders.block_table,
+        write_pages=pages,
+        lengths=jnp.max(jnp.where(new, positions + 1, 0), axis=1),
+        num_immutable=positions[:, 0],
         page_size=cache.page_size,
-        implementation=implementation,
     )
-    hidden, cache = paged_hidden_states(
-        config,
-        params,
-        cache,
-        tokens,
-        positions,
-        leaders.block_table,
-        pages,
-        sharing=sharing,
-        implementation=implementation,
-    )
+    plans = plan_attention(config, params, view, columns=chunk)
+    hidden, cache = paged_hidden_states(config, params, cache, view, plans)
 
     last = leaders.length - 1 - start
     found = (last >= 0) & (last < chunk)

@@ -6,7 +6,6 @@ consecutive: R = G·N, group of row r = r // N.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,29 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smcjax.kv import TRASH, page_of, pages_for
-
-
-class Bounded(abc.ABC):
-    """Mixed into decoders' programs: what the longest row takes."""
-
-    max_model_len: int
-    page_size: int
-
-    @property
-    @abc.abstractmethod
-    def block(self) -> int:
-        """Most tokens that a step adds to a row."""
-
-    @property
-    def max_tokens(self) -> int:
-        """T_max of the token buffer: the longest sequence and one block beyond it."""
-        return self.max_model_len + self.block
-
-    @property
-    def max_pages(self) -> int:
-        """M, pages of the longest sequence."""
-        return pages_for(self.max_model_len, self.page_size)
+from smcjax.kv import TRASH, page_of
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +58,7 @@ class Requests:
         )
 
     def within(self, max_model_len: int) -> Requests:
-        """The same, cut at `max_model_len`: no row may outgrow its buffers."""
+        """These requests, cut at `max_model_len`: no row may outgrow its buffers."""
         return dataclasses.replace(self, limit=jnp.minimum(self.limit, max_model_len))
 
 

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from smcjax.autoregressive import Autoregressive
 from smcjax.device import on_cpu
 from smcjax.engine.clock import Clock
 from smcjax.engine.memory import buckets
@@ -29,14 +28,12 @@ from smcjax.engine.page_budget import Footprint, Mark
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.programs import Progress
 from smcjax.engine.requests import Request, make_batch
-from smcjax.engine.results import Times, aborted_in_the_queue, acceptance, assemble
+from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import CertainText
 from smcjax.engine.whole import whole
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
 
@@ -75,7 +72,6 @@ class Engine:
     Args:
         runner: the programs and the device's state.
         max_num_seqs: requests that run at once, at most.
-        decoding: the decoder's configuration.
         tokenizer: for text; None where the model has none.
         prefix_caching: whether full pages of prompts stay for later requests that begin alike.
         optimistic: the rule of admission (`smcjax.engine.scheduler`).
@@ -88,24 +84,20 @@ class Engine:
         runner: Runner,
         *,
         max_num_seqs: int,
-        decoding: SMC | Rejection | Autoregressive,
         tokenizer: Tokenizer | None,
         prefix_caching: bool = True,
         optimistic: bool = False,
         overlap: bool | None = None,
     ) -> None:
         self.runner = runner
-        self._decoding, self._tokenizer = decoding, tokenizer
-        page_size = runner.program.page_size
-        rows, width = 1, 1
-        if not isinstance(decoding, Autoregressive):
-            rows, width = decoding.speculation.rows, decoding.tokens_per_cycle
+        self._decoder, self._tokenizer = runner.program, tokenizer
+        decoding, page_size = runner.program.decoding, runner.program.page_size
         self._scheduler = Scheduler(
             buckets(max_num_seqs),
             runner.num_pages - 1,
             runner.chunks,
             PrefixCache(runner.cache_slots if prefix_caching else 0, page_size),
-            Footprint(rows, page_size, width, ragged=isinstance(decoding, Rejection)),
+            Footprint(decoding.rows, page_size, decoding.tokens_per_cycle, ragged=decoding.ragged),
             optimistic=optimistic,
         )
         self._lag = int(not on_cpu() if overlap is None else overlap)
@@ -414,23 +406,17 @@ class Engine:
         assert running.stops is not None
         if kind == "first":
             return running.stops.begin(value.tokens.tolist())
-        lengths, ancestors, alive = self._rows(running.group.request, value)
-        finished = value.finished if isinstance(self._decoding, SMC) else np.zeros(len(lengths), bool)
-        return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, ancestors, alive, finished)))
-
-    def _rows(self, request: Request, value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """After a cycle: generated tokens, ancestors, and which rows may still answer."""
-        lengths = value.length - len(request.token_ids)
-        n = len(lengths)
-        if isinstance(self._decoding, SMC):
-            return lengths, value.ancestors, np.full(n, bool(value.resampled)) | ~np.isneginf(value.log_weight)
-        return lengths, np.arange(n, dtype=np.int32), np.ones(n, bool)  # nothing is resampled, rows of a group agree
+        lengths = value.length - len(running.group.request.token_ids)
+        rows = self._decoder.rows_after(value)
+        return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
 
     def _stream(self, certain: CertainText, request: Request, kind: str, value: Any) -> None:
         if kind == "first":
             text, token_ids = certain.begin(value.tokens)
         else:
-            text, token_ids = certain.advance(value.tokens, *self._rows(request, value))
+            rows = self._decoder.rows_after(value)
+            lengths = value.length - len(request.token_ids)
+            text, token_ids = certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
         if (text or token_ids) and request.request_id in self._streams:
             self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
 
@@ -441,7 +427,7 @@ class Engine:
             population,
             running.infos,
             running.times,
-            self._decoding,
+            self._decoder,
             self._tokenizer,
             num_cached_tokens=running.group.cached,
             preemptions=running.preemptions,
@@ -454,7 +440,8 @@ class Engine:
                 # It had begun again, or failed: what its reader has got is what there is.
                 text, token_ids = running.certain.text, running.certain.token_ids
                 answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
-                accepted = acceptance(self._decoding, running.infos, request, len(token_ids))
+                report = self._decoder.report(running.infos, len(request.token_ids), len(token_ids))
+                accepted = {"accepted": report.accepted, "accepted_at": report.accepted_at}
                 metrics = dataclasses.replace(output.metrics, generated_tokens=len(token_ids), **accepted)
                 output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
             self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))

@@ -7,30 +7,26 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
-from smcjax import autoregressive, rejection, smc
-from smcjax.autoregressive import Autoregressive
-from smcjax.decoding.speculation import PairParams
+from smcjax.decoders import DECODINGS, SMC, Decoding
+from smcjax.decoding.groups import PairParams
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import load_models, prepared_models
+from smcjax.engine.loading import load_models, make_decoder, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize, told_apart
 from smcjax.engine.runner import Runner
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams, refuse_for_smc, refuse_stop_strings
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
 from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 
 logger = logging.getLogger("smcjax")
 
@@ -44,7 +40,8 @@ class LLM:
         model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
             downloaded unless huggingface_hub has it in its cache) or "smollm2", the model of that extra; None for the
             bundled pair.
-        draft_model: the same for the draft, of the same tokenizer. `Autoregressive` does not read it.
+        draft_model: likewise the draft, of the same tokenizer; or "ngram", which looks the newest tokens up in the text
+            before them, for `Rejection`. `Autoregressive` does not read it.
         revision, draft_revision: branch, tag or commit of a hub id; None: the latest of its main branch. A draft from
             the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
@@ -81,7 +78,7 @@ class LLM:
         revision: str | None = None,
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
-        decoding: SMC | Rejection | Autoregressive | None = None,
+        decoding: Decoding | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         draft_quantization: str | None = None,
@@ -98,7 +95,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         self.decoding = SMC() if decoding is None else decoding
-        if not isinstance(self.decoding, SMC | Rejection | Autoregressive):
+        if not isinstance(self.decoding, tuple(DECODINGS.values())):
             raise ValueError(f"decoding must be SMC(...), Rejection(...) or Autoregressive(), got {decoding!r}.")
         check_path("model", model)
         check_path("draft_model", draft_model)
@@ -128,8 +125,7 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
 
         enable_compilation_cache()
-        self._smc = self.decoding if isinstance(self.decoding, SMC) else None
-        drafts = not isinstance(self.decoding, Autoregressive)
+        drafts = self.decoding.drafts
         if draft_quantization is not None and not drafts:
             raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
         if draft_drop_layers is not None and not drafts:
@@ -180,49 +176,32 @@ class LLM:
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
-        decoder, program, params = self._decoder()
-        self._rows = rows_of(self.decoding)
-        self.num_pages = self._num_pages(num_pages, gpu_memory_utilization)
-        runner = Runner(decoder, program, params, self.num_pages, Programs())
+        models, longest = self.models, self.max_model_len
+        decoder = make_decoder(
+            self.decoding, models.target, models.proposer, longest, self.page_size, self._implementation
+        )
+        self.num_pages = self._num_pages(decoder.kv_bytes_per_token, num_pages, gpu_memory_utilization)
+        params = PairParams(models.target_params, models.draft_params)
+        runner = Runner(decoder, params, self.num_pages, Programs())
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,
-            decoding=self.decoding,
             tokenizer=self.tokenizer,
             prefix_caching=enable_prefix_caching,
             optimistic=admission == "optimistic",
         )
         runner.take_memory()
 
-    def _decoder(self) -> tuple[ModuleType, Any, Any]:
-        """The module that decodes, its static program, its parameters."""
-        models = self.models
-        geometry: dict[str, Any] = {
-            "max_model_len": self.max_model_len,
-            "page_size": self.page_size,
-            "implementation": self._implementation,
-        }
-        if isinstance(self.decoding, Autoregressive):
-            return autoregressive, autoregressive.Program(models.target, **geometry), models.target_params
-        assert models.draft is not None
-        assert models.draft_params is not None
-        params = PairParams(models.target_params, models.draft_params)
-        if isinstance(self.decoding, SMC):
-            return smc, smc.Program(self.decoding, models.target, models.draft, **geometry), params
-        return rejection, rejection.Program(self.decoding, models.target, models.draft, **geometry), params
-
-    def _num_pages(self, num_pages: int | None, gpu_memory_utilization: float) -> int:
-        """How many pages to take; the whole budget is logged before they are."""
-        models = self.models
-        configs = (models.target, models.draft)
-        page_bytes = self.page_size * sum(config.kv_bytes_per_token for config in configs if config is not None)
+    def _num_pages(self, kv_bytes_per_token: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
+        """The number of pages to take; the whole budget is logged before they are."""
+        models, page_bytes = self.models, self.page_size * kv_bytes_per_token
         weights = {"target": _bytes_of(models.target_params)}
         if models.draft_params is not None:
             weights["draft"] = _bytes_of((models.target_params, models.draft_params)) - weights["target"]
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
-            largest_request=worst_case_pages(1, self.max_model_len, self._rows, self.page_size),
+            largest_request=worst_case_pages(1, self.max_model_len, self.decoding.rows, self.page_size),
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
@@ -339,17 +318,14 @@ class LLM:
         vocab_size = self.models.target.vocab_size
         text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
         params, named = told_apart(params, self.tokenizer, vocab_size)
-        if self._smc is not None:
-            refuse_for_smc(params, self._smc)
-            refuse_stop_strings(params, self._smc)
+        self.decoding.check(params)
         stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self.max_model_len)
-        pages = worst_case_pages(len(token_ids), limit, self._rows, self.page_size)
+        pages = worst_case_pages(len(token_ids), limit, self.decoding.rows, self.page_size)
         if pages > self.num_pages - 1:
-            rows = "n_candidates" if self._smc is None else "n_particles"
-            fewer = "max_tokens" if self._rows == 1 else f"max_tokens or {rows}"
+            fewer = "max_tokens" if self.decoding.rows == 1 else f"max_tokens or {self.decoding.rows_argument}"
             raise ValueError(
                 f"it may need {pages} KV pages and there are {self.num_pages - 1}; raise num_pages, or lower {fewer}."
             )
@@ -471,7 +447,3 @@ def _bytes_of(params: Any) -> int:
     """Of every array once."""
     return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())
 
-
-def rows_of(decoding: SMC | Rejection | Autoregressive) -> int:
-    """N, rows of a request."""
-    return 1 if isinstance(decoding, Autoregressive) else decoding.speculation.rows

@@ -7,9 +7,15 @@ import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
+from smcjax.autoregressive import AutoregressiveDecoder
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoding.decoder import Decoder
+from smcjax.decoding.ngram import NGRAM, NGram
+from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.settings import own_settings
@@ -21,14 +27,35 @@ from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
 from smcjax.model.widening import widen_params
+from smcjax.rejection import RejectionDecoder
+from smcjax.smc import SMCDecoder
 from smcjax.tokenizer import Tokenizer
 
 BUNDLED = ("target", "draft")
+DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
+    SMC: SMCDecoder,
+    Rejection: RejectionDecoder,
+    Autoregressive: AutoregressiveDecoder,
+}
+
+
+def make_decoder(
+    decoding: Decoding,
+    target: ModelConfig,
+    draft: Proposer | ModelConfig | None,
+    max_model_len: int,
+    page_size: int = 16,
+    implementation: str = "auto",
+) -> Decoder[Any, Any, Any]:
+    """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`."""
+    return DECODERS[type(decoding)](
+        decoding, target, draft if decoding.drafts else None, max_model_len, page_size, implementation
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What `LLM` runs on. Draft fields are None where the decoder needs none.
+    """The models that `LLM` runs. Draft fields are None where no draft model is needed.
 
     `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's.
     """
@@ -39,6 +66,12 @@ class Models:
     draft: ModelConfig | None = None
     draft_params: Params | None = None
     shared: tuple[int, ...] | None = None
+    proposes: Proposer | None = None  # without a model
+
+    @property
+    def proposer(self) -> Proposer | ModelConfig | None:
+        """Whatever drafts."""
+        return self.draft if self.proposes is None else self.proposes
 
     def keeping(self, dtype: str) -> Models:
         """These models, whose configs say that weights and KV are kept in `dtype`."""
@@ -127,20 +160,22 @@ def load_models(
     with it, unless the two are to be quantised differently (`may_share` False). Raises ValueError for a pair that is
     only half given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
     """
+    if draft_model == NGRAM and draft_drop_layers is not None:
+        raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and draft_model 'ngram' has none; omit it.")
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
     if draft_model == model and draft_revision is None:
         draft_revision = revision
-    if needs_draft and (model is None) != (draft_model is None):
+    if needs_draft and draft_model != NGRAM and (model is None) != (draft_model is None):
         missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
         alone = "" if given == "draft_model" else ", or decode by the target alone (Autoregressive)"
         raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair{alone}.")
     path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
-    if not needs_draft:
+    if not needs_draft or draft_model == NGRAM:
         _require_room({"model": target}, dtype)
-        return Models(tokenizer, *load_checkpoint(path, dtype))
+        return Models(tokenizer, *load_checkpoint(path, dtype), proposes=NGram() if needs_draft else None)
 
     dropped = tuple(draft_drop_layers or ())
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")

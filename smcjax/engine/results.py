@@ -9,13 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.autoregressive import Autoregressive
+from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
 from smcjax.engine.text import AnswerText, answer_text
-from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 from smcjax.tokenizer import Tokenizer
 
 _NO_WEIGHT = (
@@ -44,7 +42,7 @@ def assemble(
     population: Population,
     infos: Sequence[Any],
     times: Times,
-    decoding: SMC | Rejection | Autoregressive,
+    decoder: Decoder[Any, Any, Any],
     tokenizer: Tokenizer | None,
     *,
     num_cached_tokens: int,
@@ -56,7 +54,6 @@ def assemble(
 
     One that was `refused` when it had been admitted has that as its error, and no answer.
     """
-    smc = decoding if isinstance(decoding, SMC) else None
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
     selected = int(population.selected)
@@ -74,21 +71,23 @@ def assemble(
     if request.params.logprobs and completion.finish_reason != "error":
         logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
+    kept = len(completion.token_ids)
+    report = decoder.report(infos, start, kept)
     weighted = None
-    if smc is not None:
+    if decoder.weighted:
         weighted = SMCOutput(
             log_evidence=float(population.log_evidence),
             particles=[
                 Particle(
-                    token_ids=sequences[row],
+                    token_ids=token_ids,
                     log_weight=float(population.log_weight[row]),
-                    finish_reason=_reason(request, sequences[row]) if population.finished[row] else None,
+                    finish_reason=_reason(request, token_ids) if population.finished[row] else None,
                 )
-                for row in range(smc.n_particles)
+                for row, token_ids in enumerate(sequences)
             ],
             log_weights=np.array(population.log_weight),
             selected=selected,
-            trace=_trace(request, infos, sequences, selected, tokenizer) if smc.trace else None,
+            trace=_trace(report, request, sequences, selected, tokenizer),
         )
     return RequestOutput(
         request_id=request.request_id,
@@ -98,40 +97,21 @@ def assemble(
         finished=True,
         metrics=RequestMetrics(
             cycles=len(infos),
-            resamples=0 if smc is None else sum(bool(info.resampled) for info in infos),
-            generated_tokens=len(completion.token_ids),
-            drafted=len(infos) * _drafts_a_cycle(decoding),
+            resamples=report.resamples,
+            generated_tokens=kept,
+            drafted=len(infos) * decoder.rows * decoder.decoding.gamma,
             seconds=times.seconds,
-            mean_ess=None if smc is None or not infos else float(np.mean([info.ess for info in infos])),
+            mean_ess=report.mean_ess,
             queue_seconds=times.began - times.arrived,
             first_token_seconds=max(times.first_seen - times.began, 0.0),
             num_cached_tokens=num_cached_tokens,
             preemptions=preemptions,
-            **acceptance(decoding, infos, request, len(completion.token_ids)),
+            accepted=report.accepted,
+            accepted_at=report.accepted_at,
         ),
         smc=weighted,
         error=error,
     )
-
-
-def _drafts_a_cycle(decoding: SMC | Rejection | Autoregressive) -> int:
-    return 0 if isinstance(decoding, Autoregressive) else decoding.speculation.rows * decoding.gamma
-
-
-def acceptance(
-    decoding: SMC | Rejection | Autoregressive, infos: Sequence[Any], request: Request, kept: int
-) -> dict[str, Any]:
-    """How many drafts are among the `kept` first tokens of an answer, and in how many cycles at each position."""
-    if not isinstance(decoding, Rejection):
-        return {}
-    ends = np.array([int(info.length[0]) - len(request.token_ids) for info in infos], int)  # all rows agree
-    begins = np.array([1, *ends[:-1]], int)[: len(ends)]  # x₀ is the target's
-    within = np.clip(np.minimum(ends, kept) - begins, 0, None)
-    lengths = np.minimum([int(info.accepted) for info in infos], within)
-    return {
-        "accepted": int(lengths.sum()),
-        "accepted_at": tuple(int((lengths > position).sum()) for position in range(decoding.gamma)),
-    }
 
 
 def aborted_in_the_queue(
@@ -199,24 +179,10 @@ def _tokens_up_to(text: str, token_ids: list[int], request: Request, tokenizer: 
 
 
 def _trace(
-    request: Request,
-    infos: Sequence[Any],
-    sequences: list[list[int]],
-    selected: int,
-    tokenizer: Tokenizer | None,
-) -> Trace:
-    n = len(sequences)
-
-    def stacked(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        rows = [getattr(info, name) for info in infos]
-        return np.stack(rows).astype(dtype) if rows else np.zeros((0, *shape), dtype)
-
-    return Trace(
-        ess=stacked("ess", (), np.float32),
-        resampled=stacked("resampled", (), np.bool_),
-        ancestors=stacked("ancestors", (n,), np.int32),
-        log_weights=stacked("log_weight", (n,), np.float32),
-        lengths=stacked("length", (n,), np.int32) - len(request.token_ids),
-        texts=None if tokenizer is None else [answer_text(tokenizer, request.token_ids, row) for row in sequences],
-        selected=selected,
-    )
+    report: Report, request: Request, sequences: list[list[int]], selected: int, tokenizer: Tokenizer | None
+) -> Trace | None:
+    """The history that the report holds, with the rows' final texts."""
+    if report.trace is None:
+        return None
+    texts = None if tokenizer is None else [answer_text(tokenizer, request.token_ids, row) for row in sequences]
+    return Trace(**report.trace, texts=texts, selected=selected)

@@ -1,7 +1,6 @@
 """The batch in flight on the device: every call enqueues one program, none waits for the device.
 
-The decoders share one shape (`begin`, `prefill`, `start`, `step`, `conclude`), so this file knows nothing of how a
-token is chosen. The state of a batch of `size` lanes is donated to every program and taken from its result:
+A `smcjax.decoding.decoder.Decoder` says how a token is chosen; this file does not know. The state of a batch of `size` lanes is donated to every program and taken from its result:
 
     evict     the pages that some cache slots keep
     join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from smcjax.decoding.decoder import Decoder
+from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Population, Requests
-from smcjax.decoding.speculation import PairProgram
 from smcjax.device import on_cpu
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
@@ -32,7 +31,6 @@ from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, st
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.settings import own_settings
 from smcjax.kv import TRASH, drop, keep
-from smcjax.model.paged import reads_by_kernels
 from smcjax.numerics import key_of
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
@@ -64,11 +62,15 @@ class Chunk(NamedTuple):
 
 
 class Runner:
-    """One decoder's programs and state. `decoder` is the module that implements it: `smcjax.smc`, …"""
+    """One decoder's programs and state.
 
-    def __init__(self, decoder: ModuleType, program: Any, params: Any, num_pages: int, programs: Programs) -> None:
-        self.decoder = decoder
-        self.program = program
+    Methods take a `program` where there may be two: the decoder, or the same with `truncates` set.
+    """
+
+    def __init__(
+        self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs
+    ) -> None:
+        self.program = decoder
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
@@ -80,32 +82,26 @@ class Runner:
         self.chunks = self._chunk_lengths()
 
     def _new_memory(self) -> Any:
-        return self.decoder.Memory.create(self.program, self.params, self.num_pages)
+        return self.program.create_memory(self.params, self.num_pages)
 
     def _create_memory(self) -> Any:
         return jax.jit(lambda: self._new_memory())()
 
     @own_settings()
-    def take_memory(self) -> None:
-        """Takes what is missing of the memory for KV, which otherwise waits for the first batch."""
+    def take_memory(self, fill: Callable[[Any], Any] = lambda memory: memory) -> None:
+        """Takes the missing memory for KV, which otherwise waits for the first batch; `fill` says what is in it."""
         if self.memory is None:
-            self._memory = self._create_memory()
+            self._memory = fill(self._create_memory())
         if self.cached is None:
             self.cached = jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
 
     @own_settings()
     def _chunk_lengths(self) -> ChunkLengths:
         """Of prompts, in this program."""
-        program, memory = self.program, jax.eval_shape(self._new_memory)
-        models = [(program.target, memory.target)]
-        if isinstance(program, PairProgram):
-            models.append((program.draft, memory.draft))
+        memory = jax.eval_shape(self._new_memory)
         lengths = (SHORT_CHUNK, PREFILL_CHUNK) if on_cpu() else (PREFILL_CHUNK, LONG_CHUNK)
-        short, long = (min(length, program.max_model_len) for length in lengths)
-        pays = on_cpu() or all(
-            reads_by_kernels(config, cache, columns=long, implementation=program.implementation)
-            for config, cache in models
-        )
+        short, long = (min(length, self.program.max_model_len) for length in lengths)
+        pays = on_cpu() or self.program.prefills_by_kernels(memory, long)
         return ChunkLengths(together=short, alone=long if pays else short)
 
     @property
@@ -241,7 +237,7 @@ class Runner:
         )
 
         def step(params: Any, state: Any) -> Any:
-            state, info = self.decoder.step(program, params, state)
+            state, info = program.step(params, state)
             return state, info, state.memory.pool.num_free
 
         jobs: dict[Any, Job] = {
@@ -275,20 +271,18 @@ class Runner:
         vocab_size = self.program.target.vocab_size
         requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
         nobody = jnp.zeros(size, bool)
-        return self.decoder.begin(self.program, memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
+        return self.program.begin(memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
     def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], slots: jax.Array) -> Any:
         present = arrays["present"]
         prefix = cached.at[slots].get(mode="fill", fill_value=TRASH)
         requests = requests_of(arrays)
-        joined = self.decoder.begin(self.program, state.memory, arrays["prompts"], requests, present, prefix)
+        joined = self.program.begin(state.memory, arrays["prompts"], requests, present, prefix)
         size = present.shape[0]
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
     def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, First]]:
-        decoder = self.decoder
-
         def prefill(
             params: Any,
             state: Any,
@@ -301,11 +295,11 @@ class Runner:
             groups = take(state, lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
-            groups, hidden = decoder.prefill(program, params, groups, start_at, chunk, hidden, cached)
+            groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
             groups, cache = self._store(groups, cache, start_at, slots)
             prompt_length = groups.requests.prompt_length
             ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
-            groups = decoder.start(program, params, dataclasses.replace(groups, running=ends), hidden)
+            groups = program.start(params, dataclasses.replace(groups, running=ends), hidden)
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             return (put(state, lanes, groups), cache), First(tokens=first, done=ends & ~groups.running)
@@ -323,7 +317,7 @@ class Runner:
 
     def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
         lanes = lane[None]
-        population, memory = self.decoder.conclude(self.program, take(state, lanes))
+        population, memory = self.program.conclude(take(state, lanes))
         return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
 
 

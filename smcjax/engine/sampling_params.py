@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from smcjax.decoders import COLDEST, SHARPEST, SMC
 from smcjax.plain import use_plain_numbers
 
 MAX_SEED = 2**32 - 1
@@ -85,43 +84,6 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether top_k or top_p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1
-
-
-def refuse_for_smc(params: SamplingParams, decoding: SMC) -> None:
-    """What SMC cannot do exactly it refuses, saying why and what to use (ALGORITHM.md)."""
-    if params.temperature == 0:
-        raise ValueError(
-            "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
-            "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
-        )
-    sharpness = decoding.power / params.temperature
-    if sharpness > SHARPEST:
-        raise ValueError(
-            f"power / temperature is {sharpness:g}, and beyond {SHARPEST:g} float32 rounds the weights by more than "
-            "they may differ; lower power, or raise temperature."
-        )
-    if decoding.draft_temperature is None and params.temperature < COLDEST:
-        raise ValueError(
-            f"temperature is {params.temperature:g} for the draft too, and below {COLDEST:g} float32 rounds its "
-            "log-probabilities by more than weights may differ; raise it, set draft_temperature, or use temperature=0 "
-            "with decoding=Rejection() or Autoregressive()."
-        )
-    if params.truncates:
-        raise ValueError(
-            f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would weigh "
-            "nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
-        )
-
-
-def refuse_stop_strings(params: SamplingParams, decoding: SMC) -> None:
-    """Raises ValueError for text that ends an answer at a power other than 1, where its law would not be exact.
-
-    Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
-    """
-    if params.stop_strings and decoding.power != 1.0:
-        raise ValueError(
-            f"stop strings change the law at power {decoding.power}; use power=1, or stop_token_ids, which are exact."
-        )
 
 
 def _is_int(value: object, least: int) -> bool:

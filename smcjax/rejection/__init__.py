@@ -4,8 +4,10 @@ program = Program(Rejection(gamma=4), target_config, draft_config, max_model_len
 """
 
 from smcjax.decoders import VERIFICATIONS, Rejection
-from smcjax.decoding.speculation import Memory, PairParams, prefill
-from smcjax.rejection.decoder import Info, Program, State, begin, conclude, run, start, step
+from smcjax.decoding.admission import begin, prefill
+from smcjax.decoding.groups import Memory, PairParams
+from smcjax.decoding.program import Program
+from smcjax.rejection.decoder import Info, RejectionDecoder, State, conclude, run, start, step
 from smcjax.rejection.rules import Verdict, block, tree
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "PairParams",
     "Program",
     "Rejection",
+    "RejectionDecoder",
     "State",
     "Verdict",
     "begin",

@@ -14,128 +14,63 @@ full acceptance it lacks the KV of the last draft, otherwise it writes again wha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoders import Rejection, Speculation
-from smcjax.decoding.next_token import Law, law_logits, law_of, sample
-from smcjax.decoding.prefill import admit, leaders_of
+from smcjax.decoders import Rejection
+from smcjax.decoding import admission
+from smcjax.decoding import groups as decoding
+from smcjax.decoding.decoder import Decoder, Report
+from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
+from smcjax.decoding.groups import Groups, Memory, PairParams
+from smcjax.decoding.prefill import leaders_of
+from smcjax.decoding.program import Program as Program
+from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
-from smcjax.decoding.sequences import Population, Requests, Sequences, append, cut_block, population
-from smcjax.decoding.speculation import (
-    Memory,
-    PairParams,
-    PairProgram,
-    propose,
-    reserve,
-    score,
-)
-from smcjax.kv import TRASH, rebind, release
-from smcjax.model.config import ModelConfig
+from smcjax.decoding.sequences import Population, append, cut_block, population
+from smcjax.decoding.speculation import propose, score
+from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
 from smcjax.rejection.rules import Verdict, block, tree
 
-
-@dataclasses.dataclass(frozen=True)
-class Program(PairProgram):
-    """All that is static about a step. `truncates` is set where a request uses top_k or top_p."""
-
-    decoding: Rejection
-    target: ModelConfig
-    draft: ModelConfig
-    max_model_len: int
-    page_size: int = 16
-    implementation: str = "auto"  # with GPU kernels or without: `smcjax.pallas.uses_kernels`
-    truncates: bool = False
-
-    @property
-    def speculation(self) -> Speculation:
-        """What the draft and the target's forward need to know."""
-        return self.decoding.speculation
+State = Groups  # N rows a request, which agree between steps
+RejectionProgram = Program[Rejection]
+begin = admission.begin
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
-    """G requests in flight, N rows each, which agree between steps."""
+class Info(decoding.Info):
+    """The report of one step. The block is the same for all rows of a group."""
 
-    requests: Requests
-    sequences: Sequences  # R = G·N rows
-    cycle: Int[Array, " G"]
-    running: Bool[Array, " G"]
-    failed: Bool[Array, " G"]  # ended because a model gave NaN
-    memory: Memory
-
-    @property
-    def live(self) -> Bool[Array, " R"]:
-        """Rows that a step advances."""
-        return self.per_row(self.running) & ~self.sequences.finished
-
-    def per_row(self, per_group: Array) -> Array:
-        """A [G, …] array repeated for every row: [R, …]."""
-        return jnp.repeat(per_group, self.sequences.length.shape[0] // self.running.shape[0], axis=0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Info:
-    """What one step reports. For groups that did not run, `ran` is false and the rest is stale."""
-
-    ran: Bool[Array, " G"]
-    done: Bool[Array, " G"]
     accepted: Int[Array, " G"]  # drafts, those behind an end among them
-    length: Int[Array, "G N"]
-    tokens: Int[Array, "G N C"]  # the block, the same for all rows; what lies behind the row's end is not part of it
 
 
-def begin(
-    program: Program,
-    memory: Memory,
-    prompts: Int[Array, "G L"],
-    requests: Requests,
-    present: Bool[Array, " G"],
-    prefix: Int[Array, "G M"] | None = None,
-) -> State:
-    """Rows and pages for the prompts, no KV yet but in the pages of `prefix` (`smcjax.decoding.prefill.admit`).
-
-    Groups not `present` only fill up the batch and never run.
-    """
-    groups, n = prompts.shape[0], program.decoding.n_candidates
-    pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
-    return State(
-        requests=requests.within(program.max_model_len),
-        sequences=sequences,
-        cycle=jnp.zeros(groups, jnp.int32),
-        running=present,
-        failed=jnp.zeros(groups, bool),
-        memory=dataclasses.replace(memory, pool=pool),
-    )
-
-
-def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
+@by_implementation
+def start(program: RejectionProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws the first token from the target, one for all rows of a request."""
     requests, groups = state.requests, state.running.shape[0]
     keys = row_keys(requests.key, state.cycle, 1, Purpose.FIRST)
-    first = sample(_law(program, state, 1), keys, jnp.ones(groups, jnp.int32), unembed(params.target, last_hidden))
+    first = sample(_distribution(program, state, 1), keys, jnp.ones(groups, jnp.int32), unembed(params.target, last_hidden))
     nothing = jnp.zeros(groups, jnp.int32)
     return _commit(program, state, first.token[:, None], first.logprob[:, None], nothing, jnp.isnan(first.logprob))
 
 
-def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
+@by_implementation
+def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
-    ran, decoding = state.running, program.decoding
-    groups, n, gamma = ran.shape[0], decoding.n_candidates, decoding.gamma
-    sequences, pool, copies = reserve(program, state)
-    state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
-    drafts, cache = propose(program, params.draft, state, copies, _law(program, state, n), keeps_laws=True)
-    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache))
-    logits, cache = score(program, params.target, state, copies, drafts.tokens)
-    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
+    ran, n, gamma = state.running, program.rows, program.decoding.gamma
+    groups = ran.shape[0]
+    distribution = _distribution(program, state, n)
+    state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
+    state, logits = score(program, params, state, drafts.tokens, copies)
 
     with jax.named_scope("decide"):
-        logits = _target_logits(program, state, logits)
+        logits = _target_logits(state, distribution, logits)
         assert drafts.logits is not None
         verdict = decide(program, state, logits, drafts.logits, drafts.tokens)
         keys = group_keys(state.requests.key, state.cycle, Purpose.NEXT)
@@ -155,40 +90,43 @@ def step(program: Program, params: PairParams, state: State) -> tuple[State, Inf
         ran=ran,
         done=~state.running,
         accepted=verdict.accepted,
-        length=state.sequences.length.reshape(groups, n),
+        length=state.by_group(state.sequences.length),
         tokens=jnp.broadcast_to(tokens[:, None], (groups, n, gamma + 1)),
     )
     return state, info
 
 
-def run(program: Program, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
+def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
     """`num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
 
 
-def _law(program: Program, state: State, rows: int) -> Law:
-    """What the next token of each of `rows` rows a request is drawn from, in either model."""
-    return law_of(state.requests, rows=rows, truncates=program.truncates)
+def _distribution(program: RejectionProgram, state: State, rows: int) -> SamplingDistribution:
+    """The distribution of the next token of each of `rows` rows a request, in either model."""
+    return distribution_of(state.requests, rows=rows, truncates=program.truncates)
 
 
-def _target_logits(program: Program, state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V"]:
-    """Those whose softmax is the target's law behind each column."""
-    law = _law(program, state, program.decoding.n_candidates)
+def _target_logits(
+    state: State, distribution: SamplingDistribution, logits: Float[Array, "R C V"]
+) -> Float[Array, "R C V"]:
+    """Processed logits of the target behind each column."""
     generated = state.sequences.length - state.per_row(state.requests.prompt_length)
-    return jax.vmap(lambda column, logits: law_logits(law, generated + 1 + column, logits), in_axes=(0, 1), out_axes=1)(
-        jnp.arange(logits.shape[1]), logits
-    )
+
+    def processed(column: jax.Array, logits: jax.Array) -> jax.Array:
+        return processed_logits(distribution, generated + 1 + column, logits)
+
+    return jax.vmap(processed, in_axes=(0, 1), out_axes=1)(jnp.arange(logits.shape[1]), logits)
 
 
 def decide(
-    program: Program,
+    program: RejectionProgram,
     state: State,
     target_logits: Float[Array, "R C V"],
     draft_logits: Float[Array, "R K V"],
     drafts: Int[Array, "R K"],
 ) -> Verdict:
     """The verdict on each request's drafts."""
-    decoding, groups = program.decoding, state.running.shape[0]
+    decoding = program.decoding
     n, gamma = decoding.n_candidates, decoding.gamma
     greedy = state.requests.temperature == 0
 
@@ -205,14 +143,11 @@ def decide(
         uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
         return verify(law(target, greedy), law(draft, greedy), drafts, uniforms)
 
-    def by_group(rows: jax.Array) -> jax.Array:
-        return rows.reshape(groups, n, *rows.shape[1:])
-
-    return jax.vmap(one)(keys, greedy, by_group(target_logits), by_group(draft_logits), by_group(drafts))
+    return jax.vmap(one)(keys, greedy, *map(state.by_group, (target_logits, draft_logits, drafts)))
 
 
 def _commit(
-    program: Program,
+    program: RejectionProgram,
     state: State,
     tokens: Int[Array, "G C"],
     logprobs: Float[Array, "G C"],
@@ -227,7 +162,7 @@ def _commit(
         tokens, state.per_row(requests.stops), state.sequences.length, state.per_row(requests.limit), last=last
     )
     sequences = append(state.sequences, tokens, logprobs, block, live)
-    ended = sequences.finished.reshape(state.running.shape[0], -1)[:, 0]
+    ended = state.by_group(sequences.finished)[:, 0]
     return dataclasses.replace(
         state,
         sequences=sequences,
@@ -236,7 +171,7 @@ def _commit(
     )
 
 
-def _adopt(program: Program, state: State, ran: Bool[Array, " G"], chosen: Int[Array, " G"]) -> State:
+def _adopt(program: RejectionProgram, state: State, ran: Bool[Array, " G"], chosen: Int[Array, " G"]) -> State:
     """Every row of a request that ran names the pages of its `chosen` one, up to the last KV that counts.
 
     That is the one before the frontier.
@@ -252,7 +187,7 @@ def _adopt(program: Program, state: State, ran: Bool[Array, " G"], chosen: Int[A
     )
 
 
-def conclude(program: Program, state: State) -> tuple[Population, Memory]:
+def conclude(program: RejectionProgram, state: State) -> tuple[Population, Memory]:
     """The ended sequences, one a request, and the memory with every page given back."""
     groups = state.running.shape[0]
     ended = population(
@@ -262,5 +197,22 @@ def conclude(program: Program, state: State) -> tuple[Population, Memory]:
         selected=jnp.zeros(groups, jnp.int32),
         failed=state.failed,
     )
-    pool = release(state.memory.pool, state.sequences.block_table)
-    return ended, dataclasses.replace(state.memory, pool=pool)
+    return ended, state.release()
+
+
+class RejectionDecoder(Decoder[Rejection, State, Info]):
+    """Speculative sampling, whose rows of a group agree between steps."""
+
+    begin = begin
+    start = start
+    step = step
+    conclude = conclude
+
+    def report(self, infos: Sequence[Info], prompt_length: int, kept: int) -> Report:
+        """Counts the drafts among the `kept` first tokens of the answer, and the cycles that reach each position."""
+        ends = np.array([int(info.length[0]) - prompt_length for info in infos], int)  # all rows agree
+        begins = np.array([1, *ends[:-1]], int)[: len(ends)]  # the first token is the target's
+        within = np.clip(np.minimum(ends, kept) - begins, 0, None)
+        lengths = np.minimum([int(info.accepted) for info in infos], within)
+        reached = tuple(int((lengths > position).sum()) for position in range(self.decoding.gamma))
+        return Report(accepted=int(lengths.sum()), accepted_at=reached)

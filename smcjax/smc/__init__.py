@@ -8,12 +8,15 @@ state, infos = run(program, params, state, 16)          # many, in one program
 """
 
 from smcjax.decoders import SCHEMES, SMC
+from smcjax.decoding.admission import prefill
+from smcjax.decoding.groups import Memory, PairParams
+from smcjax.decoding.program import Program
 from smcjax.decoding.sequences import Requests
-from smcjax.decoding.speculation import Memory, PairParams, prefill
+from smcjax.smc.decoder import SMCDecoder
 from smcjax.smc.cycle import run, step
-from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, release_all, select, start
+from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, start
 from smcjax.smc.resampling import resample
-from smcjax.smc.state import Info, Program, State
+from smcjax.smc.state import Info, State
 from smcjax.smc.weights import effective_sample_size
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "PairParams",
     "Program",
     "Requests",
+    "SMCDecoder",
     "State",
     "begin",
     "conclude",
@@ -31,7 +35,6 @@ __all__ = [
     "init",
     "log_evidence",
     "prefill",
-    "release_all",
     "resample",
     "run",
     "select",

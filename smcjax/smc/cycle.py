@@ -17,31 +17,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.next_token import Law
+from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.groups import PairParams
+from smcjax.decoding.program import by_implementation
+from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.sequences import Block, Sequences, append, cut_block
-from smcjax.decoding.speculation import Drafts, PairParams, propose, reserve, score
+from smcjax.decoding.speculation import propose, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.resampling import Resampling, plan_resampling
-from smcjax.smc.state import Info, Program, State
+from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import bonus_increment, draft_increment, logprob_at, temper
 
 
-def step(program: Program, params: PairParams, state: State) -> tuple[State, Info]:
-    """Advances every live particle by one cycle of `program.smc.tokens_per_cycle` tokens."""
+@by_implementation
+def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
+    """Advances every live particle by one cycle of `SMC.tokens_per_cycle` tokens."""
     ran = state.running
-    sequences, pool, copies = reserve(program, state)
-    state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
-    state, drafts = draft(program, params, state, copies)
-    state, proposal = verify(program, params, state, copies, drafts)
+    state, drafts, copies = draft(program, params, state)
+    state, proposal = verify(program, params, state, drafts, copies)
     state = weigh(state, proposal)
     state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     return state, dataclasses.replace(info, ran=ran, done=~state.running)
 
 
-def run(program: Program, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
+def run(program: SMCProgram, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
     """`num_cycles` cycles in one program; Info fields get a leading [num_cycles] axis. Ended groups stay frozen."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
 
@@ -61,15 +63,14 @@ def _tempered(
     return temper(possible, temperature[:, None])
 
 
-def draft(program: Program, params: PairParams, state: State, copies: Copies | None) -> tuple[State, Drafts]:
+def draft(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Drafts, Copies | None]:
     """K draft tokens a row with log q; q has the target's minimum of tokens, and never truncates."""
-    law = Law(
+    distribution = SamplingDistribution(
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
     )
-    drafts, cache = propose(program, params.draft, state, copies, law)
-    return dataclasses.replace(state, memory=dataclasses.replace(state.memory, draft=cache)), drafts
+    return propose(program, params, state, distribution)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,11 @@ class Proposal:
 
 @jax.named_scope("verify")
 def verify(
-    program: Program, params: PairParams, state: State, copies: Copies | None, drafts: Drafts
+    program: SMCProgram, params: PairParams, state: State, drafts: Drafts, copies: Copies | None
 ) -> tuple[State, Proposal]:
     """Scores the drafts in one target forward over [frontier, d₀ …], writing its KV, and draws the bonus token."""
-    smc = program.smc
-    logits, cache = score(program, params.target, state, copies, drafts.tokens)
+    smc = program.decoding
+    state, logits = score(program, params, state, drafts.tokens, copies)
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
@@ -100,7 +101,6 @@ def verify(
         block = jnp.concatenate([block, bonus[:, None]], axis=1)
         increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
         logprobs = jnp.concatenate([logprobs, logprob_at(last, bonus)[:, None]], axis=1)
-    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=cache))
     return state, Proposal(tokens=block, increments=increments, logprobs=logprobs)
 
 
@@ -119,10 +119,10 @@ def weigh(state: State, proposal: Proposal) -> State:
     increment = jnp.where(live, block_weight(proposal.increments, block), 0.0)
     log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
     sequences = append(state.sequences, proposal.tokens, proposal.logprobs, block, live)
-    return settle(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
+    return update_running(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
 
 
-def settle(state: State) -> State:
+def update_running(state: State) -> State:
     """Stops the groups whose weights are unusable (any NaN or +inf, or all −inf) or whose rows have all finished."""
     log_weight = state.log_weight
     broken = (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
@@ -135,34 +135,32 @@ def settle(state: State) -> State:
 
 
 @jax.named_scope("resample")
-def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple[State, Info]:
+def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tuple[State, Info]:
     """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report."""
-    smc, log_weight = program.smc, state.log_weight
-    groups, n = log_weight.shape
+    smc, log_weight = program.decoding, state.log_weight
     plan = plan_resampling(
         group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE),
         log_weight,
         state.running,
         method=smc.resampling,
         threshold=smc.ess_threshold,
-        implementation=program.implementation,
     )
-    resampled = fork(state, plan, implementation=program.implementation)
+    resampled = fork(state, plan)
     info = Info(
         ran=state.running,
         ess=plan.ess,
         resampled=plan.resampled,
         ancestors=plan.ancestors,
         log_weight=log_weight,
-        length=resampled.sequences.length.reshape(groups, n),
-        finished=resampled.sequences.finished.reshape(groups, n),
+        length=state.by_group(resampled.sequences.length),
+        finished=state.by_group(resampled.sequences.finished),
         done=~resampled.running,
-        tokens=tokens.reshape(groups, n, -1),
+        tokens=state.by_group(tokens),
     )
     return resampled, info
 
 
-def fork(state: State, plan: Resampling, *, implementation: str = "auto") -> State:
+def fork(state: State, plan: Resampling) -> State:
     """Makes every row a copy of its ancestor; resampled groups' mean weight moves into log Ẑ.
 
     Integers move, keys and values do not.
@@ -179,10 +177,9 @@ def fork(state: State, plan: Resampling, *, implementation: str = "auto") -> Sta
         begin=state.per_row(state.requests.prompt_length),
         end=sequences.length,
         group=n,
-        implementation=implementation,
     )
     forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table)
-    return settle(
+    return update_running(
         dataclasses.replace(
             state,
             sequences=forked,

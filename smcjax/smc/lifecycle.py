@@ -13,46 +13,39 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.prefill import admit
+from smcjax.decoding import admission
+from smcjax.decoding.groups import Memory, PairParams
+from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.sequences import Population, Requests, population
-from smcjax.decoding.speculation import Memory, PairParams, prefill
-from smcjax.kv import release
 from smcjax.model.decoder import unembed
 from smcjax.smc.cycle import Proposal, weigh
-from smcjax.smc.state import Program, State
+from smcjax.smc.state import SMCProgram, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
 
 
 def begin(
-    program: Program,
+    program: SMCProgram,
     memory: Memory,
     prompts: Int[Array, "G L"],
     requests: Requests,
     present: Bool[Array, " G"],
     prefix: Int[Array, "G M"] | None = None,
 ) -> State:
-    """Rows and pages for the prompts, no KV yet but in the pages of `prefix` (`smcjax.decoding.prefill.admit`).
-
-    Groups not `present` only fill up the batch and never run.
-    """
-    groups, n = prompts.shape[0], program.smc.n_particles
-    pool, sequences = admit(program, memory.pool, prompts, requests, present, n, prefix)
+    """A population for each prompt, weights equal: `smcjax.decoding.admission.begin`."""
+    groups = admission.begin(program, memory, prompts, requests, present, prefix)
+    of_rows = (present.shape[0], program.rows)
     return State(
-        requests=requests.within(program.max_model_len),
-        sequences=sequences,
-        log_weight=jnp.zeros((groups, n), jnp.float32),
-        log_evidence=jnp.zeros(groups, jnp.float32),
-        cycle=jnp.zeros(groups, jnp.int32),
-        running=present,
-        failed=jnp.zeros(groups, bool),
-        memory=dataclasses.replace(memory, pool=pool),
+        **vars(groups),
+        log_weight=jnp.zeros(of_rows, jnp.float32),
+        log_evidence=jnp.zeros(present.shape, jnp.float32),
     )
 
 
-def start(program: Program, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
+@by_implementation
+def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws x₀ for every particle from the target's prefill logits, by the bonus rule."""
-    smc, requests, sequences = program.smc, state.requests, state.sequences
+    smc, requests, sequences = program.decoding, state.requests, state.sequences
     logits = state.per_row(unembed(params.target, last_hidden))
     possible = forbid_stops(
         logits, state.per_row(requests.stops), jnp.ones_like(sequences.length), state.per_row(requests.min_tokens)
@@ -69,7 +62,7 @@ def start(program: Program, params: PairParams, state: State, last_hidden: Float
 
 
 def init(
-    program: Program,
+    program: SMCProgram,
     params: PairParams,
     prompts: Int[Array, "G L"],
     requests: Requests,
@@ -84,11 +77,10 @@ def init(
     """
     groups, length = prompts.shape
     if memory is None:
-        rows = groups * program.smc.n_particles
-        memory = Memory.create(program, params, num_pages or rows * program.max_pages + 1)
+        memory = program.create_memory(params, num_pages or groups * program.rows * program.max_pages + 1)
     state = begin(program, memory, prompts, requests, jnp.ones(groups, bool))
     last_hidden = jnp.zeros((groups, program.target.hidden_size), params.target.embed.dtype)
-    state, last_hidden = prefill(program, params, state, jnp.asarray(0, jnp.int32), length, last_hidden)
+    state, last_hidden = admission.prefill(program, params, state, jnp.asarray(0, jnp.int32), length, last_hidden)
     return start(program, params, state, last_hidden)
 
 
@@ -97,20 +89,14 @@ def log_evidence(state: State) -> Float[Array, " G"]:
     return state.log_evidence + log_mean_weight(state.log_weight)
 
 
-def select(program: Program, state: State) -> Int[Array, " G"]:
+def select(program: SMCProgram, state: State) -> Int[Array, " G"]:
     """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row."""
-    if program.smc.select == "best":
+    if program.decoding.select == "best":
         return jnp.argmax(state.log_weight, axis=1).astype(jnp.int32)
     return draw(group_keys(state.requests.key, state.cycle, Purpose.SELECT), state.log_weight)
 
 
-def release_all(state: State) -> Memory:
-    """The memory with every page of the batch given back."""
-    pool = release(state.memory.pool, state.sequences.block_table)
-    return dataclasses.replace(state.memory, pool=pool)
-
-
-def conclude(program: Program, state: State) -> tuple[Population, Memory]:
+def conclude(program: SMCProgram, state: State) -> tuple[Population, Memory]:
     """The ended populations with the rows that answer, and the memory with every page given back."""
     ended = population(
         state.sequences,
@@ -119,4 +105,4 @@ def conclude(program: Program, state: State) -> tuple[Population, Memory]:
         selected=select(program, state),
         failed=state.failed,
     )
-    return ended, release_all(state)
+    return ended, state.release()

@@ -1,0 +1,104 @@
+"""From prompts to groups: pages for the prompt, named by all rows of the group, and its KV in every model.
+
+Fan-out is integers: a prompt's pages are allocated once per group. Where the first pages of a prompt hold its KV already
+(`smcjax.engine.prefix_cache`), its rows name them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.decoding.groups import Groups, Memory, PairParams
+from smcjax.decoding.prefill import leaders_of, prefill_chunk
+from smcjax.decoding.program import Program, by_implementation
+from smcjax.decoding.sequences import Requests, Sequences
+from smcjax.kv import TRASH, PagePool, allocate, rebind
+
+
+@by_implementation
+def begin(
+    program: Program[Any],
+    memory: Memory,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    present: Bool[Array, " G"],
+    prefix: Int[Array, "G M"] | None = None,
+) -> Groups:
+    """Groups with rows and pages for the prompts, no KV yet but in the pages of `prefix` (`admit`).
+
+    Groups not `present` only fill up the batch and never run.
+    """
+    pool, sequences = admit(program, memory.pool, prompts, requests, present, prefix)
+    return Groups(
+        requests=requests.within(program.max_model_len),
+        sequences=sequences,
+        cycle=jnp.zeros(present.shape, jnp.int32),
+        running=present,
+        failed=jnp.zeros_like(present),
+        memory=dataclasses.replace(memory, pool=pool),
+    )
+
+
+def admit(
+    program: Program[Any],
+    pool: PagePool,
+    prompts: Int[Array, "G L"],
+    requests: Requests,
+    present: Bool[Array, " G"],
+    prefix: Int[Array, "G M"] | None = None,
+) -> tuple[PagePool, Sequences]:
+    """N rows for each group, with its prompt and pages for it, which its rows share.
+
+    Groups not `present` only fill up the batch: they have no prompt and no pages. L ≤ T_max; columns of `prompts`
+    beyond the prompt's length are ignored. `prefix` names pages in use that hold the KV of each prompt's beginning,
+    `TRASH` behind it; None: there are none. Raises ValueError for prompts that exceed the program's `max_model_len`.
+    """
+    groups, rows = present.shape[0], program.rows
+    if prompts.shape[1] > program.max_model_len:
+        raise ValueError(
+            f"prompts have {prompts.shape[1]} columns and max_model_len is {program.max_model_len}; "
+            "shorten them, or raise it."
+        )
+    empty = Sequences.create(groups * rows, max_tokens=program.max_tokens, max_pages=program.max_pages)
+    length = jnp.where(present, requests.prompt_length, 0)
+    first_token = jnp.arange(program.max_pages) * program.page_size
+    if prefix is None:
+        prefix = jnp.full((groups, program.max_pages), TRASH, jnp.int32)
+    pool, fresh = allocate(pool, (first_token < length[:, None]) & (prefix == TRASH))
+    table = jnp.repeat(jnp.where(prefix == TRASH, fresh, prefix), rows, axis=0)
+    pool = rebind(pool, empty.block_table.at[::rows].set(fresh), table)
+    return pool, dataclasses.replace(
+        empty,
+        tokens=empty.tokens.at[:, : prompts.shape[1]].set(jnp.repeat(prompts, rows, axis=0)),
+        length=jnp.maximum(jnp.repeat(length, rows), 1),  # every query must see a key, even of no prompt
+        finished=jnp.zeros_like(empty.finished),
+        block_table=table,
+    )
+
+
+@by_implementation
+def prefill[S: Groups](
+    program: Program[Any],
+    params: PairParams,
+    groups: S,
+    start_at: Int[Array, ""] | Int[Array, " G"],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None = None,
+) -> tuple[S, Float[Array, "G E"]]:
+    """Reads one chunk of the prompts in all models; returns the target's hidden state at each prompt's end.
+
+    The first `cached` tokens of each prompt have their KV already (None: 0).
+    """
+    memory, leaders = groups.memory, leaders_of(groups.sequences, last_hidden.shape[0])
+    target, last_hidden = prefill_chunk(
+        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached
+    )
+    draft = memory.draft
+    if program.draft is not None:
+        draft = program.draft.prefill(params.draft, draft, leaders, start_at, chunk, cached)
+    return dataclasses.replace(groups, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden

@@ -1,0 +1,75 @@
+"""A speculative cycle's view of its rows: the pages that it may write, and the slots that its queries see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from smcjax.decoding.groups import Groups
+from smcjax.kv import Copies, make_room
+from smcjax.model.view import BatchView
+
+
+@jax.named_scope("reserve")
+def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Copies | None]:
+    """Gives live rows pages of their own for the `width` positions from their frontier on, as far as their cap.
+
+    Also returns which shared part-filled pages each model's first forward is to copy.
+    """
+    sequences, frontier_at = groups.sequences, groups.sequences.length - 1
+    # The cap's own token is never scored after, so nothing past it needs a page.
+    last = jnp.minimum(frontier_at + width - 1, groups.per_row(groups.requests.limit) - 1)
+    room = make_room(
+        groups.memory.pool,
+        sequences.block_table,
+        frontier_at,
+        last,
+        groups.live,
+        page_size=page_size,
+        max_width=width,
+        group=sequences.length.shape[0] // groups.running.shape[0],
+    )
+    sequences = dataclasses.replace(sequences, block_table=room.block_table)
+    groups = dataclasses.replace(
+        groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool)
+    )
+    # Pages of one token are never part-filled.
+    return groups, Copies(room.copy_from, room.copy_to) if page_size > 1 else None
+
+
+def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> Int[Array, "R T"]:
+    """The pages of these positions' KV; the trash page for rows that are not live and positions beyond the cap."""
+    within = positions < groups.per_row(groups.requests.limit)[:, None]
+    return groups.sequences.write_pages(positions, groups.live[:, None] & within, page_size)
+
+
+def view_of(
+    groups: Groups,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    copies: Copies | None,
+    *,
+    width: int,
+    page_size: int,
+) -> BatchView:
+    """The rows' new tokens in a cycle that covers `width` positions from each row's frontier on.
+
+    Before the first forward a row holds KV up to its frontier; the column before that is the first that a query
+    stands at. Rows that are not live reach nothing.
+    """
+    frontier_at = groups.sequences.length - 1
+    end = jnp.minimum(frontier_at + width, groups.per_row(groups.requests.limit))
+    return BatchView(
+        tokens=tokens,
+        positions=positions,
+        block_table=groups.sequences.block_table,
+        write_pages=pages_at(groups, positions, page_size),
+        lengths=jnp.where(groups.live, end, 0),
+        num_immutable=frontier_at,
+        copies=copies,
+        rows=groups.sequences.length.shape[0] // groups.running.shape[0],
+        page_size=page_size,
+    )

@@ -1,0 +1,80 @@
+"""A decoder as the engine holds it: its programs' static description, a group's life on the device, and reports."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from smcjax.decoders import Decoding
+from smcjax.decoding import admission
+from smcjax.decoding.groups import Groups, Info, Memory, PairParams
+from smcjax.decoding.program import Program
+from smcjax.decoding.sequences import Population, Requests
+
+
+class RowsAfter(NamedTuple):
+    """The rows of one group after a cycle, on the host."""
+
+    ancestors: np.ndarray  # [N] int32: the row that each was a copy of
+    alive: np.ndarray  # [N] bool: rows that may still answer, or be ancestors of one that does
+    finished: np.ndarray  # [N] bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A decoder's account of one request, on the host. None: no such figure."""
+
+    resamples: int = 0
+    mean_ess: float | None = None
+    accepted: int | None = None  # drafts among the tokens that were kept
+    accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
+    trace: Mapping[str, np.ndarray] | None = None  # ess [C], resampled [C], ancestors, log_weights, lengths [C, N]
+
+
+class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
+    """begin → prefill (chunk by chunk) → start → step … step → conclude.
+
+    Every function is pure and has shapes that depend on the program only; nothing reads a value on the host.
+
+    Attributes:
+        weighted: whether the rows of a group are weighted particles.
+    """
+
+    weighted: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def begin(
+        self, memory: Memory, prompts: Any, requests: Requests, present: Any, prefix: Any = None
+    ) -> S:
+        """Groups for prompts [G, L] int32: `smcjax.decoding.admission.begin`."""
+
+    def prefill(
+        self, params: PairParams, state: S, start_at: Any, chunk: int, last_hidden: Any, cached: Any = None
+    ) -> tuple[S, Any]:
+        """Reads a chunk of the prompts: `smcjax.decoding.admission.prefill`."""
+        return admission.prefill(self, params, state, start_at, chunk, last_hidden, cached)
+
+    @abc.abstractmethod
+    def start(self, params: PairParams, state: S, last_hidden: Any) -> S:
+        """Draws the rows' first tokens from the hidden states [G, E] at the prompts' ends."""
+
+    @abc.abstractmethod
+    def step(self, params: PairParams, state: S) -> tuple[S, I]:
+        """Advances all running groups by one cycle."""
+
+    @abc.abstractmethod
+    def conclude(self, state: S) -> tuple[Population, Memory]:
+        """The ended groups' rows, and the memory with every page given back."""
+
+    def rows_after(self, info: I) -> RowsAfter:
+        """Reads one group's entry of a cycle's `Info`, as host arrays."""
+        n = len(info.length)
+        return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
+
+    def report(self, infos: Sequence[I], prompt_length: int, kept: int) -> Report:
+        """Accounts for a request of which `kept` tokens are the answer, from its group's entry of every cycle's `Info`."""
+        return Report()

@@ -1,0 +1,129 @@
+"""The distribution that each row's next token is sampled from, and sampling from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
+from smcjax.decoding.sequences import Requests
+from smcjax.model.decoder import unembed
+from smcjax.model.params import Params
+from smcjax.numerics import words_of
+from smcjax.pallas.decode_step import Embedded
+from smcjax.pallas.sampled_head import sampled_head
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingDistribution:
+    """softmax(logits / temperature), without stop tokens within the minimum, and truncated where asked."""
+
+    temperature: Float[Array, " R"]  # above 0
+    stops: Bool[Array, "R V"]  # impossible within the minimum
+    minimum: Int[Array, " R"]
+    greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
+    truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
+
+    def noise_scale(self) -> Float[Array, " R"]:
+        """1, or 0 for greedy rows: kernels multiply their Gumbel noise by it."""
+        return jnp.ones_like(self.temperature) if self.greedy is None else jnp.where(self.greedy, 0.0, 1.0)
+
+
+def distribution_of(requests: Requests, *, rows: int, truncates: bool) -> SamplingDistribution:
+    """The distribution of each of `rows` rows a request, greedy at temperature 0, truncated where `truncates`."""
+
+    def each(per_group: jax.Array) -> jax.Array:
+        return jnp.repeat(per_group, rows, axis=0)
+
+    greedy = requests.temperature == 0
+    return SamplingDistribution(
+        temperature=each(jnp.where(greedy, 1.0, requests.temperature)),
+        stops=each(requests.stops),
+        minimum=each(requests.min_tokens),
+        greedy=each(greedy),
+        truncation=(each(requests.top_k), each(requests.top_p)) if truncates else None,
+    )
+
+
+def processed_logits(
+    distribution: SamplingDistribution, token_number: Int[Array, " R"], logits: Float[Array, "R V"]
+) -> Float[Array, "R V"]:
+    """Applies temperature, the minimum-length stop mask and top-k/top-p for rows' `token_number`-th tokens, from 1.
+
+    The token of a row that is not greedy is sampled from softmax of the result.
+    """
+    logits = logits / distribution.temperature[:, None]
+    logits = forbid_stops(logits, distribution.stops, token_number, distribution.minimum)
+    return logits if distribution.truncation is None else truncate(logits, *distribution.truncation)
+
+
+class DeferredLogits(NamedTuple):
+    """Logits not yet made, as the fused step makes its own: the product's operand, rounded before it is scaled.
+
+    A verifier must be told the distribution that was sampled from, to more than bfloat16's accuracy.
+    """
+
+    operand: Float[Array, "*shape E"]  # x∘g in the weights' dtype
+    scale: Float[Array, "*shape"]  # 1/rms(x), f32
+
+    @classmethod
+    def from_residual(cls, params: Params, residual: Float[Array, "R E"], eps: float) -> DeferredLogits:
+        """The operands that the residual stream behind the last layer gives."""
+        x = residual.astype(jnp.float32)
+        operand = (x * params.final_norm.astype(jnp.float32)).astype(residual.dtype)
+        return cls(operand, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps))
+
+    def logits(self, params: Params) -> Float[Array, "*shape V"]:
+        """Makes all of them by one product."""
+        return unembed(params, self.operand) * self.scale[..., None]
+
+
+class Drawn(NamedTuple):
+    """A token a row."""
+
+    token: Int[Array, " R"]
+    logprob: Float[Array, " R"]  # under the distribution; of rows that are greedy at temperature 1
+    # Where the distribution was asked for whole, one of:
+    logits: Float[Array, "R V"] | None = None  # processed
+    deferred: DeferredLogits | None = None
+    following: Embedded | None = None  # where the next step begins if it is fused
+
+
+def sample(
+    distribution: SamplingDistribution,
+    keys: Key[Array, " R"],
+    token_number: Int[Array, " R"],
+    logits: Float[Array, "R V"],
+    *,
+    keep_logits: bool = False,
+) -> Drawn:
+    """Draws a token a row; its log-probability is NaN where a logit is."""
+    logits = processed_logits(distribution, token_number, logits)
+    token = draw(keys, logits)
+    if distribution.greedy is not None:
+        token = jnp.where(distribution.greedy, likeliest(logits), token)
+    return Drawn(token, log_softmax_at(logits, token), logits if keep_logits else None)
+
+
+def sample_in_head(
+    distribution: SamplingDistribution,
+    keys: Key[Array, " R"],
+    token_number: Int[Array, " R"],
+    hidden: Float[Array, "R E"],
+    unembed: Float[Array, "V E"],
+    stop_words: UInt[Array, "R words"],
+) -> Drawn:
+    """Draws as `sample` from these hidden states' logits, which are kept nowhere; `stop_words` are the stops, packed."""
+    forbids = token_number <= distribution.minimum
+    terms = (words_of(keys), distribution.temperature, distribution.noise_scale(), stop_words.T, forbids)
+    return Drawn(*sampled_head(hidden, unembed, *terms))
+
+
+def pack_bits(mask: Bool[Array, "R V"]) -> UInt[Array, "R words"]:
+    """32 flags to a word, the first in the lowest bit; V is a multiple of 32."""
+    bits = mask.reshape(mask.shape[0], -1, 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)

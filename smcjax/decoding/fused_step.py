@@ -1,0 +1,164 @@
+"""The persistent decode-step kernel as a model's step: which models it computes, and its view of their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from smcjax.model.config import LayerSpec, ModelConfig
+from smcjax.model.params import Params
+from smcjax.model.quantize import QuantizedMatrix
+from smcjax.model.view import BatchView
+from smcjax.pallas import Sharing, decode_step, find_tasks
+from smcjax.pallas.dispatch import uses_kernels
+from smcjax.pallas.products import QUERIES
+
+MAX_PAGES_UNPREFETCHED = 128  # of a row's table: up to here the kernel's attention tasks are single pages
+
+# All that the kernel computes. A model's other parts it would leave out without a word.
+MATRICES = ("qkv", "o", "gate_up", "down")
+LAYER_PARAMS = (*MATRICES, "attn_norm", "mlp_norm")
+MODEL_PARAMS = ("embed", "layers", "final_norm", "lm_head")
+CONFIG = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_embeddings", "layers"),
+    *("bos_token_id", "eos_token_ids", "dtype"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedStepPlan:
+    """Operands shared by all fused steps of one cycle."""
+
+    tasks: dict[int, Sharing]  # attention's, by the number of rows that are read together: `Shape.rows`
+    prefetches: bool  # `prefetches` of their table
+    norms: Float[Array, "norms E"]  # all of the model's, in its order
+    scales: Float[Array, "1 S"] | None  # of int8 matrices
+
+
+def accepts(config: ModelConfig, params: Params) -> bool:
+    """True for a model that has nothing but what the kernel computes, by a list of that.
+
+    A field that is not on the list counts as absent where it is None, or has its default in a config.
+    """
+    rope = config.layers[0].rope  # any, but one for all layers
+
+    def has_only(part: Any, known: tuple[str, ...]) -> bool:
+        return all(field.name in known or getattr(part, field.name) is None for field in dataclasses.fields(part))
+
+    return (
+        all(layer == LayerSpec(rope=rope) for layer in config.layers)
+        and all(
+            field.name in CONFIG or getattr(config, field.name) == field.default
+            for field in dataclasses.fields(config)
+        )
+        and has_only(params, MODEL_PARAMS)
+        and all(has_only(layer, LAYER_PARAMS) for layer in params.layers)
+    )
+
+
+def fused_step_shape(
+    config: ModelConfig, params: Params, view: BatchView, columns: int
+) -> decode_step.Shape | None:
+    """The kernel's shape for the rows of `view` with `columns` new tokens each, None where it does not apply.
+
+    It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
+    """
+    matrices = [getattr(layer, name) for layer in params.layers for name in MATRICES] + [params.unembed]
+    quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
+    if not (accepts(config, params) and len(quantized) == 1 and uses_kernels()):
+        return None
+    total, rows = view.block_table.shape[0], view.rows
+    queries = rows * columns * (config.num_heads // config.num_kv_heads)
+    together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows
+    shape = make_shape(
+        config,
+        groups=total // together,
+        rows=together,
+        columns=columns,
+        page_size=view.page_size,
+        prefetches=prefetches(view),
+        int8=quantized.pop(),
+    )
+    return shape if decode_step.supports(shape, params.embed.dtype) else None
+
+
+def plan_fused_steps(
+    config: ModelConfig, params: Params, view: BatchView, shapes: list[decode_step.Shape]
+) -> FusedStepPlan:
+    """The operands that steps of these shapes over `view` share."""
+    tasks = {together: tasks_of(config, view, rows=together) for together in sorted({shape.rows for shape in shapes})}
+    return FusedStepPlan(tasks, prefetches(view), norms_of(params), scales_of(params))
+
+
+def tasks_of(config: ModelConfig, view: BatchView, *, rows: int) -> Sharing:
+    """The kernel's attention tasks where `rows` rows are read together: `find_tasks`' terms."""
+    return find_tasks(
+        view.block_table,
+        view.lengths,
+        view.num_immutable if prefetches(view) else None,
+        rows=rows,
+        queries=config.num_heads // config.num_kv_heads,
+        page_size=view.page_size,
+        chunk=decode_step.CHUNK,
+        tiles=1,
+    )
+
+
+def prefetches(view: BatchView) -> bool:
+    """True where the kernel fetches chunks of KV ahead of attention's turn, which pays where there are many."""
+    return view.block_table.shape[1] > MAX_PAGES_UNPREFETCHED
+
+
+def norms_of(params: Params) -> Float[Array, "norms E"]:
+    """All norms' weights in the order of a forward, 1 for those that are folded."""
+    norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm)]
+    folded = jnp.ones_like(params.final_norm)
+    return jnp.stack([*(folded if norm is None else norm for norm in norms), params.final_norm])
+
+
+def scales_of(params: Params) -> Float[Array, "1 S"] | None:
+    """The scales of quantised matrices, as `decode_step.Weights` wants them."""
+    if not isinstance(params.unembed, QuantizedMatrix):
+        return None
+    of_layers = [getattr(layer, name).scale for layer in params.layers for name in MATRICES]
+    return jnp.concatenate([*of_layers, params.unembed.scale])[None]
+
+
+def weights_of(
+    params: Params, norms: Float[Array, "norms E"], scales: Float[Array, "1 S"] | None
+) -> decode_step.Weights:
+    """The kernel's view of a decoder's parameters; `norms_of` and `scales_of` them."""
+
+    def values(matrix: Any) -> jax.Array:
+        return matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
+
+    layers = params.layers
+    return decode_step.Weights(
+        qkv=tuple(values(layer.qkv) for layer in layers),
+        o=tuple(values(layer.o) for layer in layers),
+        gate_up=tuple(values(layer.gate_up) for layer in layers),
+        down=tuple(values(layer.down) for layer in layers),
+        norms=norms,
+        embed=params.embed,
+        unembed=values(params.unembed),
+        scales=scales,
+    )
+
+
+def make_shape(config: ModelConfig, **terms: Any) -> decode_step.Shape:
+    """The kernel's static shape for this model and the other terms of `decode_step.make_shape`."""
+    return decode_step.make_shape(
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        **terms,
+    )

@@ -1,0 +1,105 @@
+"""The static description of a decoder's programs: the choice of decoder, its models and its shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate
+
+from smcjax.decoders import Decoding, Speculation
+from smcjax.decoding.draft_model import DraftModel
+from smcjax.decoding.groups import Memory, PairParams
+from smcjax.decoding.proposer import Proposer
+from smcjax.kv import PagePool, pages_for
+from smcjax.model.config import ModelConfig
+from smcjax.model.paged import create_cache, reads_by_kernels
+from smcjax.pallas.dispatch import implementations
+
+
+def by_implementation[**P, R](
+    function: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """A function of a program first, traced with the implementations that the program asks for."""
+
+    @functools.wraps(function)
+    def call(program: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with implementations(program.implementation):
+            return function(program, *args, **kwargs)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Program[D: Decoding]:
+    """All that is static about a decoder. Hashable: a static argument of `jax.jit`.
+
+    Attributes:
+        decoding: the decoder, with its options.
+        target: the target model.
+        draft: the proposer; a `ModelConfig` stands for the `DraftModel` of it. None for decoders without drafts.
+        max_model_len: prompt and generated tokens of a row at most.
+        page_size: B, tokens of a KV page.
+        implementation: of operations, as `smcjax.pallas.dispatch.implementations` takes it.
+        truncates: whether a request uses top_k or top_p: sorting a vocabulary at every step is not for the others.
+
+    Raises ValueError for a draft that does not suit the target or the decoder.
+    """
+
+    decoding: D
+    target: ModelConfig
+    draft: Proposer | None
+    max_model_len: int
+    page_size: int = 16
+    implementation: str = "auto"
+    truncates: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.draft, ModelConfig):
+            object.__setattr__(self, "draft", DraftModel(self.draft))
+        if self.draft is not None:
+            self.draft.check(self.target.vocab_size)
+            self.decoding.check_draft(full_support=self.draft.full_support)
+
+    @property
+    def proposer(self) -> Proposer:
+        """The draft of a decoder that has one."""
+        assert self.draft is not None
+        return self.draft
+
+    @property
+    def speculation(self) -> Speculation:
+        """The numbers of a cycle."""
+        return self.decoding.speculation
+
+    @property
+    def rows(self) -> int:
+        """N, rows of a group."""
+        return self.speculation.rows
+
+    @property
+    def max_tokens(self) -> int:
+        """T_max of the token buffer: the longest sequence and one block beyond it."""
+        return self.max_model_len + self.speculation.width
+
+    @property
+    def max_pages(self) -> int:
+        """M, pages of the longest sequence."""
+        return pages_for(self.max_model_len, self.page_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's KV in all models."""
+        return self.target.kv_bytes_per_token + (0 if self.draft is None else self.draft.kv_bytes_per_token)
+
+    @by_implementation
+    def prefills_by_kernels(self, memory: Memory, columns: int) -> bool:
+        """True where a chunk of `columns` prompt tokens of one row costs no more memory than a short one."""
+        target = reads_by_kernels(self.target, memory.target, columns=columns)
+        return target and (self.draft is None or self.draft.prefills_by_kernels(memory.draft, columns))
+
+    def create_memory(self, params: PairParams, num_pages: int) -> Memory:
+        """Empty memory of `num_pages` pages, the trash page included, in each model's dtype."""
+        target = create_cache(self.target, params.target, num_pages=num_pages, page_size=self.page_size)
+        draft = None if self.draft is None else self.draft.create_memory(params.draft, num_pages, self.page_size)
+        return Memory(PagePool.create(num_pages), target, draft)

@@ -1,0 +1,80 @@
+"""Ways to draft: the interface between a decoder's cycle and whatever proposes its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from smcjax.decoders import Speculation
+from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.groups import Groups
+from smcjax.decoding.sequences import Sequences
+from smcjax.kv import Copies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """K proposed tokens a row."""
+
+    tokens: Int[Array, "R K"]
+    logprobs: Float[Array, "R K"]  # log q of each
+    logits: Float[Array, "R K V"] | None = None  # q = softmax of these, where they were asked for
+
+
+class Proposer(Protocol):
+    """A way to draft: frozen, hashable, static. Its arrays are `PairParams.draft` and `Memory.draft`, any pytrees.
+
+    Attributes:
+        full_support: true where q is above 0 wherever the target may be, as importance weights need.
+        kv_bytes_per_token: bytes of `Memory.draft` that one token takes.
+    """
+
+    full_support: ClassVar[bool]
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError for a target of so many token ids that it cannot draft for."""
+        ...
+
+    def create_memory(self, params: Any, num_pages: int, page_size: int) -> Any:
+        """Empty memory for the pages of the target's allocator, which numbers these pages too."""
+        ...
+
+    def prefills_by_kernels(self, memory: Any, columns: int) -> bool:
+        """True where a chunk of `columns` prompt tokens of one row costs no more memory than a short one."""
+        ...
+
+    def prefill(
+        self,
+        params: Any,
+        memory: Any,
+        leaders: Sequences,
+        start: Int[Array, ""] | Int[Array, " G"],
+        chunk: int,
+        cached: Int[Array, " G"] | None,
+    ) -> Any:
+        """The memory after positions `start`…`start + chunk − 1` of the prompts of G first rows have been read.
+
+        The first `cached` positions of each prompt (None: 0) have been read before.
+        """
+        ...
+
+    def propose(
+        self,
+        speculation: Speculation,
+        params: Any,
+        groups: Groups,
+        copies: Copies | None,
+        distribution: SamplingDistribution,
+        *,
+        page_size: int,
+        keep_logits: bool = False,
+    ) -> tuple[Drafts, Any]:
+        """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole."""
+        ...
