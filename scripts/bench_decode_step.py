@@ -24,7 +24,7 @@ import numpy as np
 from profile_cycle import read_kernels
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding.next_token import norms_of, prefetches, scales_of, shape_of, tasks_of, weights_of
+from smcjax.decoding.fused_step import make_shape, norms_of, prefetches, scales_of, tasks_of, weights_of
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
@@ -70,7 +70,7 @@ def make(config: ModelConfig, columns: int, context: int, *, int8: bool = False,
     block_table = jnp.asarray(table)
     ahead = prefetches(block_table)
     sizes = {"groups": 1, "rows": ROWS, "columns": columns, "page_size": PAGE}
-    shape = shape_of(config, **sizes, prefetches=ahead, int8=int8, **tuning)
+    shape = make_shape(config, **sizes, prefetches=ahead, int8=int8, **tuning)
     assert ds.supports(shape, jnp.bfloat16), shape
     lengths = jnp.asarray(positions[:, -1] + 1)
     settled = jnp.asarray(positions[:, 0])

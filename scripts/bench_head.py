@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.bench.roofline import BANDWIDTH
-from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
+from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.numerics import product
 from smcjax.pallas import uses_kernels
@@ -39,13 +39,13 @@ def median_time(program: Any, *arguments: Any) -> float:
     return statistics.median(times)
 
 
-def by_logits(x: Any, weight: Any, keys: Any, law: Law) -> tuple[jax.Array, jax.Array]:
-    drawn = sample(law, keys, jnp.ones(len(keys), jnp.int32), product(x, weight, jnp.float32))
+def by_logits(x: Any, weight: Any, keys: Any, distribution: SamplingDistribution) -> tuple[jax.Array, jax.Array]:
+    drawn = sample(distribution, keys, jnp.ones(len(keys), jnp.int32), product(x, weight, jnp.float32))
     return drawn.token, drawn.logprob
 
 
-def by_kernel(x: Any, weight: Any, keys: Any, law: Law) -> tuple[jax.Array, jax.Array]:
-    drawn = sample_in_head(law, keys, jnp.ones(len(keys), jnp.int32), x, weight, pack_bits(law.stops))
+def by_kernel(x: Any, weight: Any, keys: Any, distribution: SamplingDistribution) -> tuple[jax.Array, jax.Array]:
+    drawn = sample_in_head(distribution, keys, jnp.ones(len(keys), jnp.int32), x, weight, pack_bits(distribution.stops))
     return drawn.token, drawn.logprob
 
 
@@ -60,10 +60,10 @@ def measure(rows: int, weight: jax.Array) -> str:
     for draw in (by_logits, by_kernel):
 
         def several(x: Any, weight: Any, keys: Any, temperature: Any, stops: Any, draw: Any = draw) -> Any:
-            law = Law(temperature, stops, jnp.full(rows, 3), greedy=jnp.zeros(rows, bool))
+            distribution = SamplingDistribution(temperature, stops, jnp.full(rows, 3), greedy=jnp.zeros(rows, bool))
             # In a loop, as XLA would else make one product of several.
             scales = 1 + jnp.arange(CALLS, dtype=x.dtype) / 64
-            return jax.lax.map(lambda scale: draw(x * scale, weight, keys, law), scales)
+            return jax.lax.map(lambda scale: draw(x * scale, weight, keys, distribution), scales)
 
         arguments = (x, weight, keys, temperature, stops)
         program = jax.jit(several).lower(*arguments).compile(CUBLAS_PRODUCTS)

@@ -49,9 +49,9 @@ class Prefill:
 
     def __init__(self, models: Models, params: PairParams, variant: Variant, length: int, requests: int) -> None:
         geometry = (length + 64, 16, variant.implementation)
-        self.program = smc.Program(SMC(8, 8), models.target_config, models.draft_config, *geometry)
+        self.program = smc.SMCDecoder(SMC(8, 8), models.target_config, models.draft_config, *geometry)
         pages = 1 + requests * (self.program.max_pages + 1)
-        self.runner = Runner(smc, self.program, params, pages, Programs())
+        self.runner = Runner(self.program, params, pages, Programs())
         self.chunk = variant.chunk
         self.runner.chunks = ChunkLengths(variant.chunk, variant.chunk)
         self.length, self.requests = length, requests

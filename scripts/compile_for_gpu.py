@@ -80,11 +80,11 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
     """The optimised program of one cycle."""
     topology = topologies.get_topology_desc("1x1", "cuda", target_config=H200, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    pages = 1 + requests * worst_case_pages(context, program.max_model_len, program.smc.n_particles, program.page_size)
+    pages = 1 + requests * worst_case_pages(context, program.max_model_len, program.rows, program.page_size)
 
     def start() -> Any:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        memory = smc.Memory.create(program, zeros, pages)
+        memory = program.create_memory(zeros, pages)
         lengths = jnp.full(requests, context)
         vocabulary = program.target.vocab_size
         asked = Requests.alike(jax.random.key(0), lengths, vocab_size=vocabulary, max_tokens=program.max_model_len)

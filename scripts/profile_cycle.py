@@ -81,17 +81,16 @@ def profiled(bench: Bench) -> Iterable[Kernel]:
     """Every launch of CYCLES cycles of this case, after some to warm up."""
     bench.compile()
     runner = bench.runner
-    runner.take()
-    state = bench.started()
+    bench.start()
     step: Any = runner.programs[runner.program, bench.batch.size, "step"]
     for _ in range(WARMUP):
-        state, _ = step(runner.params, state)
-    jax.block_until_ready(state)
+        runner.step(runner.program)
+    jax.block_until_ready(runner.state)
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             for _ in range(CYCLES):
-                state, _ = step(runner.params, state)
-            jax.block_until_ready(state)
+                runner.step(runner.program)
+            jax.block_until_ready(runner.state)
         yield from read_kernels(Path(directory), phases_of(step.as_text()))
 
 

@@ -61,7 +61,6 @@ class Decoding(abc.ABC):
     exact: ClassVar[bool] = True
     ragged: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
-    gamma: int
 
     @property
     @abc.abstractmethod
@@ -74,6 +73,11 @@ class Decoding(abc.ABC):
         return self.speculation.rows
 
     @property
+    def drafts_per_cycle(self) -> int:
+        """Draft tokens of a request in a cycle."""
+        return self.speculation.rows * self.speculation.gamma
+
+    @property
     def tokens_per_cycle(self) -> int:
         """Tokens by which a cycle advances a row, at most where drafts can be rejected."""
         return self.speculation.width
@@ -82,10 +86,10 @@ class Decoding(abc.ABC):
     def __str__(self) -> str:
         """A few words for a line of figures."""
 
-    def check(self, params: Any) -> None:
+    def check(self, params: Any) -> None:  # noqa: B027
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
 
-    def check_draft(self, *, full_support: bool) -> None:
+    def check_draft(self, *, full_support: bool) -> None:  # noqa: B027
         """Raises ValueError for drafts that this decoder cannot use; `full_support`: of `Proposer`."""
 
 
@@ -95,7 +99,6 @@ class Autoregressive(Decoding):
 
     name = "autoregressive"
     drafts = False
-    gamma: ClassVar[int] = 0
 
     @property
     def speculation(self) -> Speculation:
@@ -183,7 +186,8 @@ class SMC(Decoding):
         if params.temperature == 0:
             raise ValueError(
                 "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
-                "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature above 0."
+                "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature "
+                "above 0."
             )
         sharpness = self.power / params.temperature
         if sharpness > SHARPEST:

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from smcjax import autoregressive
-from smcjax.model import ModelConfig, Params, load_checkpoint
+from smcjax.decoders import Autoregressive
+from smcjax.decoding.groups import PairParams
+from smcjax.model import ModelConfig, load_checkpoint
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_config, tiny_params
 from tests.smc.reference import language_model
@@ -29,11 +31,11 @@ AFTER = language_model(CONFIG, PARAMS, MAX_MODEL_LEN)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "num_pages"))
-def init(program: autoregressive.Program, params: Params, prompts: Any, requests: Any, num_pages: int) -> Any:
+def init(program: autoregressive.Program, params: PairParams, prompts: Any, requests: Any, num_pages: int) -> Any:
     """begin, prefill in one chunk, start."""
-    memory = autoregressive.Memory.create(program, params, num_pages)
+    memory = program.create_memory(params, num_pages)
     state = autoregressive.begin(program, memory, prompts, requests, requests.prompt_length > 0)
-    hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size), params.embed.dtype)
+    hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size), params.target.embed.dtype)
     state, hidden = autoregressive.prefill(program, params, state, jnp.asarray(0, jnp.int32), prompts.shape[1], hidden)
     return autoregressive.start(program, params, state, hidden)
 
@@ -50,7 +52,7 @@ def rows(state: autoregressive.State) -> list[tuple[int, ...]]:
 
 
 def decode(
-    program: autoregressive.Program, params: Params, asks: list[Ask], num_pages: int = 80
+    program: autoregressive.Program, params: PairParams, asks: list[Ask], num_pages: int = 80
 ) -> autoregressive.State:
     """Steps until no request runs; checks the pages after each."""
     state = init(program, params, *batch(asks, program.target.vocab_size, program.max_model_len), num_pages)
@@ -72,9 +74,11 @@ def test_greedy_equals_transformers(name: str) -> None:
     steps = len(golden["greedy"][0])
     asks = [Ask(tuple(prompt), steps, temperature=0.0) for prompt in golden["prompts"]]
     length = max(len(ask.prompt) for ask in asks) + steps
-    program = autoregressive.Program(config, length, page_size=16)
-    state = init(program, params, *batch(asks, config.vocab_size, length), len(asks) * program.max_pages + 1)
-    state, _ = run(program, params, state, steps - 1)
+    program = autoregressive.Program(Autoregressive(), config, None, length, page_size=16)
+    state = init(
+        program, PairParams(params), *batch(asks, config.vocab_size, length), len(asks) * program.max_pages + 1
+    )
+    state, _ = run(program, PairParams(params), state, steps - 1)
     assert not state.running.any()
     assert [list(row) for row in rows(state)] == golden["greedy"]
 
@@ -108,7 +112,9 @@ def test_sampling_law(changes: dict[str, Any], top_k: int, top_p: float) -> None
     """χ² of 16,384 samples against every output's exact probability; the control is a law 20% warmer."""
     ask = Ask((1, 2), max_tokens=3, stops=(3,), **changes)
     samples = 16_384
-    program = autoregressive.Program(CONFIG, MAX_MODEL_LEN, page_size=2, truncates=top_k < V or top_p < 1)
+    program = autoregressive.Program(
+        Autoregressive(), CONFIG, None, MAX_MODEL_LEN, page_size=2, truncates=top_k < V or top_p < 1
+    )
     prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
     prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))
     requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))
@@ -139,8 +145,8 @@ def test_logprobs_limits_and_company() -> None:
         Ask((0, 1) * 4, 1, seed=3),
         Ask((1, 2, 3), 9, seed=1),
     ]
-    program = autoregressive.Program(CONFIG, MAX_MODEL_LEN, page_size=4)
-    state = decode(program, PARAMS, asks)
+    program = autoregressive.Program(Autoregressive(), CONFIG, None, MAX_MODEL_LEN, page_size=4)
+    state = decode(program, PairParams(PARAMS), asks)
     got = rows(state)
     assert got[0] == got[3]
     assert len(got[2]) == 1
@@ -150,9 +156,9 @@ def test_logprobs_limits_and_company() -> None:
         np.testing.assert_allclose(np.exp(state.sequences.logprobs[row, at].sum()), law[tokens[:3]], rtol=1e-4)
         assert len(tokens) == ask.limit(MAX_MODEL_LEN) - len(ask.prompt) or tokens[-1] in ask.stops
         assert not set(tokens[: ask.min_tokens]) & set(ask.stops)
-    assert rows(decode(program, PARAMS, [asks[1]])) == [got[1]]
-    assert rows(decode(dataclasses.replace(program, page_size=1), PARAMS, asks)) == got
-    assert rows(decode(program, PARAMS, [dataclasses.replace(asks[0], seed=9)])) != [got[0]], "control"
+    assert rows(decode(program, PairParams(PARAMS), [asks[1]])) == [got[1]]
+    assert rows(decode(dataclasses.replace(program, page_size=1), PairParams(PARAMS), asks)) == got
+    assert rows(decode(program, PairParams(PARAMS), [dataclasses.replace(asks[0], seed=9)])) != [got[0]], "control"
 
 
 def test_nan_ends_its_request_alone() -> None:
@@ -161,10 +167,10 @@ def test_nan_ends_its_request_alone() -> None:
     params = dataclasses.replace(params, embed=params.embed.at[3].set(jnp.nan))
     forbid: dict[str, Any] = {"stops": (3,), "min_tokens": 99}
     asks = [Ask((1, 2), 7, seed=1, **forbid), Ask((1, 3, 1), 7, seed=2, **forbid), Ask((2,), 9, seed=3, **forbid)]
-    program = autoregressive.Program(config, MAX_MODEL_LEN, page_size=4)
-    state = decode(program, params, asks)
+    program = autoregressive.Program(Autoregressive(), config, None, MAX_MODEL_LEN, page_size=4)
+    state = decode(program, PairParams(params), asks)
     assert state.failed.tolist() == [False, True, False]
     assert rows(state)[1] == ()
-    healthy = decode(program, params, [asks[0], dataclasses.replace(asks[1], prompt=(1, 1, 1)), asks[2]])
+    healthy = decode(program, PairParams(params), [asks[0], dataclasses.replace(asks[1], prompt=(1, 1, 1)), asks[2]])
     assert not healthy.failed.any()
     assert [rows(state)[i] for i in (0, 2)] == [rows(healthy)[i] for i in (0, 2)]

@@ -22,7 +22,7 @@ from smcjax.bench.roofline import BANDWIDTH, Phase, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
-from smcjax.decoding.draft_model import require_one_vocabulary
+from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.batch import Batch
 from smcjax.engine.loading import make_decoder, prepared
@@ -251,8 +251,8 @@ class Bench:
     def wanted(self) -> Wanted:
         """The programs that the windows call, to be compiled."""
         jobs = self.runner.jobs(self.batch.size, self.runner.program)
-        unused = [key for key in jobs if key[-1] == "prefill" and key[-3:-1] != self._chunk]
-        return Wanted(self.runner.programs, f"for {described(self.case)}", {k: jobs[k] for k in jobs if k not in unused})
+        called = {key: job for key, job in jobs.items() if key[-1] != "prefill" or key[-3:-1] == self._chunk}
+        return Wanted(self.runner.programs, f"for {described(self.case)}", called)
 
     @property
     def _chunk(self) -> tuple[int, int]:
@@ -328,7 +328,7 @@ class Bench:
             decoding=case.decoding.name,
             groups=case.groups,
             n_particles=case.rows,
-            gamma=case.decoding.gamma,
+            gamma=case.decoding.speculation.gamma,
             context=case.context,
             private=case.private,
             max_model_len=case.max_model_len,
@@ -369,7 +369,7 @@ def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -
 def require_pair(models: Models, case: Case) -> None:
     """Raises ValueError where target and draft cannot be a pair."""
     if case.decoding.drafts:
-        require_one_vocabulary(models.target_config, models.draft_config)
+        DraftModel(models.draft_config).check(models.target_config.vocab_size)
 
 
 def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from smcjax.bench.accuracy import Evaluation, evaluate
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.tasks.intervals import paired_difference_interval
 from smcjax.tasks.word_problems import generate
 

@@ -85,4 +85,3 @@ def cycle_phases(
         _phase("draft", draft, single_forwards, rows, kv_tokens, draft_quantization),
         _phase("verify", target, 1, rows * speculation.width, kv_tokens, quantization),
     ]
-

@@ -86,7 +86,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="target: a Hugging Face directory, a GGUF file, a hub id or smollm2 (default: the bundled pair)",
     )
-    group.add_argument("--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer; or ngram (rejection)")
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer; or ngram (rejection)"
+    )
     group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
     group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
     group.add_argument(
@@ -146,9 +148,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     )
 
 
-def sampling_from(
-    args: argparse.Namespace, decoding: Decoding, *, seed: int | None = None
-) -> SamplingParams:
+def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | None = None) -> SamplingParams:
     """What the sampling options ask for; raises ValueError for what is out of range or not for this decoder."""
     params = SamplingParams(
         max_tokens=args.max_tokens,

@@ -1,7 +1,7 @@
 """From prompts to groups: pages for the prompt, named by all rows of the group, and its KV in every model.
 
-Fan-out is integers: a prompt's pages are allocated once per group. Where the first pages of a prompt hold its KV already
-(`smcjax.engine.prefix_cache`), its rows name them.
+Fan-out is integers: a prompt's pages are allocated once per group. Where the first pages of a prompt hold its KV
+already (`smcjax.engine.prefix_cache`), its rows name them.
 """
 
 from __future__ import annotations
@@ -99,6 +99,6 @@ def prefill[S: Groups](
         program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached
     )
     draft = memory.draft
-    if program.draft is not None:
-        draft = program.draft.prefill(params.draft, draft, leaders, start_at, chunk, cached)
+    if program.proposer is not None:
+        draft = program.proposer.prefill(params.draft, draft, leaders, start_at, chunk, cached)
     return dataclasses.replace(groups, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden

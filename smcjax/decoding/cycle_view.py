@@ -33,9 +33,7 @@ def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Cop
         group=sequences.length.shape[0] // groups.running.shape[0],
     )
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
-    groups = dataclasses.replace(
-        groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool)
-    )
+    groups = dataclasses.replace(groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool))
     # Pages of one token are never part-filled.
     return groups, Copies(room.copy_from, room.copy_to) if page_size > 1 else None
 

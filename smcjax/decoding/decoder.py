@@ -47,9 +47,7 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
     weighted: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def begin(
-        self, memory: Memory, prompts: Any, requests: Requests, present: Any, prefix: Any = None
-    ) -> S:
+    def begin(self, memory: Memory, prompts: Any, requests: Requests, present: Any, prefix: Any = None) -> S:
         """Groups for prompts [G, L] int32: `smcjax.decoding.admission.begin`."""
 
     def prefill(
@@ -76,5 +74,5 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
 
     def report(self, infos: Sequence[I], prompt_length: int, kept: int) -> Report:
-        """Accounts for a request of which `kept` tokens are the answer, from its group's entry of every cycle's `Info`."""
+        """Accounts for a request from its group's entry of every cycle's `Info`; `kept` tokens are the answer."""
         return Report()

@@ -117,7 +117,7 @@ def sample_in_head(
     unembed: Float[Array, "V E"],
     stop_words: UInt[Array, "R words"],
 ) -> Drawn:
-    """Draws as `sample` from these hidden states' logits, which are kept nowhere; `stop_words` are the stops, packed."""
+    """Draws as `sample` from these hidden states' logits, kept nowhere; `stop_words` are the stops, packed."""
     forbids = token_number <= distribution.minimum
     terms = (words_of(keys), distribution.temperature, distribution.noise_scale(), stop_words.T, forbids)
     return Drawn(*sampled_head(hidden, unembed, *terms))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.cycle_view import pages_at, view_of
@@ -29,15 +29,6 @@ from smcjax.pallas.decode_step import Embedded
 _Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array]
 
 
-def require_one_vocabulary(target: int, draft: int) -> None:
-    """Raises ValueError for vocabularies of different sizes."""
-    if target != draft:
-        raise ValueError(
-            f"target and draft must have one vocabulary, got {target} and "
-            f"{draft} ids; trim the padded one with smcjax.model.vocabulary.trim_vocabulary."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
     """A draft model as a `Proposer`. Its memory is a KV cache over the target's pages."""
@@ -52,7 +43,11 @@ class DraftModel:
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError unless the target has the draft's vocabulary."""
-        require_one_vocabulary(vocab_size, self.config.vocab_size)
+        if vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"target and draft must have one vocabulary, got {vocab_size} and {self.config.vocab_size} ids; "
+                "trim the padded one with smcjax.model.vocabulary.trim_vocabulary."
+            )
 
     def create_memory(self, params: Params, num_pages: int, page_size: int) -> KVCache:
         """An empty cache in the weights' dtype."""
@@ -110,13 +105,9 @@ class DraftModel:
             # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
             at_start = sequences.length == groups.per_row(groups.requests.prompt_length) + 1
             pages = pages.at[:, 0].set(jnp.where(at_start, TRASH, pages[:, 0]))
-        plan = plan_steps(
-            config, params, view, distribution, columns=tokens.shape[1], keep_logits=keep_logits
-        )
+        plan = plan_steps(config, params, view, distribution, columns=tokens.shape[1], keep_logits=keep_logits)
 
-        def prepared(
-            columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]
-        ) -> Steps:
+        def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
             """Steps that draw the tokens of these columns."""
             drawn = jax.vmap(lambda column: column_keys(keys, column))(columns)
             steps = Steps(positions, pages, drawn, token_number=generated + 1 + columns[:, None])
@@ -133,7 +124,9 @@ class DraftModel:
         ahead = frontier_at[:, None] + columns  # [R, K]
         rest = prepared(columns, ahead.T[:, :, None], pages_at(groups, ahead, page_size).T[:, :, None])
 
-        def forward(cache: KVCache, token: jax.Array, step: int | jax.Array, begin: Embedded | None) -> tuple[Drawn, KVCache]:
+        def forward(
+            cache: KVCache, token: jax.Array, step: int | jax.Array, begin: Embedded | None
+        ) -> tuple[Drawn, KVCache]:
             one = dataclasses.replace(view, tokens=token[:, None], copies=None)
             return next_token(config, params, cache, one, rest, step, distribution, plan, begin)
 

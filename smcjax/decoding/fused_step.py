@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Params
@@ -53,17 +53,14 @@ def accepts(config: ModelConfig, params: Params) -> bool:
     return (
         all(layer == LayerSpec(rope=rope) for layer in config.layers)
         and all(
-            field.name in CONFIG or getattr(config, field.name) == field.default
-            for field in dataclasses.fields(config)
+            field.name in CONFIG or getattr(config, field.name) == field.default for field in dataclasses.fields(config)
         )
         and has_only(params, MODEL_PARAMS)
         and all(has_only(layer, LAYER_PARAMS) for layer in params.layers)
     )
 
 
-def fused_step_shape(
-    config: ModelConfig, params: Params, view: BatchView, columns: int
-) -> decode_step.Shape | None:
+def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, columns: int) -> decode_step.Shape | None:
     """The kernel's shape for the rows of `view` with `columns` new tokens each, None where it does not apply.
 
     It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
@@ -81,7 +78,7 @@ def fused_step_shape(
         rows=together,
         columns=columns,
         page_size=view.page_size,
-        prefetches=prefetches(view),
+        prefetches=prefetches(view.block_table),
         int8=quantized.pop(),
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
@@ -91,27 +88,39 @@ def plan_fused_steps(
     config: ModelConfig, params: Params, view: BatchView, shapes: list[decode_step.Shape]
 ) -> FusedStepPlan:
     """The operands that steps of these shapes over `view` share."""
-    tasks = {together: tasks_of(config, view, rows=together) for together in sorted({shape.rows for shape in shapes})}
-    return FusedStepPlan(tasks, prefetches(view), norms_of(params), scales_of(params))
+    terms = (view.block_table, view.lengths, view.num_immutable)
+    tasks = {
+        together: tasks_of(config, *terms, rows=together, page_size=view.page_size)
+        for together in sorted({shape.rows for shape in shapes})
+    }
+    return FusedStepPlan(tasks, prefetches(view.block_table), norms_of(params), scales_of(params))
 
 
-def tasks_of(config: ModelConfig, view: BatchView, *, rows: int) -> Sharing:
+def tasks_of(
+    config: ModelConfig,
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    num_immutable: Int[Array, " R"],
+    *,
+    rows: int,
+    page_size: int,
+) -> Sharing:
     """The kernel's attention tasks where `rows` rows are read together: `find_tasks`' terms."""
     return find_tasks(
-        view.block_table,
-        view.lengths,
-        view.num_immutable if prefetches(view) else None,
+        block_table,
+        lengths,
+        num_immutable if prefetches(block_table) else None,
         rows=rows,
         queries=config.num_heads // config.num_kv_heads,
-        page_size=view.page_size,
+        page_size=page_size,
         chunk=decode_step.CHUNK,
         tiles=1,
     )
 
 
-def prefetches(view: BatchView) -> bool:
+def prefetches(block_table: Int[Array, "R M"]) -> bool:
     """True where the kernel fetches chunks of KV ahead of attention's turn, which pays where there are many."""
-    return view.block_table.shape[1] > MAX_PAGES_UNPREFETCHED
+    return block_table.shape[1] > MAX_PAGES_UNPREFETCHED
 
 
 def norms_of(params: Params) -> Float[Array, "norms E"]:

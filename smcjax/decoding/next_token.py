@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from jaxtyping import Array, Int, Key, UInt
 
 from smcjax.decoding.distribution import (
@@ -134,7 +133,7 @@ def next_token(
         if plan.keep_logits:
             deferred = DeferredLogits.from_residual(params, done.residual, config.rms_norm_eps)
         drawn = Drawn(done.token, done.logprob, deferred=deferred, following=done.following)
-        return drawn, KVCache(keys=done.keys, values=done.values)
+        return drawn, cache.replace(keys=done.keys, values=done.values)
     view = dataclasses.replace(view, positions=steps.positions[step], write_pages=steps.write_pages[step])
     hidden, cache = paged_hidden_states(config, params, cache, view, plan.attention)
     keys, number = steps.keys[step], steps.token_number[step]

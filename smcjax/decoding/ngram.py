@@ -46,9 +46,7 @@ class NGram:
         """True: prompts are not read."""
         return True
 
-    def prefill(
-        self, params: Any, memory: Any, leaders: Sequences, start: Any, chunk: int, cached: Any
-    ) -> None:
+    def prefill(self, params: Any, memory: Any, leaders: Sequences, start: Any, chunk: int, cached: Any) -> None:
         """Reads nothing."""
 
     @jax.named_scope("propose")

@@ -48,24 +48,21 @@ class Program[D: Decoding]:
 
     decoding: D
     target: ModelConfig
-    draft: Proposer | None
+    draft: Proposer | ModelConfig | None
     max_model_len: int
     page_size: int = 16
     implementation: str = "auto"
     truncates: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.draft, ModelConfig):
-            object.__setattr__(self, "draft", DraftModel(self.draft))
-        if self.draft is not None:
-            self.draft.check(self.target.vocab_size)
-            self.decoding.check_draft(full_support=self.draft.full_support)
+        if self.proposer is not None:
+            self.proposer.check(self.target.vocab_size)
+            self.decoding.check_draft(full_support=self.proposer.full_support)
 
     @property
-    def proposer(self) -> Proposer:
-        """The draft of a decoder that has one."""
-        assert self.draft is not None
-        return self.draft
+    def proposer(self) -> Proposer | None:
+        """The way that tokens are drafted; None for decoders without drafts."""
+        return DraftModel(self.draft) if isinstance(self.draft, ModelConfig) else self.draft
 
     @property
     def speculation(self) -> Speculation:
@@ -90,16 +87,16 @@ class Program[D: Decoding]:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all models."""
-        return self.target.kv_bytes_per_token + (0 if self.draft is None else self.draft.kv_bytes_per_token)
+        return self.target.kv_bytes_per_token + (0 if self.proposer is None else self.proposer.kv_bytes_per_token)
 
     @by_implementation
     def prefills_by_kernels(self, memory: Memory, columns: int) -> bool:
         """True where a chunk of `columns` prompt tokens of one row costs no more memory than a short one."""
         target = reads_by_kernels(self.target, memory.target, columns=columns)
-        return target and (self.draft is None or self.draft.prefills_by_kernels(memory.draft, columns))
+        return target and (self.proposer is None or self.proposer.prefills_by_kernels(memory.draft, columns))
 
     def create_memory(self, params: PairParams, num_pages: int) -> Memory:
         """Empty memory of `num_pages` pages, the trash page included, in each model's dtype."""
         target = create_cache(self.target, params.target, num_pages=num_pages, page_size=self.page_size)
-        draft = None if self.draft is None else self.draft.create_memory(params.draft, num_pages, self.page_size)
+        draft = None if self.proposer is None else self.proposer.create_memory(params.draft, num_pages, self.page_size)
         return Memory(PagePool.create(num_pages), target, draft)

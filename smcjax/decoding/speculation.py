@@ -27,6 +27,7 @@ def propose[S: Groups](
     keep_logits: bool = False,
 ) -> tuple[S, Drafts, Copies | None]:
     """Reserves the block's pages and drafts K tokens a row; the copies are for the target's forward to make too."""
+    assert program.proposer is not None
     groups, copies = reserve(groups, width=program.speculation.width, page_size=program.page_size)
     drafts, draft = program.proposer.propose(
         program.speculation,

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from smcjax.device import on_cpu
@@ -32,7 +31,7 @@ from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
-from smcjax.engine.streaming import CertainText
+from smcjax.engine.streaming import StablePrefixStream
 from smcjax.engine.whole import whole
 from smcjax.tokenizer import Tokenizer
 
@@ -42,7 +41,7 @@ class _Running:
     """What the host keeps of an admitted group."""
 
     group: Group
-    certain: CertainText | None  # of requests that stream
+    certain: StablePrefixStream | None  # of requests that stream
     stops: StopStrings | None  # of requests that have any
     times: Times
     preemptions: int = 0
@@ -315,7 +314,7 @@ class Engine:
         if name in self._preempted:
             return dataclasses.replace(self._preempted.pop(name), group=group, infos=[], last_cycle=None)
         request, tokenizer = group.request, self._tokenizer
-        certain = CertainText(request, tokenizer) if name in self._streams else None
+        certain = StablePrefixStream(request, tokenizer) if name in self._streams else None
         stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
         return _Running(group, certain, stops, Times(self._arrivals[name], began=self._clock.at()))
 
@@ -410,7 +409,7 @@ class Engine:
         rows = self._decoder.rows_after(value)
         return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
 
-    def _stream(self, certain: CertainText, request: Request, kind: str, value: Any) -> None:
+    def _stream(self, certain: StablePrefixStream, request: Request, kind: str, value: Any) -> None:
         if kind == "first":
             text, token_ids = certain.begin(value.tokens)
         else:
@@ -441,8 +440,12 @@ class Engine:
                 text, token_ids = running.certain.text, running.certain.token_ids
                 answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
                 report = self._decoder.report(running.infos, len(request.token_ids), len(token_ids))
-                accepted = {"accepted": report.accepted, "accepted_at": report.accepted_at}
-                metrics = dataclasses.replace(output.metrics, generated_tokens=len(token_ids), **accepted)
+                metrics = dataclasses.replace(
+                    output.metrics,
+                    generated_tokens=len(token_ids),
+                    accepted=report.accepted,
+                    accepted_at=report.accepted_at,
+                )
                 output = dataclasses.replace(output, outputs=[answer], metrics=metrics)
             self._end_stream(output, *running.certain.rest(answer.text, answer.token_ids))
         return output

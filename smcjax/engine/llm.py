@@ -446,4 +446,3 @@ class _Chunks(Claim, Iterator[StreamChunk]):
 def _bytes_of(params: Any) -> int:
     """Of every array once."""
     return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())
-

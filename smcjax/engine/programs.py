@@ -240,7 +240,7 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
         return job
 
     def forms() -> dict[Product, Form]:
-        return chosen_forms(getattr(params, "target", params), asked, CUBLAS_PRODUCTS)
+        return chosen_forms(params.target, asked, CUBLAS_PRODUCTS)
 
     return job._replace(options=CUBLAS_PRODUCTS, forms=forms)
 

@@ -99,7 +99,7 @@ def assemble(
             cycles=len(infos),
             resamples=report.resamples,
             generated_tokens=kept,
-            drafted=len(infos) * decoder.rows * decoder.decoding.gamma,
+            drafted=len(infos) * decoder.decoding.drafts_per_cycle,
             seconds=times.seconds,
             mean_ess=report.mean_ess,
             queue_seconds=times.began - times.arrived,

@@ -1,6 +1,7 @@
 """The batch in flight on the device: every call enqueues one program, none waits for the device.
 
-A `smcjax.decoding.decoder.Decoder` says how a token is chosen; this file does not know. The state of a batch of `size` lanes is donated to every program and taken from its result:
+A `smcjax.decoding.decoder.Decoder` says how a token is chosen; this file does not know. The state of a batch of `size`
+lanes is donated to every program and taken from its result:
 
     evict     the pages that some cache slots keep
     join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
@@ -44,7 +45,7 @@ LONG_CHUNK = 512
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class First:
+class PrefillReport:
     """What a chunk of prefill reports of its P lanes; stale where no prompt ended in it."""
 
     tokens: Int[Array, "P N"]  # the first token of each row
@@ -67,9 +68,7 @@ class Runner:
     Methods take a `program` where there may be two: the decoder, or the same with `truncates` set.
     """
 
-    def __init__(
-        self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs
-    ) -> None:
+    def __init__(self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs) -> None:
         self.program = decoder
         self.params = params
         self.programs = programs
@@ -165,7 +164,7 @@ class Runner:
         arrays, prefix = jax.device_put((dataclasses.asdict(batch), slots))
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
-    def prefill(self, program: Any, chunks: Sequence[Chunk]) -> First:
+    def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
         """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`.
 
         They have one length. There are programs for one of them and for all lanes.
@@ -282,7 +281,7 @@ class Runner:
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
-    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, First]]:
+    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport]]:
         def prefill(
             params: Any,
             state: Any,
@@ -291,7 +290,7 @@ class Runner:
             start_at: jax.Array,
             cached: jax.Array,
             slots: jax.Array,
-        ) -> tuple[Any, First]:
+        ) -> tuple[Any, PrefillReport]:
             groups = take(state, lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
@@ -302,7 +301,7 @@ class Runner:
             groups = program.start(params, dataclasses.replace(groups, running=ends), hidden)
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
-            return (put(state, lanes, groups), cache), First(tokens=first, done=ends & ~groups.running)
+            return (put(state, lanes, groups), cache), PrefillReport(tokens=first, done=ends & ~groups.running)
 
         return prefill
 

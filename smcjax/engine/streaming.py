@@ -74,7 +74,7 @@ class _Rows:
         return tokens
 
 
-class CertainText:
+class StablePrefixStream:
     """Follows one request's rows on the host and says what has become certain of its answer."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:

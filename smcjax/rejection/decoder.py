@@ -55,7 +55,9 @@ def start(program: RejectionProgram, params: PairParams, state: State, last_hidd
     """Draws the first token from the target, one for all rows of a request."""
     requests, groups = state.requests, state.running.shape[0]
     keys = row_keys(requests.key, state.cycle, 1, Purpose.FIRST)
-    first = sample(_distribution(program, state, 1), keys, jnp.ones(groups, jnp.int32), unembed(params.target, last_hidden))
+    first = sample(
+        _distribution(program, state, 1), keys, jnp.ones(groups, jnp.int32), unembed(params.target, last_hidden)
+    )
     nothing = jnp.zeros(groups, jnp.int32)
     return _commit(program, state, first.token[:, None], first.logprob[:, None], nothing, jnp.isnan(first.logprob))
 

@@ -8,8 +8,6 @@ length run through programs of fixed shapes.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 

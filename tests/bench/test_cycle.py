@@ -11,12 +11,12 @@ import pytest
 from smcjax.bench import cycle
 from smcjax.bench.cycle import Bench, Case, CycleResult, Models, bench_cycle, budget_of
 from smcjax.bench.synthetic import own_pages
+from smcjax.decoders import SMC, Autoregressive
 from smcjax.engine import memory
 from smcjax.kv import TRASH
-from smcjax.smc import SMC
 
 
-def small(decoding: SMC | None, **changes: Any) -> CycleResult:
+def small(decoding: SMC | Autoregressive, **changes: Any) -> CycleResult:
     models = {
         name: changes.pop(name, default)
         for name, default in {
@@ -29,16 +29,16 @@ def small(decoding: SMC | None, **changes: Any) -> CycleResult:
     return bench_cycle(Models(**models), small_case(decoding, **changes), bandwidth=1e10)
 
 
-def small_case(decoding: SMC | None, **changes: Any) -> Case:
+def small_case(decoding: SMC | Autoregressive, **changes: Any) -> Case:
     fields = {"context": 8, "max_model_len": 48, "page_size": 4, "windows": 2, "cycles_per_window": 3}
     return Case(decoding, **{**fields, **changes})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", [SMC(2, 2), None])
-def test_figures_belong_together(decoding: SMC | None) -> None:
+@pytest.mark.parametrize("decoding", [SMC(2, 2), Autoregressive()])
+def test_figures_belong_together(decoding: SMC | Autoregressive) -> None:
     result = small(decoding, groups=2)
-    advance = 3 if decoding else 1
+    advance = decoding.tokens_per_cycle
     assert len(result.ms_windows) == 2
     assert min(result.ms_windows) <= result.ms <= max(result.ms_windows)
     assert result.tokens_per_second == pytest.approx(2 * advance / result.ms * 1e3)
@@ -58,8 +58,8 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     case = small_case(decoding, groups=2, context=10, private=5, synthetic_kv=True)
     bench = Bench(quantised, case, quantised.target_params("auto"), quantised.draft_params("auto"))
     bench.compile()
-    bench.runner.take()
-    state = bench.started()
+    bench.start()
+    state = bench.runner.state
     table, length = np.asarray(state.sequences.block_table), np.asarray(state.sequences.length)
     assert (length == 11).all()
     # Page 0 of each group's ten tokens is shared; pages 1 and 2 are each row's own.
@@ -74,7 +74,7 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     assert np.isfinite(keys).all()
     assert keys.std() == pytest.approx(1.0, abs=0.05)
 
-    bench.runner.drop()
+    bench.runner.discard()
     result = bench.measure(cycle.Rates(1e10, 1e12))
     assert result.private == 5
     assert result.kv_bytes == sum(
@@ -94,9 +94,9 @@ def test_own_pages_of_nothing_changes_nothing() -> None:
     case = small_case(SMC(3, 2), synthetic_kv=True)
     models = Models("tiny-target", "tiny-draft")
     bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
-    bench.runner.take()
-    begin = jax.jit(bench.runner._functions(bench.runner.program)[0])
-    state, _ = begin(bench.runner.memory, cycle.dataclasses.asdict(bench.batch))
+    bench.compile()
+    bench.start()
+    state = bench.runner.state
     table = np.asarray(state.sequences.block_table)
     after = own_pages(state, 12)
     np.testing.assert_array_equal(after.sequences.block_table, table)
@@ -107,7 +107,7 @@ def test_pages_are_those_that_the_cases_can_need() -> None:
     # 3 pages of the prompt shared and 9 of each row's own, for 2 requests of 4 rows; the trash page.
     assert small_case(SMC(4, 2), groups=2, context=12).num_pages == 1 + 2 * (3 + 4 * 9)
     assert small_case(SMC(4, 2), groups=2, context=12, private=4, synthetic_kv=True).num_pages == 1 + 2 * (2 + 4 * 10)
-    assert small_case(None, groups=2, context=12).num_pages == 1 + 2 * 12
+    assert small_case(Autoregressive(), groups=2, context=12).num_pages == 1 + 2 * 12
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -141,7 +141,7 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    models, case = Models("tiny-target", "tiny-draft"), small_case(None, context=12)
+    models, case = Models("tiny-target", "tiny-draft"), small_case(Autoregressive(), context=12)
     budget = budget_of(models, case)
     assert budget.kv == 13 * 4 * models.target_config.kv_bytes_per_token
     assert budget.left == budget.device - sum(budget.weights.values()) - budget.kv

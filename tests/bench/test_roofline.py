@@ -7,11 +7,11 @@ import math
 import jax
 import pytest
 
-from smcjax.bench.roofline import BANDWIDTH, autoregressive_phases, cycle_phases, streamed_weights
+from smcjax.bench.roofline import BANDWIDTH, cycle_phases, streamed_weights
 from smcjax.bench.shapes import SHAPES
+from smcjax.decoders import SMC, Autoregressive
 from smcjax.model import ModelConfig
 from smcjax.model.params import param_shapes
-from smcjax.smc import SMC
 
 DRAFT, TARGET = SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
 GB = 1e9
@@ -92,7 +92,7 @@ def test_many_groups_are_bound_by_arithmetic() -> None:
 
 
 def test_the_target_alone() -> None:
-    (phase,) = autoregressive_phases(TARGET, groups=3, context=100)
+    (phase,) = cycle_phases(TARGET, DRAFT, Autoregressive().speculation, groups=3, context=100)
     assert phase.times == 1
     assert phase.weight_bytes == 2 * streamed_weights(TARGET)
     assert phase.kv_bytes == 300 * TARGET.kv_bytes_per_token

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from smcjax import SMC, autoregressive, smc
-from smcjax.decoding import next_token
-from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
+from smcjax.decoders import Autoregressive
+from smcjax.decoding import distribution, fused_step
+from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
+from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
@@ -32,7 +34,7 @@ def lowered(decoder: Any, program: Any, params: Any, groups: int) -> str:
 
     def start() -> Any:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        memory = decoder.Memory.create(program, zeros, 500)
+        memory = program.create_memory(zeros, 500)
         requests = Requests.alike(jax.random.key(0), jnp.full(groups, 40), vocab_size=128, max_tokens=100)
         return decoder.begin(program, memory, jnp.zeros((groups, 64), jnp.int32), requests, jnp.ones(groups, bool))
 
@@ -42,7 +44,7 @@ def lowered(decoder: Any, program: Any, params: Any, groups: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("n_particles", "groups", "max_model_len", "in_one_kernel"),
+    ("n_particles", "groups", "max_model_len", "fused"),
     [
         (8, 1, 1024, True),
         (8, 2, 1024, True),
@@ -55,30 +57,30 @@ def lowered(decoder: Any, program: Any, params: Any, groups: int) -> str:
     ],
 )
 def test_a_cycle_lowers_whichever_way_its_steps_take(
-    n_particles: int, groups: int, max_model_len: int, in_one_kernel: bool
+    n_particles: int, groups: int, max_model_len: int, fused: bool
 ) -> None:
     program = smc.Program(SMC(n_particles, 4), MODEL, MODEL, max_model_len, implementation="mosaic")
-    assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == in_one_kernel
+    assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == fused
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SandwichLayer(LayerParams):
-    """A layer with one norm more than the one kernel knows of."""
+    """A layer with one norm more than the fused step knows of."""
 
     post_attn_norm: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowConfig(ModelConfig):
-    """A model with something that the one kernel does not know of."""
+    """A model with something that the fused step does not know of."""
 
     window: int | None = None
 
 
-def test_the_one_kernel_takes_only_what_it_computes() -> None:
+def test_the_fused_step_takes_only_what_it_computes() -> None:
     """What it would leave out goes layer by layer: any field that it does not know, unless the model is without."""
-    program = autoregressive.Program(MODEL, 1024, implementation="mosaic")
+    program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")
 
     def layers(norm: Any) -> Any:
         fields = [
@@ -87,17 +89,17 @@ def test_the_one_kernel_takes_only_what_it_computes() -> None:
         return dataclasses.replace(PARAMS, layers=(PARAMS.layers[0], SandwichLayer(**fields[1], post_attn_norm=norm)))
 
     norm = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
-    assert KERNEL in lowered(autoregressive, program, layers(None), 1)  # control
-    assert KERNEL not in lowered(autoregressive, program, layers(norm), 1)
+    assert KERNEL in lowered(autoregressive, program, PairParams(layers(None)), 1)  # control
+    assert KERNEL not in lowered(autoregressive, program, PairParams(layers(norm)), 1)
     plain = MODEL.layer(0)
     for changes in ({"attention": SlidingWindow(512)}, {"attention": Full(0.5)}, {"activation": "gelu_tanh"}):
         config = dataclasses.replace(MODEL, layers=(plain, dataclasses.replace(plain, **changes)))
-        assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, target=config), PARAMS, 1)
-    for window, in_one_kernel in ((None, True), (512, False)):
+        assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, target=config), PairParams(PARAMS), 1)
+    for window, fused in ((None, True), (512, False)):
         fields = {field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
         config = WindowConfig(**fields, window=window)
         model = dataclasses.replace(program, target=config)
-        assert (KERNEL in lowered(autoregressive, model, PARAMS, 1)) == in_one_kernel
+        assert (KERNEL in lowered(autoregressive, model, PairParams(PARAMS), 1)) == fused
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LayerParams)])
@@ -106,23 +108,23 @@ def test_every_optional_part_of_a_layer_is_known_or_refused(name: str) -> None:
     layer = dataclasses.replace(PARAMS.layers[1], **{name: there})
     params = dataclasses.replace(PARAMS, layers=(PARAMS.layers[0], layer))
     known = name in ("qkv", "o", "gate_up", "down", "attn_norm", "mlp_norm")
-    assert next_token.is_plain(MODEL, params) == known
+    assert fused_step.accepts(MODEL, params) == known
 
 
 @pytest.mark.parametrize("max_model_len", [1024, 4096])
 def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> None:
-    program = autoregressive.Program(MODEL, max_model_len, implementation="mosaic")
-    assert KERNEL in lowered(autoregressive, program, PARAMS, 1)
-    assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, truncates=True), PARAMS, 1)
+    program = autoregressive.Program(Autoregressive(), MODEL, None, max_model_len, implementation="mosaic")
+    assert KERNEL in lowered(autoregressive, program, PairParams(PARAMS), 1)
+    assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, truncates=True), PairParams(PARAMS), 1)
 
 
 def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reference in its place: stops within the minimum, greedy rows, temperatures, keys as `sample` has them."""
-    monkeypatch.setattr(next_token, "sampled_head", sampled_head_reference)
+    monkeypatch.setattr(distribution, "sampled_head", sampled_head_reference)
     rows, vocab, hidden = 64, 64, 32
     keys = jax.random.split(jax.random.key(3), 5)
     x, weight = (jax.random.normal(key, (64, hidden), jnp.bfloat16) for key in keys[:2])
-    law = Law(
+    law = SamplingDistribution(
         temperature=jax.random.uniform(keys[2], (rows,), minval=0.5, maxval=2.0),
         stops=jax.random.bernoulli(keys[3], 0.7, (rows, vocab)),
         minimum=jnp.arange(rows) % 5,

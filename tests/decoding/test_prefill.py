@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import autoregressive
-from smcjax.decoding.prefill import admit, prefill_chunk
+from smcjax import autoregressive, smc
+from smcjax.decoders import Autoregressive
+from smcjax.decoding.admission import admit
+from smcjax.decoding.groups import PairParams
+from smcjax.decoding.prefill import prefill_chunk
 from smcjax.kv import PagePool
 from smcjax.model import ModelConfig, Rope, RopeScaling, init_params, logits
 from smcjax.model.decoder import unembed
@@ -44,12 +47,12 @@ def noisy_params(config: ModelConfig) -> Any:
 
 def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chunk: int, page_size: int) -> np.ndarray:
     """Logits after each whole prompt."""
-    program = autoregressive.Program(config, MAX_LEN, page_size)
-    memory = autoregressive.Memory.create(program, params, len(prompts) * program.max_pages + 1)
+    program = autoregressive.Program(Autoregressive(), config, None, MAX_LEN, page_size)
+    memory = program.create_memory(PairParams(params), len(prompts) * program.max_pages + 1)
     # Stale slots hold whatever the last request left: here NaN.
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target)
     padded, requests = batch([Ask(tuple(p)) for p in prompts], config.vocab_size, MAX_LEN)
-    pool, sequences = admit(program, memory.pool, padded, requests, jnp.ones(len(prompts), bool), rows=1)
+    pool, sequences = admit(program, memory.pool, padded, requests, jnp.ones(len(prompts), bool))
     assert_pages_sound(sequences.block_table, pool)
     hidden = jnp.full((len(prompts), config.hidden_size), jnp.nan)
     for start in range(0, padded.shape[1], chunk):
@@ -78,11 +81,9 @@ def test_prefill_equals_dense(variant: str) -> None:
 def test_fan_out_shares_pages() -> None:
     """A group's rows name the same pages; an absent group takes none."""
     prompts, requests = batch([Ask((1, 2, 3, 4, 0)), Ask((1,)), Ask((2, 2))], 5, MAX_LEN)
-    program = autoregressive.Program(tiny_config(5), MAX_LEN, page_size=4)
+    program = smc.Program(smc.SMC(3, 2), tiny_config(5), tiny_config(5), MAX_LEN, page_size=4)
     present = jnp.asarray([True, True, False])
-    pool, sequences = jax.jit(functools.partial(admit, program, rows=3))(
-        PagePool.create(20), prompts, requests, present
-    )
+    pool, sequences = jax.jit(functools.partial(admit, program))(PagePool.create(20), prompts, requests, present)
     assert_pages_sound(sequences.block_table, pool)
     assert int(pool.num_free) == 19 - 3
     table = np.asarray(sequences.block_table)
@@ -93,10 +94,10 @@ def test_fan_out_shares_pages() -> None:
 
 def test_no_row_outgrows_its_buffers() -> None:
     """Requests for more tokens than there is room for are cut, prompts that do not fit are refused."""
-    program = autoregressive.Program(tiny_config(5), MAX_LEN, page_size=4)
+    program = autoregressive.Program(Autoregressive(), tiny_config(5), None, MAX_LEN, page_size=4)
     prompts, requests = batch([Ask((1, 2), max_tokens=9)], 5, MAX_LEN)
     memory = jax.eval_shape(
-        lambda: autoregressive.Memory.create(program, init_params(program.target, jax.random.key(0)), 20)
+        lambda: program.create_memory(PairParams(init_params(program.target, jax.random.key(0))), 20)
     )
     memory = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory)
     asked = dataclasses.replace(requests, limit=jnp.asarray([10 * MAX_LEN]))

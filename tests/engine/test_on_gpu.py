@@ -8,16 +8,19 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.decoding.next_token import one_kernel_of
+from smcjax.decoding.fused_step import fused_step_shape
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.model.view import BatchView
 from smcjax.pallas import uses_kernels
 
 pytestmark = pytest.mark.gpu
@@ -94,16 +97,10 @@ def test_repeatable_and_of_the_same_law_as_plain_xla(
     draft = param_shapes(DRAFT, "bfloat16")
     draft = draft if draft_quantization is None else jax.eval_shape(quantize_params, draft)
     for columns, rows in enumerate(together, 1):
-        shape = one_kernel_of(
-            DRAFT,
-            draft,
-            max_num_seqs * n_particles,
-            rows=n_particles,
-            columns=columns,
-            page_size=16,
-            prefetches=False,
-            implementation="auto",
-        )
+        table = jax.ShapeDtypeStruct((max_num_seqs * n_particles, 16), jnp.int32)
+        unread: Any = None
+        view = BatchView(unread, unread, table, unread, unread, unread, rows=n_particles, page_size=16)
+        shape = fused_step_shape(DRAFT, draft, view, columns)
         assert (None if shape is None else shape.rows) == rows
     first, second = (answers(pair, n_particles, draft_quantization, "auto", max_num_seqs) for _ in range(2))
     plain = plain_answers(pair, n_particles, draft_quantization)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
-from smcjax.engine.llm import refuse_for_smc
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -207,7 +206,7 @@ def test_stop_strings_at_another_power(pair: Pair) -> None:
 def test_power_and_temperature_beyond_what_float32_weighs(pair: Pair) -> None:
     """`power` is the engine's and temperature the request's, so the request is refused; the bound itself is taken."""
     for power, temperature in ((500.0, 0.5), (1.0, 0.001), (1000.0, 1.0)):
-        refuse_for_smc(SamplingParams(temperature=temperature), SMC(2, 2, power=power, draft_temperature=1.0))
+        SMC(2, 2, power=power, draft_temperature=1.0).check(SamplingParams(temperature=temperature))
     with smc_llm(pair, {"power": 500.0}) as powered:
         before = powered.metrics()
         message = complaint(lambda: powered.generate(["a", "a"], [SamplingParams(), SamplingParams(temperature=0.4)]))

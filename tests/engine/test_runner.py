@@ -32,8 +32,8 @@ MODEL = ModelConfig(
 def pair_runner(max_model_len: int, implementation: str, dtype: jnp.dtype, draft_dim: int) -> tuple[Runner, Any]:
     draft = dataclasses.replace(MODEL, head_dim=draft_dim)
     params = smc.PairParams(*(init_params(model, jax.random.key(0), dtype) for model in (MODEL, draft)))
-    program = smc.Program(smc.SMC(2, 2), MODEL, draft, max_model_len, implementation=implementation)
-    return Runner(smc, program, params, 8, Programs()), program
+    program = smc.SMCDecoder(smc.SMC(2, 2), MODEL, draft, max_model_len, implementation=implementation)
+    return Runner(program, params, 8, Programs()), program
 
 
 @pytest.mark.parametrize(("max_model_len", "expected"), [(2048, (32, 128)), (100, (32, 100)), (20, (20, 20))])

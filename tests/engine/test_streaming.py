@@ -16,10 +16,12 @@ from smcjax.engine import streaming
 from smcjax.engine.engine import Engine
 from smcjax.engine.requests import Request
 from smcjax.engine.results import _completion, first_stop
-from smcjax.engine.streaming import CertainText
+from smcjax.engine.streaming import StablePrefixStream
+from smcjax.smc import SMCDecoder
 from smcjax.tokenizer import Tokenizer
 from tests.checkpoints import EOS, Pair
 from tests.engine.conftest import smc_llm
+from tests.helpers import tiny_config
 from tests.tokenizers_like import KINDS
 
 BYTES, BYTE_FALLBACK = KINDS["byte_level"], KINDS["byte_fallback"]
@@ -45,7 +47,7 @@ def test_what_was_said_stays_said(
     history: tuple[list[tuple[list[list[int]], list[int]]], int], stops: tuple[str, ...]
 ) -> None:
     cycles, selected = history
-    certain = CertainText(request(*stops), BYTES)
+    certain = StablePrefixStream(request(*stops), BYTES)
     rows = [[97] for _ in cycles[0][0]]
     said = [certain.begin(np.array([97] * len(rows)))]
     for block, ancestors in cycles:
@@ -70,7 +72,7 @@ def test_what_was_said_stays_said(
 def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) -> None:
     """Byte tokens become text only as they end; one of them may be a stop string, which cuts what comes behind."""
     ids = [BYTE_FALLBACK.vocab["▁a"], *(3 + byte for byte in "🎈🎈🎈🎈".encode())]
-    certain, asked = CertainText(request("🎈"), BYTE_FALLBACK), request("🎈")
+    certain, asked = StablePrefixStream(request("🎈"), BYTE_FALLBACK), request("🎈")
     said = [certain.begin(np.array(ids[:1]))]
     for at in range(1, len(ids), block):
         some = ids[at : at + block]
@@ -83,7 +85,7 @@ def test_tokens_wait_for_their_text_where_it_may_hold_a_stop_string(block: int) 
 
 
 def test_rows_without_weight_have_no_say() -> None:
-    certain = CertainText(request(), BYTES)
+    certain = StablePrefixStream(request(), BYTES)
     certain.begin(np.array([*b"aa"]))
     said = certain.advance(np.array([[98], [99]]), np.array([2, 2]), np.array([0, 1]), np.array([True, False]))
     assert said == ("b", [98])
@@ -92,17 +94,19 @@ def test_rows_without_weight_have_no_say() -> None:
 @pytest.mark.parametrize("resampled", [False, True])
 def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
     """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
-    certain, chunks = CertainText(request(), BYTES), list[StreamChunk]()
+    certain, chunks = StablePrefixStream(request(), BYTES), list[StreamChunk]()
     certain.begin(np.array([*b"aa"]))
     cycle = SimpleNamespace(
         length=np.array([2, 2]) + len(request().token_ids),
         resampled=resampled,
         log_weight=np.array([0.0, -np.inf]),
         ancestors=np.arange(2),
+        finished=np.zeros(2, bool),
         tokens=np.array([[98], [99]]),
     )
-    engine: Any = SimpleNamespace(_decoding=SMC(2, 1), _streams={request().request_id: chunks})
-    engine._rows = lambda *of: Engine._rows(engine, *of)
+    model = tiny_config()
+    decoder = SMCDecoder(SMC(2, 1), model, model, 16)
+    engine: Any = SimpleNamespace(_decoder=decoder, _streams={request().request_id: chunks})
     Engine._stream(engine, certain, request(), "cycle", cycle)
     assert "".join(chunk.text for chunk in chunks) == ("" if resampled else "b")
 
@@ -186,7 +190,7 @@ def test_a_cycle_costs_what_it_brings(kind: str, monkeypatch: pytest.MonkeyPatch
             super().__init__(token, parent)
 
     monkeypatch.setattr(streaming, "_Node", Node)
-    certain = CertainText(request("stop", "zzzz"), Counting(BYTES._inner, BYTES.vocab))
+    certain = StablePrefixStream(request("stop", "zzzz"), Counting(BYTES._inner, BYTES.vocab))
     certain.begin(np.array([97, 97, 97]))
     said, cycles = [1], 3000
     for cycle in range(cycles):
@@ -244,7 +248,7 @@ def test_byte_tokens_are_said_when_nothing_can_change_them(pieces: list[str | by
         else:
             ids += [3 + byte for byte in (piece.encode() if isinstance(piece, str) else piece)]
     ids.append(word)
-    text = CertainText(request(), BYTE_FALLBACK)
+    text = StablePrefixStream(request(), BYTE_FALLBACK)
     said = [text.begin(np.array(ids[:1]))[0]]
     for at in range(1, len(ids), step):
         block = ids[at : at + step]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from smcjax import SamplingParams
 from smcjax.engine.requests import Request
 from smcjax.engine.results import _completion, first_stop
-from smcjax.engine.streaming import CertainText
+from smcjax.engine.streaming import StablePrefixStream
 from smcjax.engine.text import AnswerText, answer_text
 from tests.tokenizers_like import KINDS
 
@@ -90,7 +90,7 @@ def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.Data
     stops = data.draw(st.lists(st.sampled_from([*parts, "\ufffd", "zz"]), max_size=2))
     params = SamplingParams(stop=stops or None)
     request = Request("0", None, prompt, params, 10**6, (tokenizer.vocab["</s>"],), 0, 1)
-    certain, said = CertainText(request, tokenizer), []
+    certain, said = StablePrefixStream(request, tokenizer), []
     said.append(certain.begin(np.array(answer[:1])))
     at = 1
     while at < len(answer):

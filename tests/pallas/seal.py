@@ -50,16 +50,14 @@ class Case:
     def program(self) -> Any:
         """The decoder's static program, with kernels."""
         geometry = {"max_model_len": self.max_model_len, "implementation": "mosaic"}
-        if self.decoder is autoregressive:
-            return autoregressive.Program(TARGET, **geometry)
-        return self.decoder.Program(self.decoding, TARGET, DRAFT, **geometry)
+        return self.decoder.Program(self.decoding, TARGET, DRAFT if self.decoding.drafts else None, **geometry)
 
     def params(self) -> Any:
         """Shapes of the weights as the engine keeps them on a GPU."""
         target, draft = (jax.eval_shape(fold_norms, param_shapes(config, jnp.bfloat16)) for config in (TARGET, DRAFT))
         if self.draft_quantization is not None:
             draft = jax.eval_shape(quantize_params, param_shapes(DRAFT, jnp.bfloat16))
-        return target if self.decoder is autoregressive else smc.PairParams(target, draft)
+        return smc.PairParams(target, draft if self.decoding.drafts else None)
 
     def lower(self) -> Any:
         """The program for CUDA, as a module of StableHLO."""
@@ -67,7 +65,7 @@ class Case:
 
         def begin() -> Any:
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-            memory = self.decoder.Memory.create(program, zeros, PAGES)
+            memory = program.create_memory(zeros, PAGES)
             asked = Requests.alike(
                 jax.random.key(0), jnp.full(groups, 5), vocab_size=TARGET.vocab_size, max_tokens=program.max_model_len
             )
@@ -91,7 +89,7 @@ CASES = {
     "smc, 32,768 tokens": Case(smc, smc.SMC(8, 8), max_model_len=33024),
     "smc, int8 draft": Case(smc, smc.SMC(8, 8), draft_quantization="int8"),
     "rejection, 8 candidates": Case(rejection, rejection.Rejection(8, n_candidates=8)),
-    "target alone": Case(autoregressive, None),
+    "target alone": Case(autoregressive, autoregressive.Autoregressive()),
     "prompt, 512 tokens": Case(smc, smc.SMC(8, 8), chunk=512),
 }
 

@@ -19,8 +19,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoding import next_token
-from smcjax.decoding.next_token import Head, norms_of, prefetches, scales_of, shape_of, tasks_of, weights_of
+from smcjax.decoding import fused_step
+from smcjax.decoding.distribution import DeferredLogits
+from smcjax.decoding.fused_step import make_shape, norms_of, prefetches, scales_of, tasks_of, weights_of
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
@@ -126,7 +127,7 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
 def kernel_shape(problem: Problem, *, int8: bool = False, **tuning: int) -> ds.Shape:
     """The kernel's static shape."""
     groups = problem.table.shape[0] // problem.rows
-    return shape_of(
+    return make_shape(
         problem.config,
         groups=groups,
         rows=problem.rows,
@@ -210,7 +211,10 @@ def check(problem: Problem, params: Any, got: Any) -> None:
     finite = np.where(np.isfinite(logits), logits, 0.0)
     tolerance = 8 * ROUNDING * np.abs(finite).max()
     temperature = np.asarray(problem.draws.temperature)[:, None]
-    behind = np.asarray(Head.of(params, residual, problem.config.rms_norm_eps).logits(params)) / temperature
+    behind = (
+        np.asarray(DeferredLogits.from_residual(params, residual, problem.config.rms_norm_eps).logits(params))
+        / temperature
+    )
     np.testing.assert_allclose(np.where(np.isfinite(logits), behind, 0.0), finite, atol=tolerance)
     # The kernel's own law to f32's accuracy, of sums of E products and V exponentials: a norm that rounds after its
     # scale instead is further from it.
@@ -281,7 +285,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, int], int, int]] = {  # model, pro
 )
 def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_chunks:
-        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
+        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config, where, together, blocks = CASES[case]
     problem = dataclasses.replace(make_problem(config, **where), rows=together)
     params = random_params(config)
@@ -300,7 +304,7 @@ def test_int8_equals_the_layer_by_layer_forward(
     rows: int, hidden: int, ffn: int, layers: int, blocks: int, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_chunks:
-        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
+        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config = dataclasses.replace(TINY, hidden_size=hidden, intermediate_size=ffn, num_heads=8, num_layers=layers)
     problem = make_problem(config, groups=1, rows=rows, columns=1, context=150)
     params = quantize_params(random_params(config))
@@ -328,7 +332,7 @@ def test_lowers_to_cuda(
     name: str, groups: int, rows: int, columns: int, int8: bool, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_chunks:
-        monkeypatch.setattr(next_token, "PAGES_BY_ONE", 0)
+        monkeypatch.setattr(fused_step, "MAX_PAGES_UNPREFETCHED", 0)
     config = dataclasses.replace(SHAPES[name], num_layers=3)
     problem = make_problem(
         dataclasses.replace(TINY, num_layers=1), groups=groups, rows=rows, columns=columns, context=40

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.decoding.next_token import pack_bits
+from smcjax.decoding.distribution import pack_bits
 from smcjax.numerics import product
 from smcjax.pallas.sampled_head import IDS, NARROW, ROWS, sampled_head, sampled_head_reference, supports
 

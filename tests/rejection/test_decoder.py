@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from smcjax import rejection
-from smcjax.decoding import speculation
+from smcjax.decoding import draft_model
+from smcjax.decoding.ngram import NGram
+from smcjax.decoding.proposer import Proposer
 from smcjax.decoding.sampling import Purpose
-from smcjax.model import load_checkpoint
+from smcjax.model import ModelConfig, load_checkpoint
 from smcjax.rejection import Rejection, decoder, rules
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_pair
@@ -35,14 +37,16 @@ DECODINGS = [
 ]
 
 
-def program_of(decoding: Rejection, page_size: int = 4, **changes: Any) -> rejection.Program:
-    return rejection.Program(decoding, PAIR.target, PAIR.draft, MAX_MODEL_LEN, page_size, **changes)
+def program_of(
+    decoding: Rejection, page_size: int = 4, draft: Proposer | ModelConfig = PAIR.draft, **changes: Any
+) -> rejection.Program:
+    return rejection.Program(decoding, PAIR.target, draft, MAX_MODEL_LEN, page_size, **changes)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "num_pages"))
 def init(program: rejection.Program, params: Any, prompts: Any, requests: Any, num_pages: int) -> Any:
     """begin, prefill in one chunk, start."""
-    memory = rejection.Memory.create(program, params, num_pages)
+    memory = program.create_memory(params, num_pages)
     state = rejection.begin(program, memory, prompts, requests, requests.prompt_length > 0)
     hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size), params.target.embed.dtype)
     state, hidden = rejection.prefill(program, params, state, jnp.asarray(0, jnp.int32), prompts.shape[1], hidden)
@@ -89,21 +93,29 @@ def decode(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("decoding", "changes", "top_k", "top_p"),
+    ("decoding", "changes", "top_k", "top_p", "draft"),
     [
-        (Rejection(gamma=3), {}, V, 1.0),
-        (Rejection(gamma=3, draft_temperature=1.5), {}, 3, 0.75),
-        (Rejection(gamma=3, verification="block"), {"temperature": 0.7, "min_tokens": 2}, V, 1.0),
-        (Rejection(gamma=2, n_candidates=3), {"temperature": 0.8}, V, 1.0),
-        (Rejection(gamma=1), {"max_tokens": 4}, V, 1.0),
+        (Rejection(gamma=3), {}, V, 1.0, PAIR.draft),
+        (Rejection(gamma=3, draft_temperature=1.5), {}, 3, 0.75, PAIR.draft),
+        (Rejection(gamma=3, verification="block"), {"temperature": 0.7, "min_tokens": 2}, V, 1.0, PAIR.draft),
+        (Rejection(gamma=2, n_candidates=3), {"temperature": 0.8}, V, 1.0, PAIR.draft),
+        (Rejection(gamma=1), {"max_tokens": 4}, V, 1.0, PAIR.draft),
+        (Rejection(gamma=3), {"max_tokens": 4}, 3, 0.9, NGram()),
+        (Rejection(gamma=3, verification="block"), {"temperature": 0.7, "min_tokens": 2}, V, 1.0, NGram(2)),
+        (Rejection(gamma=2, n_candidates=2), {"max_tokens": 4}, V, 1.0, NGram()),
     ],
-    ids=["token", "token, truncated", "block", "three candidates", "token, whose drafts are all accepted"],
+    ids=[
+        *("token", "token, truncated", "block", "three candidates", "token, whose drafts are all accepted"),
+        *("n-gram, truncated", "n-gram, block", "n-gram, two candidates"),
+    ],
 )
-def test_sampling_law(decoding: Rejection, changes: dict[str, Any], top_k: int, top_p: float) -> None:
+def test_sampling_law(
+    decoding: Rejection, changes: dict[str, Any], top_k: int, top_p: float, draft: Proposer | ModelConfig
+) -> None:
     """χ² of 8,192 samples against every output's exact probability; the control is a law half as warm again."""
     ask = Ask((1, 2), **{"max_tokens": 3, "stops": (3,), **changes})
     samples = 8192
-    program = program_of(decoding, page_size=2, truncates=top_k < V or top_p < 1)
+    program = program_of(decoding, 2, draft, truncates=top_k < V or top_p < 1)
     prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
     prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))
     requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))
@@ -226,7 +238,7 @@ def test_no_two_draws_of_a_step_have_one_key(decoding: Rejection, monkeypatch: p
 
     spy(decoder, "group_keys")
     spy(decoder, "row_keys")
-    spy(speculation, "row_keys")
+    spy(draft_model, "row_keys")
     program = program_of(decoding)
     state = init(program, PAIR.params, *batch([Ask((1, 2))], V, MAX_MODEL_LEN), 200)
     taken.clear()

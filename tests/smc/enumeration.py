@@ -138,7 +138,7 @@ def _settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> 
     state = _state(log_weight.size, log_weight.shape[1], 1, 1)
     sequences = dataclasses.replace(state.sequences, finished=finished.reshape(-1))
     with mutated(mutation):
-        state = cycle.settle(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
+        state = cycle.update_running(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
         ess = weights.effective_sample_size(log_weight)
         low = state.running & weights.must_resample(ess, log_weight.shape[1], threshold)
         return state.running, state.failed, low, lifecycle.log_evidence(state), weights.normalized_weights(log_weight)

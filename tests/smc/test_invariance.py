@@ -28,7 +28,7 @@ ASKS = [
 @functools.partial(jax.jit, static_argnames="program")
 def start_present(program: smc.Program, prompts: jax.Array, requests: object, present: jax.Array) -> smc.State:
     """`smc.init` with groups missing."""
-    memory = smc.Memory.create(program, PAIR.params, 100)
+    memory = program.create_memory(PAIR.params, 100)
     state = smc.begin(program, memory, prompts, requests, present)
     hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
     state, hidden = smc.prefill(program, PAIR.params, state, jnp.asarray(0, jnp.int32), prompts.shape[1], hidden)
@@ -42,7 +42,7 @@ def answers(program: smc.Program, asks: Sequence[Ask] = ASKS) -> list[tuple[obje
         assert_pages_sound(state.sequences.block_table, state.memory.pool)
         state, _ = step(program, PAIR.params, state)
     assert_pages_sound(state.sequences.block_table, state.memory.pool)
-    assert (smc.release_all(state).pool.refcount == 0).all()
+    assert (state.release().pool.refcount == 0).all()
     evidence = np.asarray(smc.log_evidence(state), np.float64).round(3)
     return list(zip(outputs(state), select(program, state).tolist(), evidence.tolist(), strict=True))
 
@@ -57,7 +57,7 @@ def assert_same_group(a: smc.State, i: int, b: smc.State, j: int, exact: bool) -
 
 @pytest.mark.slow
 def test_deferred_equals_undeferred() -> None:
-    undeferred = dataclasses.replace(BASE, smc=dataclasses.replace(BASE.smc, defer_bonus=False))
+    undeferred = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, defer_bonus=False))
     assert answers(BASE) == answers(undeferred)
 
 
@@ -141,7 +141,7 @@ def test_worst_case_bound_of_pages_suffices(prompt: int, max_tokens: int) -> Non
     """Full prompt pages are shared for good; each row needs at most the rest of the limit's pages for itself."""
     ask = Ask((1, 2, 3) * 7 + (0, 1), max_tokens, seed=5)
     ask = dataclasses.replace(ask, prompt=ask.prompt[:prompt])
-    limit, size, n = ask.limit(MAX_MODEL_LEN), BASE.page_size, BASE.smc.n_particles
+    limit, size, n = ask.limit(MAX_MODEL_LEN), BASE.page_size, BASE.decoding.n_particles
     full = prompt // size
     bound = full + n * (-(-limit // size) - full) + 1
     roomy = start(BASE, PAIR.params, [ask], num_pages=100)

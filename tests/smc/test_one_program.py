@@ -76,7 +76,7 @@ def test_nothing_recompiles_for_another_request() -> None:
     first = jax.jit(functools.partial(smc.start, program))
     step: Any = jax.jit(functools.partial(smc.step, program))
     functions: tuple[Any, ...] = (begin, prefill, first, step)
-    memory = jax.jit(functools.partial(smc.Memory.create, program, num_pages=60))(PAIR.params)
+    memory = jax.jit(lambda params: program.create_memory(params, 60))(PAIR.params)
     compiled_once = None
     for seed, (lengths, max_tokens, stops, temperature) in enumerate(
         [((3, 7), 5, (4,), 1.0), ((1, 16), 1, (), 0.5), ((12, 2), 100, (0, 1), 2.0)]
@@ -91,7 +91,7 @@ def test_nothing_recompiles_for_another_request() -> None:
         state = first(PAIR.params, state, hidden)
         for _ in range(2):
             state, _ = step(PAIR.params, state)
-        memory = smc.release_all(state)
+        memory = state.release()
         sizes = [function._cache_size() for function in functions]
         compiled_once = compiled_once or sizes
         assert sizes == compiled_once == [1, 1, 1, 1]

@@ -68,9 +68,9 @@ def check(program: smc.Program, expected: list[reference.Result]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_cycle_equals_plain_python(case: str) -> None:
     program = PAIR.program(MAX_MODEL_LEN, **CASES[case])
-    expected = decode(program.smc)
+    expected = decode(program.decoding)
     resampled = sum(cycle.resampled for result in expected for cycle in result.cycles)
-    assert resampled > 0 or program.smc.n_particles == 1, "the case must resample to say anything"
+    assert resampled > 0 or program.decoding.n_particles == 1, "the case must resample to say anything"
     check(program, expected)
 
 
@@ -91,4 +91,4 @@ def test_control_another_algorithm_is_told_apart(change: dict[str, Any]) -> None
     """Negative control: the comparison fails when the reference runs any other configuration."""
     program = PAIR.program(MAX_MODEL_LEN, **CASES["always-resample"])
     with pytest.raises(AssertionError):
-        check(program, decode(dataclasses.replace(program.smc, **change)))
+        check(program, decode(dataclasses.replace(program.decoding, **change)))

@@ -16,7 +16,6 @@ import pytest
 import smcjax.model.paged
 from smcjax import smc
 from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
-from smcjax.decoding.speculation import reserve
 from smcjax.pallas import paged_attention_reference
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
@@ -59,7 +58,7 @@ def test_nan_ends_its_group_alone() -> None:
     spoiled, _ = finish(PROGRAM, params, start(PROGRAM, params, [ASKS[0], SPOILED, ASKS[2]]))
     assert spoiled.failed.tolist() == [False, True, False]
     assert_same_groups(spoiled, clean, (0, 2))
-    memory = smc.release_all(spoiled)
+    memory = spoiled.release()
     assert int(memory.pool.num_free) == memory.pool.refcount.size - 1
     assert any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(memory.target)), "there must be NaN left behind"
     again, _ = finish(PROGRAM, params, start(PROGRAM, params, ASKS, memory=memory))
@@ -75,7 +74,7 @@ def test_control_reading_stale_values_spreads_the_nan() -> None:
     def fresh_init(params: Any, prompts: Any, requests: Any, memory: Any) -> Any:
         return smc.init(PROGRAM, params, prompts, requests, memory=memory)
 
-    memory = smc.Memory.create(PROGRAM, PAIR.params, 60)
+    memory = PROGRAM.create_memory(PAIR.params, 60)
     memory = dataclasses.replace(memory, target=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target))
     prompts, requests = batch(ASKS, 6, MAX_MODEL_LEN)
     assert not jax.jit(fresh_init)(PAIR.params, prompts, requests, memory).failed.any()
@@ -118,7 +117,7 @@ def test_a_group_ends_when_only_rows_without_weight_go_on() -> None:
     state = start(PROGRAM, PAIR.params, ASKS)
     finished = state.sequences.finished.at[0].set(True).at[1].set(True)
     weights = state.log_weight.at[0, 2].set(-jnp.inf)
-    ended = cycle.settle(
+    ended = cycle.update_running(
         dataclasses.replace(
             state, sequences=dataclasses.replace(state.sequences, finished=finished), log_weight=weights
         )
@@ -188,7 +187,7 @@ def test_streaming_prefix_is_final() -> None:
             certain[group].append(common_prefix([row for row, x in zip(rows, w, strict=True) if x > -np.inf]))
             hasty[group].append(common_prefix([row for row, x in zip(rows, w, strict=True) if x == w.max()]))
         state, _ = step(program, PAIR.params, state)
-    best = dataclasses.replace(program, smc=dataclasses.replace(program.smc, select="best"))
+    best = dataclasses.replace(program, decoding=dataclasses.replace(program.decoding, select="best"))
     assert not state.failed.any()
     revoked = 0
     for way in (program, best):
@@ -221,10 +220,8 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
     state = smc.init(program, params, prompts, requests)
-    sequences, pool, copies = reserve(program, state)
-    state = dataclasses.replace(state, sequences=sequences, memory=dataclasses.replace(state.memory, pool=pool))
-    state, drafts = cycle.draft(program, params, state, copies)
-    state, proposal = cycle.verify(program, params, state, copies, drafts)
+    state, drafts, copies = cycle.draft(program, params, state)
+    state, proposal = cycle.verify(program, params, state, drafts, copies)
     return state, drafts.tokens, proposal.increments
 
 

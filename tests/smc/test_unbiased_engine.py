@@ -60,7 +60,7 @@ def populations(program: smc.Program, params: smc.PairParams = PAIR.params, batc
     parts = [decode(seed) for seed in range(batches)]
     result = [np.concatenate([np.asarray(part[i]) for part in parts]) for i in range(8)]
     assert not result[7].any()
-    assert program.smc.n_particles == 1 or result[6].any()
+    assert program.decoding.n_particles == 1 or result[6].any()
     return result
 
 
@@ -68,7 +68,7 @@ def z_scores(program: smc.Program, omit_closing_term: bool = False) -> dict[str,
     """How many standard errors Ẑ·Σ W_i f(x_i) is off, for each f."""
     tokens, length, w, log_z, open_log_z, *_ = populations(program)
     z = np.exp(open_log_z if omit_closing_term else log_z)
-    law = exact.outcomes(AFTER, ASK, MAX_MODEL_LEN, program.smc.power)
+    law = exact.outcomes(AFTER, ASK, MAX_MODEL_LEN, program.decoding.power)
     rows = [
         [tuple(row[:n]) for row, n in zip(g, ns, strict=True)] for g, ns in zip(tokens.tolist(), length, strict=True)
     ]
