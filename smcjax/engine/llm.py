@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from smcjax.decoders import DECODINGS, SMC, Decoding
 from smcjax.decoding.groups import PairParams
+from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
 from smcjax.engine.engine import Engine
@@ -126,10 +127,14 @@ class LLM:
 
         enable_compilation_cache()
         drafts = self.decoding.drafts
-        if draft_quantization is not None and not drafts:
-            raise ValueError(f"draft_quantization is {draft_quantization!r} and {self.decoding} has no draft; omit it.")
-        if draft_drop_layers is not None and not drafts:
-            raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and {self.decoding} has no draft; omit it.")
+        of_drafts: dict[str, Any] = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
+        if draft_model == NGRAM and drafts:
+            self.decoding.check_draft(full_support=NGram.full_support)
+            of_drafts["draft_revision"] = draft_revision
+        for name, value in of_drafts.items():
+            if value is not None and (draft_model == NGRAM or not drafts):
+                without = f"draft_model={NGRAM!r}" if drafts else repr(self.decoding)
+                raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
         require_devices()
         require_settings()
         self._closed = False

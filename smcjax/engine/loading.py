@@ -162,8 +162,6 @@ def load_models(
     with it, unless the two are to be quantised differently (`may_share` False). Raises ValueError for a pair that is
     only half given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
     """
-    if draft_model == NGRAM and draft_drop_layers is not None:
-        raise ValueError(f"draft_drop_layers is {draft_drop_layers!r} and draft_model 'ngram' has none; omit it.")
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
     if draft_model == model and draft_revision is None:

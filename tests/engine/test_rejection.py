@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.engine.memory import worst_case_pages
 from smcjax.model import save_checkpoint
 from tests import exact
@@ -230,3 +231,32 @@ def test_the_others_are_the_targets(llm: LLM) -> None:
         assert metrics.accepted <= metrics.cycles * GAMMA
         seen.add(metrics.cycles + 1 - by_target)
     assert seen == {0, 1}
+
+
+def test_ngram_drafts_need_no_model_and_change_no_greedy_token(pair: Pair) -> None:
+    """`draft_model="ngram"`: greedy answers are the target's own, by fewer cycles than tokens where text repeats."""
+    prompts: list[Any] = [{"prompt_token_ids": [5, 6, 7, 8] * 4}, "abab"]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with LLM(pair.target, decoding=Autoregressive(), max_model_len=64) as plain:
+        expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params, use_tqdm=False)]
+    with LLM(pair.target, draft_model="ngram", decoding=Rejection(gamma=4), max_model_len=64) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.models.draft is None
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert outputs[0].metrics.accepted is not None
+    assert sum(o.metrics.cycles for o in outputs) < sum(len(tokens) for tokens in expected)
+    assert sum(o.metrics.accepted or 0 for o in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    ("decoding", "changes", "message"),
+    [
+        (SMC(2, 2), {}, "draft_model is 'ngram', whose drafts leave the target's other tokens no probability"),
+        (Rejection(2), {"draft_drop_layers": (0,)}, "draft_drop_layers is (0,) and draft_model='ngram' has no draft"),
+        (Rejection(2), {"draft_quantization": "int8"}, "draft_quantization is 'int8' and draft_model='ngram' has no"),
+        (Rejection(2), {"draft_revision": "main"}, "draft_revision is 'main' and draft_model='ngram' has no draft"),
+    ],
+)
+def test_ngram_drafts_refuse_what_is_of_models(pair: Pair, decoding: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(pair.target, draft_model="ngram", decoding=decoding, **changes)
