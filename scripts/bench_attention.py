@@ -30,8 +30,8 @@ from smcjax.pallas import (
     paged_attention_reference,
     plan_sharing,
     shared_attention_mosaic,
+    uses_kernels,
 )
-from smcjax.pallas.paged_attention import on_hopper
 
 CALLS = 48  # in one program
 BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
@@ -264,7 +264,7 @@ def main() -> None:
     numbers = range(1, len(TABLES) + 1)
     parser.add_argument("--tables", type=int, nargs="+", choices=numbers, default=numbers, help="which (all)")
     args = parser.parse_args()
-    if not on_hopper():
+    if not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     for number in args.tables:

@@ -30,9 +30,8 @@ from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import decode_step as ds
-from smcjax.pallas import paged_attention_reference, rms_norm
+from smcjax.pallas import paged_attention_reference, rms_norm, uses_kernels
 from smcjax.pallas.kv_write import rotate
-from smcjax.pallas.paged_attention import on_hopper
 from smcjax.pallas.sharing import Sharing
 
 PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
@@ -328,7 +327,7 @@ def main() -> None:
     for variant in args.variants:
         if variant not in VARIANTS:
             parser.error(f"variant {variant!r} is unknown; use some of: {', '.join(VARIANTS)}.")
-    if not on_hopper():
+    if not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     if args.what == "time":

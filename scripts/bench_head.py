@@ -23,7 +23,7 @@ from smcjax.bench.roofline import BANDWIDTH
 from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.numerics import product
-from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas import uses_kernels
 
 CALLS, WINDOWS = 16, 9
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=128_256)
     args = parser.parse_args()
-    if not on_hopper():
+    if not uses_kernels():
         raise SystemExit("this needs a Hopper GPU (H100, H200): the kernel is made for it")
     weight = jax.random.normal(jax.random.key(0), (args.vocab, args.hidden), jnp.bfloat16) * 3 / args.hidden**0.5
     print(f"{'rows':>5} {'XLA, µs':>9} {'kernel, µs':>11} {'bytes, µs':>10} {'same':>11} {'log-prob':>9}")

@@ -194,7 +194,7 @@ def plan(
         implementation=implementation,
     )
     total = block_table.shape[0]
-    by_kernel = uses_kernels(implementation) and not isinstance(params.unembed, QuantizedMatrix)
+    by_kernel = uses_kernels() and not isinstance(params.unembed, QuantizedMatrix)
     by_kernel &= law.truncation is None and not keeps_laws
     vocab, hidden = config.vocab_size, config.hidden_size
     by_kernel &= supports_sampled_head(rows=total, hidden=hidden, vocab=vocab, dtype=params.embed.dtype)
@@ -380,7 +380,7 @@ def next_token(
     if steps.one_kernel is not None and plan.one_kernel is not None:
         shape, tables = steps.one_kernel
         if copies is not None:
-            cache = cache.copy_pages(copies, implementation="mosaic")
+            cache = cache.copy_pages(copies)
         one_kernel = plan.one_kernel
         weights, tasks = weights_of(params, one_kernel.norms, one_kernel.scales), one_kernel.tasks[shape.rows]
         if begin is None:
@@ -470,7 +470,7 @@ def one_kernel_of(
     """
     matrices = [getattr(layer, name) for layer in params.layers for name in FUSED_MATRICES] + [params.unembed]
     quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
-    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels(implementation)):
+    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels()):
         return None
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows

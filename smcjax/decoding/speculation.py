@@ -174,7 +174,6 @@ def reserve(program: PairProgram, state: PairState) -> tuple[Sequences, PagePool
         page_size=program.page_size,
         max_width=width,
         group=program.speculation.rows,
-        implementation=program.implementation,
     )
     # Pages of one token are never part-filled.
     copies = Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None

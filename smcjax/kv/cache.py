@@ -41,9 +41,9 @@ class KVCache:
         """B, tokens a page."""
         return self.keys[0].shape[1]
 
-    def copy_pages(self, copies: Copies, *, implementation: str = "auto") -> KVCache:
+    def copy_pages(self, copies: Copies) -> KVCache:
         """The copies made in every layer; rows that need none name one page twice. No target is a source."""
-        pools = copy_all_pages(self.keys + self.values, copies, implementation=implementation)
+        pools = copy_all_pages(self.keys + self.values, copies)
         return KVCache(keys=pools[: len(self.keys)], values=pools[len(self.keys) :])
 
     def write(
@@ -57,8 +57,6 @@ class KVCache:
         copies: Copies | None = None,
         norms: HeadNorms | None = None,
         pending: PendingNorm | None = None,
-        *,
-        implementation: str = "auto",
     ) -> tuple[Float[Array, "R T H D"], KVCache]:
         """Rotated queries of one layer's fused product, and the cache with its keys and values stored.
 
@@ -76,7 +74,6 @@ class KVCache:
             copies,
             norms,
             pending,
-            implementation=implementation,
         )
         return q, KVCache(keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values))
 

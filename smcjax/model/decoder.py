@@ -126,7 +126,7 @@ def hidden_states(
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
     x = params.embed[tokens]
-    leaves_pending = _leaves_pending(x, implementation)
+    leaves_pending = _leaves_pending(x)
 
     def pending(x: jax.Array, norm: jax.Array | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if norm is None and leaves_pending else None
@@ -136,7 +136,7 @@ def hidden_states(
     ) -> tuple[jax.Array, jax.Array]:
         """x + weight · y, and what the next product reads."""
         if pending(x, norm) is None:
-            return add_rms_norm(x, linear(y, weight, bias), norm, eps, implementation=implementation)
+            return add_rms_norm(x, linear(y, weight, bias), norm, eps)
         x = linear(y, weight, bias, add_to=x)
         return x, x
 
@@ -152,25 +152,23 @@ def hidden_states(
         attended = attend(index, projection).reshape(flat)
         x, normed = added(x, attended, layer.o, layer.o_bias, layer.mlp_norm)
         gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-        h = gated(gate_up, pending(x, layer.mlp_norm), implementation=implementation)
+        h = gated(gate_up, pending(x, layer.mlp_norm))
         x, normed = added(x, h, layer.down, layer.down_bias, norms[index + 1])
     return normed
 
 
-def gated(
-    gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, *, implementation: str
-) -> Float[Array, "*shape F"]:
+def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None) -> Float[Array, "*shape F"]:
     """silu(gate) · up, of a product that may still lack its norm."""
     if pending is not None:
-        return swiglu(gate_up, pending, implementation=implementation)
+        return swiglu(gate_up, pending)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
-def _leaves_pending(x: Float[Array, "R T E"], implementation: str) -> bool:
+def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
     """Whether norms without weights are left to those who read the products: where our kernels do."""
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    return uses_kernels(implementation) and supports_norm(rows=rows, width=width, dtype=x.dtype)
+    return uses_kernels() and supports_norm(rows=rows, width=width, dtype=x.dtype)
 
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:

@@ -104,7 +104,6 @@ def paged_hidden_states(
             copies,
             projection.norms,
             projection.pending,
-            implementation=implementation,
         )
         return paged_attention(
             q,

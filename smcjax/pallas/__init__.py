@@ -2,6 +2,7 @@
 
 from smcjax.pallas.acceptance import Acceptance, acceptance_scan
 from smcjax.pallas.attention import attention, paged_attention_reference
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
 from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.page_copy import copy_all_pages
@@ -13,7 +14,6 @@ from smcjax.pallas.paged_attention import (
     paged_attention_mosaic,
     plan_sharing,
     supports,
-    uses_kernels,
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
@@ -34,6 +34,7 @@ __all__ = [
     "copy_all_pages",
     "copy_pages",
     "find_tasks",
+    "implementations",
     "paged_attention",
     "paged_attention_mosaic",
     "paged_attention_reference",

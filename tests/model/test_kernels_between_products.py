@@ -15,6 +15,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.folding import fold_norms
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
+from smcjax.pallas import implementations
 
 LAYERS, NUM_PAGES = 2, 77
 
@@ -45,7 +46,8 @@ def lowered(rows: int, columns: int, implementation: str, *, folded: bool = Fals
 
     block = integers(rows, columns)
     copies = Copies(integers(rows), integers(rows))
-    traced = jax.jit(forward, donate_argnums=0).trace(cache, params, block, block, integers(rows, 8), block, copies)
+    with implementations(implementation):
+        traced = jax.jit(forward, donate_argnums=0).trace(cache, params, block, block, integers(rows, 8), block, copies)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -16,7 +16,8 @@ from smcjax import smc
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import init_params
 from smcjax.pallas.attention import paged_attention_reference
-from smcjax.pallas.paged_attention import on_hopper, paged_attention, plan_sharing
+from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.paged_attention import paged_attention, plan_sharing
 from smcjax.pallas.shared_attention import (
     applies,
     covers,
@@ -375,7 +376,8 @@ def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None
     def cycle(params: smc.PairParams, prompts: jax.Array, requests: Any) -> tuple[smc.State, smc.Info]:
         return smc.step(program, params, smc.init(program, params, prompts, requests))
 
-    text = jax.jit(cycle).trace(params, prompts, requests).lower(lowering_platforms=("cuda",)).as_text()
+    with implementations("mosaic"):
+        text = jax.jit(cycle).trace(params, prompts, requests).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @shared_attention_mosaic") == calls
 
 
@@ -427,7 +429,7 @@ def test_a_long_chunk_on_the_gpu(group: int) -> None:
 
 def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
     """The compiled kernels through the wrappers, as `check`."""
-    assert on_hopper()
+    assert uses_kernels()
     _, columns, heads, dim = poisoned["q"].shape
     table, lengths = poisoned["block_table"], poisoned["lengths"]
     plan = functools.partial(
