@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.device import HOPPER
 from smcjax.pallas import (
     Sharing,
     paged_attention_mosaic,
@@ -34,7 +35,6 @@ from smcjax.pallas import (
 )
 
 CALLS = 48  # in one program
-BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
 ENQUEUED = 8  # programs without waiting, so that the host is not in the figure
 Inputs = tuple[jax.Array, list[jax.Array], list[jax.Array], jax.Array, jax.Array, jax.Array]
 
@@ -205,7 +205,7 @@ def shared_reads() -> None:
         got, shared = measure(by_plan, (q, keys, values, sharing, positions, lengths), calls)
         rate = unique_bytes(shape, inputs) / shared * 1e6
         print(
-            f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / BANDWIDTH:11.0%}"
+            f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / HOPPER.bandwidth:11.0%}"
             f"  {error(got, inputs):.1e}",
             flush=True,
         )

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.bench.roofline import BANDWIDTH
 from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
+from smcjax.device import HOPPER
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.numerics import product
 from smcjax.pallas import uses_kernels
@@ -72,7 +72,7 @@ def measure(rows: int, weight: jax.Array) -> str:
     (tokens, logprobs), (ours, our_logprobs) = drawn
     same = tokens == ours
     apart = np.abs(logprobs - our_logprobs)[same].max(initial=0)
-    bound = weight.nbytes / BANDWIDTH["NVIDIA H200"] * 1e6
+    bound = weight.nbytes / HOPPER.bandwidth * 1e6
     return f"{rows:>5} {times[0]:>9.1f} {times[1]:>11.1f} {bound:>10.1f} {same.sum():>5}/{same.size:<5} {apart:>9.1e}"
 
 

@@ -63,8 +63,8 @@ from verify_timing import (
     trace_options,
 )
 
-from smcjax.bench.roofline import BANDWIDTH
 from smcjax.bench.verification import floor_bytes, rotations
+from smcjax.device import HOPPER, this_device
 from smcjax.pallas import uses_kernels
 from smcjax.pallas import verify_pack as vp
 
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.began = time.perf_counter()
-        self.bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind, 4.8e12)
+        self.bandwidth = this_device().bandwidth or HOPPER.bandwidth
         self.cases = grid(args.quick)
         if args.cases:
             self.cases = self.cases[: args.cases]

@@ -20,11 +20,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
+from smcjax.device import HOPPER
 from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
 
-MULTIPROCESSORS = 132  # of an H200: one block each
 WARPGROUPS = 4  # of a block
 MOST_RECOMPUTED = 8192  # ids b·γ that one block may scan alone
 MOST_ROWS = 1024  # b: what a warp sums
@@ -240,7 +240,7 @@ def scan_rows_mosaic(
     draft: Int[Array, "b g"],
     target: Int[Array, "b g1"],
     *,
-    blocks: int = MULTIPROCESSORS,
+    blocks: int = HOPPER.multiprocessors,
     warpgroups: int = WARPGROUPS,
     interpret: Any = None,
 ) -> tuple[Int[Array, " b"], Bool[Array, " b"], Int[Array, " b"]]:

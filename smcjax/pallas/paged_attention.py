@@ -25,14 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.device import on_cpu
+from smcjax.device import HOPPER, on_cpu
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.blockwise_attention import blockwise_paged_attention
 from smcjax.pallas.dispatch import Kernel, Op, uses_kernels
 from smcjax.pallas.products import (
     MASKED,
     QUERIES,
-    STREAMING_MULTIPROCESSORS,
     SWIZZLED,
     SWIZZLED_F32,
     Product,
@@ -309,11 +308,11 @@ def default_tuning(*, rows: int, kv_heads: int, dim: int, slots: int) -> Tuning:
     """
     blocks = rows * kv_heads
     warpgroups = 1
-    if blocks < 2 * STREAMING_MULTIPROCESSORS:
+    if blocks < 2 * HOPPER.multiprocessors:
         warpgroups = 4 if dim == 64 else 2
     splits = 1
     if slots > 2048:
-        splits = max(1, min(-(-STREAMING_MULTIPROCESSORS // blocks), slots // 1024))
+        splits = max(1, min(-(-HOPPER.multiprocessors // blocks), slots // 1024))
     stages = 2 if warpgroups > 1 else 256 // dim
     return Tuning(splits=splits, warpgroups=warpgroups, chunk=64, stages=stages)
 

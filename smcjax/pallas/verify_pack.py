@@ -28,12 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
+from smcjax.device import HOPPER
 from smcjax.pallas import bulk, simt
 from smcjax.pallas.acceptance import (
     MOST_GAMMA,
     MOST_RECOMPUTED,
     MOST_ROWS,
-    MULTIPROCESSORS,
     WARPGROUPS,
     Acceptance,
     acceptance_scan_reference,
@@ -101,7 +101,7 @@ class Tuning:
 
 
 def plan(
-    rows: int, gamma: int, row_bytes: int, *, blocks: int = MULTIPROCESSORS, warpgroups: int = WARPGROUPS
+    rows: int, gamma: int, row_bytes: int, *, blocks: int = HOPPER.multiprocessors, warpgroups: int = WARPGROUPS
 ) -> Tuning:
     """Tiles of up to 8 KB, smaller where few rows are to reach all multiprocessors; no block without a tile."""
     packed = rows * gamma

@@ -266,7 +266,7 @@ def test_every_plan_fits_and_leaves_no_block_idle() -> None:
     for rows, gamma, dim in SHAPES:
         tuning = vp.plan(rows, gamma, 2 * dim)
         tiles = -(-rows * gamma // tuning.tile)
-        assert 1 <= tuning.blocks <= vp.MULTIPROCESSORS
+        assert 1 <= tuning.blocks <= HOPPER.multiprocessors
         assert (tuning.blocks - 1) * tuning.warpgroups < tiles
         held = 2 * dim * tuning.tile * (tuning.slots * tuning.warpgroups + 1)
         assert held + 8 * 32 * (-(-rows // 32) | 1) + 4096 < HOPPER.shared_memory
