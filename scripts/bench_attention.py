@@ -24,17 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.device import HOPPER
 from smcjax.pallas import (
     Sharing,
     paged_attention_mosaic,
     paged_attention_reference,
     plan_sharing,
     shared_attention_mosaic,
+    uses_kernels,
 )
-from smcjax.pallas.paged_attention import on_hopper
 
 CALLS = 48  # in one program
-BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
 ENQUEUED = 8  # programs without waiting, so that the host is not in the figure
 Inputs = tuple[jax.Array, list[jax.Array], list[jax.Array], jax.Array, jax.Array, jax.Array]
 
@@ -181,7 +181,6 @@ def planned(shape: Shape, inputs: Inputs) -> Sharing:
         head_dim=shape.dim,
         page_size=shape.page_size,
         dtype=q.dtype,
-        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, positions[:, 0])
     assert sharing is not None
@@ -206,7 +205,7 @@ def shared_reads() -> None:
         got, shared = measure(by_plan, (q, keys, values, sharing, positions, lengths), calls)
         rate = unique_bytes(shape, inputs) / shared * 1e6
         print(
-            f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / BANDWIDTH:11.0%}"
+            f"{shape.name:<30} {alone:9.1f} {shared:10.1f} {rate / 1e9:6.0f} {rate / HOPPER.bandwidth:11.0%}"
             f"  {error(got, inputs):.1e}",
             flush=True,
         )
@@ -264,7 +263,7 @@ def main() -> None:
     numbers = range(1, len(TABLES) + 1)
     parser.add_argument("--tables", type=int, nargs="+", choices=numbers, default=numbers, help="which (all)")
     args = parser.parse_args()
-    if not on_hopper():
+    if not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     for number in args.tables:

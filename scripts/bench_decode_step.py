@@ -25,18 +25,17 @@ from profile_cycle import read_kernels
 
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.next_token import norms_of, prefetches, scales_of, shape_of, tasks_of, weights_of
+from smcjax.device import HOPPER
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import decode_step as ds
-from smcjax.pallas import paged_attention_reference, rms_norm
+from smcjax.pallas import paged_attention_reference, rms_norm, uses_kernels
 from smcjax.pallas.kv_write import rotate
-from smcjax.pallas.paged_attention import on_hopper
 from smcjax.pallas.sharing import Sharing
 
 PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
-BANDWIDTH = 4.8e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +269,7 @@ def time_step(name: str, config: ModelConfig, params: Params, problem: Problem, 
     kernel = sum(one.microseconds for one in kernels if "decode_step" in one.name) / 5
     others = [one.microseconds for one in kernels if "decode_step" not in one.name]
     streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if len(params.layers) > 1 else 0
-    share = 100 * streamed / BANDWIDTH / kernel * 1e6
+    share = 100 * streamed / HOPPER.bandwidth / kernel * 1e6
     print(
         f"{name:<40} {kernel:8.1f} µs {share:5.1f}%  wall {statistics.median(walls):7.1f}  "
         f"others {sum(others) / 5:5.1f} ({len(others) / 5:.0f})  compiled {compile_seconds:4.1f} s  repeatable {same}",
@@ -328,7 +327,7 @@ def main() -> None:
     for variant in args.variants:
         if variant not in VARIANTS:
             parser.error(f"variant {variant!r} is unknown; use some of: {', '.join(VARIANTS)}.")
-    if not on_hopper():
+    if not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one.")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     if args.what == "time":

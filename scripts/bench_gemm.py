@@ -26,7 +26,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-BANDWIDTH = 4.8e12
+from smcjax.device import HOPPER
+
 ENQUEUED = 4  # programs without waiting, so that the host is not in the figure
 REPETITIONS = 12
 
@@ -309,7 +310,7 @@ def line(row: dict[str, Any]) -> str:
     rate = SHAPES[row["shape"]].nbytes / row["us"] * 1e6
     return (
         f"{row['shape']:<8} {row['tokens']:>4} {row['method']:<9} {row['us']:7.1f} {rate / 1e9:5.0f} "
-        f"{rate / BANDWIDTH:11.1%} {row['error']:8.1e}  {row['note']}"
+        f"{rate / HOPPER.bandwidth:11.1%} {row['error']:8.1e}  {row['note']}"
     )
 
 

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax.bench.roofline import BANDWIDTH
 from smcjax.decoding.next_token import Law, pack_bits, sample, sample_in_head
+from smcjax.device import HOPPER
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.numerics import product
-from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas import uses_kernels
 
 CALLS, WINDOWS = 16, 9
 
@@ -72,7 +72,7 @@ def measure(rows: int, weight: jax.Array) -> str:
     (tokens, logprobs), (ours, our_logprobs) = drawn
     same = tokens == ours
     apart = np.abs(logprobs - our_logprobs)[same].max(initial=0)
-    bound = weight.nbytes / BANDWIDTH["NVIDIA H200"] * 1e6
+    bound = weight.nbytes / HOPPER.bandwidth * 1e6
     return f"{rows:>5} {times[0]:>9.1f} {times[1]:>11.1f} {bound:>10.1f} {same.sum():>5}/{same.size:<5} {apart:>9.1e}"
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=128_256)
     args = parser.parse_args()
-    if not on_hopper():
+    if not uses_kernels():
         raise SystemExit("this needs a Hopper GPU (H100, H200): the kernel is made for it")
     weight = jax.random.normal(jax.random.key(0), (args.vocab, args.hidden), jnp.bfloat16) * 3 / args.hidden**0.5
     print(f"{'rows':>5} {'XLA, µs':>9} {'kernel, µs':>11} {'bytes, µs':>10} {'same':>11} {'log-prob':>9}")

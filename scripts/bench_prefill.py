@@ -22,9 +22,10 @@ import numpy as np
 
 from smcjax import smc
 from smcjax.bench.cycle import Models, Rates
-from smcjax.bench.roofline import PEAK, streamed_weights
+from smcjax.bench.roofline import streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.speculation import PairParams
+from smcjax.device import this_device
 from smcjax.engine.batch import Batch
 from smcjax.engine.programs import CUBLAS_PRODUCTS, Programs, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
@@ -135,7 +136,7 @@ def main() -> None:
     models.require_room(with_draft=True)
     configs = (models.target_config, models.draft_config)
     rates = Rates.measure(str(models.target_config.dtype))
-    rates = dataclasses.replace(rates, flops=PEAK.get(jax.devices()[0].device_kind, rates.flops))
+    rates = dataclasses.replace(rates, flops=this_device().flops or rates.flops)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {args.requests} prompt(s) of {args.prompt_len}")
     print(f"{'':<22} {'ms: first':>9} {'middle':>8} {'last chunk':>10} {'whole':>9} {'bound':>8} {'tokens/s':>9}")
     for implementation in args.implementations:

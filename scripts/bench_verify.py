@@ -63,10 +63,10 @@ from verify_timing import (
     trace_options,
 )
 
-from smcjax.bench.roofline import BANDWIDTH
 from smcjax.bench.verification import floor_bytes, rotations
+from smcjax.device import HOPPER, this_device
+from smcjax.pallas import uses_kernels
 from smcjax.pallas import verify_pack as vp
-from smcjax.pallas.paged_attention import on_hopper
 
 CASES_A_TRACE = 20  # a trace file holds a million events
 FLUSH_BYTES = 256 << 20
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.began = time.perf_counter()
-        self.bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind, 4.8e12)
+        self.bandwidth = this_device().bandwidth or HOPPER.bandwidth
         self.cases = grid(args.quick)
         if args.cases:
             self.cases = self.cases[: args.cases]
@@ -89,8 +89,8 @@ class Run:
         self.notes: list[str] = []
         self.bad: set[tuple[str, Case]] = set()
         largest = max(case.rows * case.gamma * case.dim for case in self.cases)
-        self.pool = make_pool(max(largest, 128 << 20 if on_hopper() else 1 << 16))
-        self.flush = Flush(FLUSH_BYTES // 4 if on_hopper() else 1024)
+        self.pool = make_pool(max(largest, 128 << 20 if uses_kernels() else 1 << 16))
+        self.flush = Flush(FLUSH_BYTES // 4 if uses_kernels() else 1024)
         for case in self.cases:
             self.records[case] = {**case.point, "times": {method: {} for method in case.methods}}
 
@@ -199,7 +199,7 @@ class Run:
                 self.guarded("checking", case, method, functools.partial(check, method, METHODS[method], batches))
 
         self.each("results", self.args.budget - 40, checked)
-        if not on_hopper():
+        if not uses_kernels():
             return
 
         def window(name: str, call: Call, inputs: Sequence[Any], batches: Batches) -> None:
@@ -247,7 +247,7 @@ class Run:
 
     def elsewhere(self) -> None:
         """Host-visible times, and those in a program."""
-        calls = CALLS if on_hopper() else 4
+        calls = CALLS if uses_kernels() else 4
 
         def host(case: Case, batches: Batches) -> None:
             flush = self.flush if batches.small else None

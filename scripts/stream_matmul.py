@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-STREAMING_MULTIPROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
+from smcjax.device import HOPPER
+
 ROWS = 64  # the M of a warpgroup's matrix product
 MAX_TOKENS = 256  # and the largest N
 MAX_TOKENS_SWIGLU = 192  # with two products a thread
@@ -274,7 +274,7 @@ def default_tuning(*, tokens: int, columns: int, rows: int, swiglu: bool = False
         for products in ((2,) if swiglu else (1,))
         for splits in (1, 2, 4, 8)
         for stages in (4, 3, 2)
-        if splits == 1 or rows // (ROWS * products * warpgroups) * splits <= STREAMING_MULTIPROCESSORS
+        if splits == 1 or rows // (ROWS * products * warpgroups) * splits <= HOPPER.multiprocessors
     ]
     choices = [tuning for tuning in choices if objection(tuning, **sizes, itemsize=4, swiglu=swiglu) is None]
     if not choices:
@@ -282,7 +282,7 @@ def default_tuning(*, tokens: int, columns: int, rows: int, swiglu: bool = False
 
     def cost(tuning: Tuning) -> tuple[float, int]:
         blocks = rows // tuning.rows * tuning.splits
-        waves = -(-blocks // STREAMING_MULTIPROCESSORS)
+        waves = -(-blocks // HOPPER.multiprocessors)
         fetched = columns // tuning.splits * (tuning.rows + tokens) * 2  # bytes a block
         summed = tuning.rows * tokens * 8 if tuning.partials else 0  # written and read again
         return waves * (fetched + summed), -tuning.stages
@@ -302,13 +302,13 @@ def objection(tuning: Tuning, *, tokens: int, columns: int, rows: int, itemsize:
         return f"{tuning.rows} rows are more than a copy takes"
     if tuning.share * (tuning.splits if cluster else 1) > 8:
         return "a cluster has at most 8 blocks"
-    if cluster and rows // tuning.rows * tuning.splits > STREAMING_MULTIPROCESSORS:
+    if cluster and rows // tuning.rows * tuning.splits > HOPPER.multiprocessors:
         return f"{rows // tuning.rows} clusters of {tuning.splits} do not run at the same time"
     if swiglu and (tuning.splits > 1 or tuning.products != 2):
         return "swiglu needs two products a warpgroup, and all of K in a block"
     if not tuning.fits_registers(tokens):
         return f"{tuning.products} · {tokens} / 2 sums a thread of {tuning.warpgroups + 1} warpgroups"
-    if tuning.shared_memory(tokens, itemsize) > SHARED_MEMORY:
+    if tuning.shared_memory(tokens, itemsize) > HOPPER.shared_memory:
         return f"{tuning.shared_memory(tokens, itemsize)} bytes of shared memory"
     return None
 
@@ -349,7 +349,7 @@ def stream_matmul(
 
     cluster = tuning.splits > 1 and not partials
     groups = rows // (tuning.rows * tuning.share)
-    programs = min(groups, STREAMING_MULTIPROCESSORS // (tuning.share * tuning.splits))
+    programs = min(groups, HOPPER.multiprocessors // (tuning.share * tuning.splits))
     outputs = rows // 2 if swiglu else rows
     shape = (tuning.splits, groups_of_8, outputs) if partials else (groups_of_8, outputs)
 

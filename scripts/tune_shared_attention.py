@@ -23,8 +23,7 @@ import jax
 from bench_attention import Inputs, Shape, by_plan, error, make
 from profile_cycle import read_kernels
 
-from smcjax.pallas import find_tasks, shared_attention_mosaic
-from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas import find_tasks, shared_attention_mosaic, uses_kernels
 from smcjax.pallas.shared_tuning import Tuning, chunk_of, tiles_of
 
 CONTEXTS = (4137, 16_425, 32_809)
@@ -44,7 +43,6 @@ def measure(
         page_size=keys[0].shape[1],
         chunk=chunk,
         tiles=tiles,
-        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, positions[:, 0])
     attend = by_plan if tuning is None else functools.partial(shared_attention_mosaic, tuning=tuning)
@@ -78,7 +76,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=fields[name].default)
     parser.add_argument("--splits", type=int, nargs="+", help="shares of each part")
     args = parser.parse_args()
-    if not on_hopper():
+    if not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one.")
 
     shapes = []

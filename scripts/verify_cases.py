@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from smcjax.bench.verification import rotations, synthetic
-from smcjax.pallas import acceptance
+from smcjax.pallas import acceptance, uses_kernels
 from smcjax.pallas import verify_pack as vp
-from smcjax.pallas.paged_attention import on_hopper
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
@@ -119,7 +118,7 @@ def fitted(case: Case) -> Case:
     """Without methods that do not run here or are not worth compiling."""
     too_many = case.rows * case.gamma > MOST_ONE_LAUNCH
     keep = [m for m in case.methods if not (too_many and m == "verify: one launch")]
-    if not on_hopper():
+    if not uses_kernels():
         keep = [m for m in keep if m in ON_CPU]
     return dataclasses.replace(case, methods=tuple(keep))
 

@@ -155,7 +155,6 @@ def step(program: Program, params: Params, state: State) -> tuple[State, Info]:
         page_size=program.page_size,
         max_width=1,
         group=1,
-        implementation=program.implementation,
     )
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     tokens = sequences.token_at(position)[:, None]

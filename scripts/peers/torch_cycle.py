@@ -29,8 +29,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smcjax.bench.roofline import BANDWIDTH, autoregressive_phases, cycle_phases
+from smcjax.bench.roofline import autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
+from smcjax.device import CPU, KNOWN
 from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
@@ -438,8 +439,8 @@ def main() -> None:
         smc = SMC(n_particles=args.n_particles, gamma=args.gamma)
         phases = cycle_phases(target, draft, smc.speculation, groups=args.requests, context=args.context)
     weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
-    bandwidth = args.bandwidth * 1e9 if args.bandwidth else BANDWIDTH.get(name)
-    roofline = None if bandwidth is None else weight_bytes / bandwidth * 1e3
+    bandwidth = args.bandwidth * 1e9 if args.bandwidth else KNOWN.get(name, CPU).bandwidth
+    roofline = weight_bytes / bandwidth * 1e3 if bandwidth else None
     result = {
         "implementation": f"torch {torch.__version__} {args.mode} {args.attention}",
         "device": name,

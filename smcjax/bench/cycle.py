@@ -21,10 +21,11 @@ import numpy as np
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.batch import BatchRunner
-from smcjax.bench.roofline import BANDWIDTH, Phase, autoregressive_phases, cycle_phases
+from smcjax.bench.roofline import Phase, autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoding.speculation import PairParams, require_one_vocabulary
+from smcjax.device import this_device
 from smcjax.engine.batch import Batch
 from smcjax.engine.loading import prepared
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
@@ -176,8 +177,7 @@ class Rates:
     @classmethod
     def measure(cls, dtype: str, bandwidth: float | None = None) -> Rates:
         """Of the default device; `bandwidth` overrides the datasheet."""
-        known = bandwidth or BANDWIDTH.get(jax.devices()[0].device_kind)
-        return cls(known or measure_bandwidth(), measure_flop_rate(dtype))
+        return cls(bandwidth or this_device().bandwidth or measure_bandwidth(), measure_flop_rate(dtype))
 
 
 def measure_bandwidth() -> float:

@@ -13,16 +13,6 @@ import dataclasses
 from smcjax.decoders import Speculation
 from smcjax.model.config import ModelConfig
 
-# Vendor datasheets, bytes per second.
-BANDWIDTH = {
-    "NVIDIA H200": 4.8e12,
-    "NVIDIA H100 80GB HBM3": 3.35e12,
-    "NVIDIA B200": 8.0e12,
-    "NVIDIA GH200 480GB": 4.0e12,
-}
-# The same, FLOP per second of dense bf16 products. Not part of the roofline, whose rate is measured.
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
-
 
 def streamed_weights(config: ModelConfig) -> int:
     """Weights that one forward reads: all but an untied embedding, of which it reads a few rows."""

@@ -101,7 +101,7 @@ def _devices() -> Finding:
 def _kernels() -> Finding:
     from smcjax.pallas import uses_kernels
 
-    return Finding("kernels", "Pallas" if uses_kernels("auto") else "none, plain XLA: the kernels need a Hopper GPU")
+    return Finding("kernels", "Pallas" if uses_kernels() else "none, plain XLA: the kernels need a Hopper GPU")
 
 
 def _donation() -> Finding:

@@ -19,9 +19,10 @@ from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
-from smcjax.model.paged import paged_hidden_states, plan_reads
+from smcjax.model.paged import Plans, paged_hidden_states, plan_attention
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix
+from smcjax.model.view import BatchView
 from smcjax.numerics import words_of
 from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
 from smcjax.pallas.products import QUERIES
@@ -160,7 +161,7 @@ class OneKernelPlan:
 class Plan:
     """What the steps of one cycle have in common. Either way uses its own; XLA drops what is not used."""
 
-    sharing: Sharing | None  # layer by layer: what rows of a group share
+    reads: Plans  # layer by layer: what rows of a group share
     one_kernel: OneKernelPlan | None = None  # None where no step may run so
     keeps_laws: bool = False  # whether the laws that are drawn from are wanted whole
     stop_words: UInt[Array, "R words"] | None = None  # the law's stops, 32 to a word; None where no kernel draws
@@ -181,20 +182,12 @@ def plan(
     implementation: str,
     keeps_laws: bool = False,
 ) -> Plan:
-    """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_reads`' terms."""
-    sharing = plan_reads(
-        config,
-        params,
-        block_table,
-        lengths,
-        settled,
-        rows=rows,
-        columns=columns,
-        page_size=page_size,
-        implementation=implementation,
-    )
+    """For `next_token` of 1 to `columns` tokens a row and groups of `rows` rows: `plan_attention`'s terms."""
+    unknown = jnp.zeros((block_table.shape[0], columns), jnp.int32)
+    view = BatchView(unknown, unknown, block_table, unknown, lengths, settled, rows=rows, page_size=page_size)
+    reads = plan_attention(config, params, view, columns=columns)
     total = block_table.shape[0]
-    by_kernel = uses_kernels(implementation) and not isinstance(params.unembed, QuantizedMatrix)
+    by_kernel = uses_kernels() and not isinstance(params.unembed, QuantizedMatrix)
     by_kernel &= law.truncation is None and not keeps_laws
     vocab, hidden = config.vocab_size, config.hidden_size
     by_kernel &= supports_sampled_head(rows=total, hidden=hidden, vocab=vocab, dtype=params.embed.dtype)
@@ -208,15 +201,13 @@ def plan(
     }
     shapes = [one_kernel_of(config, params, total, columns=width, **terms) for width in widths]
     if law.truncation is not None or not any(shapes):
-        return Plan(sharing, None, keeps_laws, pack_bits(law.stops) if by_kernel else None, by_kernel)
+        return Plan(reads, None, keeps_laws, pack_bits(law.stops) if by_kernel else None, by_kernel)
     tasks = {
-        together: tasks_of(
-            config, block_table, lengths, settled, rows=together, page_size=page_size, implementation=implementation
-        )
+        together: tasks_of(config, block_table, lengths, settled, rows=together, page_size=page_size)
         for together in sorted({shape.rows for shape in shapes if shape is not None})
     }
     one_kernel = OneKernelPlan(tasks, ahead, norms_of(params), scales_of(params))
-    return Plan(sharing, one_kernel, keeps_laws, pack_bits(law.stops), by_kernel)
+    return Plan(reads, one_kernel, keeps_laws, pack_bits(law.stops), by_kernel)
 
 
 def tasks_of(
@@ -227,7 +218,6 @@ def tasks_of(
     *,
     rows: int,
     page_size: int,
-    implementation: str = "auto",
 ) -> Sharing:
     """The one kernel's attention tasks: `find_sharing`'s terms."""
     return find_tasks(
@@ -239,7 +229,6 @@ def tasks_of(
         page_size=page_size,
         chunk=decode_step.CHUNK,
         tiles=1,
-        implementation=implementation,
     )
 
 
@@ -380,7 +369,7 @@ def next_token(
     if steps.one_kernel is not None and plan.one_kernel is not None:
         shape, tables = steps.one_kernel
         if copies is not None:
-            cache = cache.copy_pages(copies, implementation="mosaic")
+            cache = cache.copy_pages(copies)
         one_kernel = plan.one_kernel
         weights, tasks = weights_of(params, one_kernel.norms, one_kernel.scales), one_kernel.tasks[shape.rows]
         if begin is None:
@@ -388,19 +377,19 @@ def next_token(
         done = decode_step.decode_step(shape, weights, begin, step, tables, tasks, cache.keys, cache.values)
         head = Head.of(params, done.residual, config.rms_norm_eps) if plan.keeps_laws else None
         drawn = Drawn(done.token, done.logprob, head=head, following=done.following)
-        return drawn, KVCache(keys=done.keys, values=done.values)
-    hidden, cache = paged_hidden_states(
-        config,
-        params,
-        cache,
+        return drawn, cache.replace(keys=done.keys, values=done.values)
+    zeros = jnp.zeros_like(steps.token_number[step])
+    view = BatchView(
         tokens,
         steps.positions[step],
         block_table,
         steps.write_pages[step],
+        lengths=zeros,
+        num_immutable=zeros,
         copies=copies,
-        sharing=plan.sharing,
-        implementation=implementation,
+        page_size=cache.page_size,
     )
+    hidden, cache = paged_hidden_states(config, params, cache, view, plan.reads)
     keys, number = steps.keys[step], steps.token_number[step]
     if plan.draws_in_head and plan.stop_words is not None:
         return sample_in_head(law, keys, number, hidden[:, -1], params.unembed, plan.stop_words), cache
@@ -470,7 +459,7 @@ def one_kernel_of(
     """
     matrices = [getattr(layer, name) for layer in params.layers for name in FUSED_MATRICES] + [params.unembed]
     quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
-    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels(implementation)):
+    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels()):
         return None
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows

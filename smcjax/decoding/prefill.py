@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, KVCache, PagePool, allocate, rebind
 from smcjax.model.config import ModelConfig
-from smcjax.model.paged import paged_hidden_states, plan_reads
+from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
+from smcjax.model.view import BatchView
 
 
 def admit(
@@ -82,28 +83,17 @@ def prefill_chunk(
     tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
     new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
     pages = leaders.write_pages(positions, new, cache.page_size)
-    sharing = plan_reads(
-        config,
-        params,
-        leaders.block_table,
-        jnp.max(jnp.where(new, positions + 1, 0), axis=1),
-        positions[:, 0],
-        rows=1,
-        columns=chunk,
-        page_size=cache.page_size,
-        implementation=implementation,
-    )
-    hidden, cache = paged_hidden_states(
-        config,
-        params,
-        cache,
+    view = BatchView(
         tokens,
         positions,
         leaders.block_table,
         pages,
-        sharing=sharing,
-        implementation=implementation,
+        lengths=jnp.max(jnp.where(new, positions + 1, 0), axis=1),
+        num_immutable=positions[:, 0],
+        page_size=cache.page_size,
     )
+    plans = plan_attention(config, params, view, columns=chunk)
+    hidden, cache = paged_hidden_states(config, params, cache, view, plans)
 
     last = leaders.length - 1 - start
     found = (last >= 0) & (last < chunk)

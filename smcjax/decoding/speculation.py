@@ -28,8 +28,9 @@ from smcjax.decoding.sequences import Bounded, Requests, Sequences
 from smcjax.kv import TRASH, Copies, KVCache, PagePool, make_room
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import unembed
-from smcjax.model.paged import create_cache, paged_hidden_states, plan_reads
+from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.params import Params
+from smcjax.model.view import BatchView
 from smcjax.pallas.decode_step import Embedded
 
 
@@ -174,7 +175,6 @@ def reserve(program: PairProgram, state: PairState) -> tuple[Sequences, PagePool
         page_size=program.page_size,
         max_width=width,
         group=program.speculation.rows,
-        implementation=program.implementation,
     )
     # Pages of one token are never part-filled.
     copies = Copies(room.copy_from, room.copy_to) if program.page_size > 1 else None
@@ -344,26 +344,16 @@ def score(
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
-    sharing = plan_reads(
-        config,
-        params,
-        sequences.block_table,
-        *_reach(program, state),
-        rows=speculation.rows,
-        columns=width,
-        page_size=program.page_size,
-        implementation=program.implementation,
-    )
-    hidden, cache = paged_hidden_states(
-        config,
-        params,
-        state.memory.target,
+    view = BatchView(
         tokens,
         positions,
         sequences.block_table,
         _pages(program, state, positions),
-        copies=copies,
-        sharing=sharing,
-        implementation=program.implementation,
+        *_reach(program, state),
+        copies,
+        rows=speculation.rows,
+        page_size=program.page_size,
     )
+    plans = plan_attention(config, params, view, columns=width)
+    hidden, cache = paged_hidden_states(config, params, state.memory.target, view, plans)
     return unembed(params, hidden), cache

@@ -21,6 +21,7 @@ from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
 from smcjax.model.widening import widen_params
+from smcjax.pallas import implementations
 from smcjax.tokenizer import Tokenizer
 
 BUNDLED = ("target", "draft")
@@ -92,7 +93,8 @@ def prepared(params: Params, quantization: str | None, implementation: str) -> P
     They are quantised where asked; on a GPU folded for kernels, on a CPU the same numbers in float32.
     """
     params = params if quantization is None else quantize_params(params, consume=True)
-    return widen_params(params) if on_cpu() else fold_for_kernels(params, implementation)
+    with implementations(implementation):
+        return widen_params(params) if on_cpu() else fold_for_kernels(params)
 
 
 def prepared_models(

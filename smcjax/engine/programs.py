@@ -19,7 +19,7 @@ from smcjax.engine.memory import device_memory
 from smcjax.engine.product_choice import chosen_forms, products_asked
 from smcjax.engine.settings import own_settings
 from smcjax.numerics import Form, Product, product_forms
-from smcjax.pallas import uses_kernels
+from smcjax.pallas import implementations, uses_kernels
 
 logger = logging.getLogger("smcjax")
 
@@ -231,7 +231,9 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
     """
     job = Job(function, (1,), (abstract(params), state))
     few = state.sequences.length.shape[0] < 8  # sequences
-    if few or jax.default_backend() != "gpu" or not uses_kernels(program.implementation):
+    with implementations(program.implementation):
+        by_kernels = uses_kernels()
+    if few or jax.default_backend() != "gpu" or not by_kernels:
         return job
     asked = products_asked(function, *job.arguments)
     if any(what.dtype != "bfloat16" for what in asked):

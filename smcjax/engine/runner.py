@@ -102,10 +102,7 @@ class Runner:
             models.append((program.draft, memory.draft))
         lengths = (SHORT_CHUNK, PREFILL_CHUNK) if on_cpu() else (PREFILL_CHUNK, LONG_CHUNK)
         short, long = (min(length, program.max_model_len) for length in lengths)
-        pays = on_cpu() or all(
-            reads_by_kernels(config, cache, columns=long, implementation=program.implementation)
-            for config, cache in models
-        )
+        pays = on_cpu() or all(reads_by_kernels(config, cache, columns=long) for config, cache in models)
         return ChunkLengths(together=short, alone=long if pays else short)
 
     @property

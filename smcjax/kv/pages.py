@@ -16,13 +16,13 @@ in tables, takes the writes of rows that must write nowhere, is never counted an
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from smcjax.pallas import uses_kernels
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.kv_write import TRASH
 from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
 
@@ -108,7 +108,7 @@ def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array
     return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
 
 
-def fork(
+def _fork_reference(
     pool: PagePool,
     block_table: Int[Array, "R M"],
     rows: Rows,
@@ -118,20 +118,28 @@ def fork(
     end: Int[Array, " R"],
     *,
     group: int,
-    implementation: str = "auto",
 ) -> tuple[PagePool, Int[Array, "R M"], Rows]:
-    """Every row becomes a copy of row `source[r]` of its group: its block table and each array of `rows`.
+    """Makes every row a copy of row `source[r]` of its group: its block table and each array of `rows`.
 
     `offspring[r]` is how many rows have r as their source; one that has any must be its own, so that it stays where it
     is. `rows` are arrays [R, …] of 32-bit words; what lies before column `begin[r]` is the same in all rows of a group
     of N = `group`, and from column `end[source[r]]` on anything may be left.
     """
-    if uses_kernels(implementation) and supports_page_tables(rows=source.shape[0], group=group):
-        counts, free, left, table, rows = fork_mosaic(
-            pool.refcount, pool.free, pool.num_free, block_table, rows, source, offspring, begin, end, group=group
-        )
-        return PagePool(counts, free, left), table, rows
     return fan_out(pool, block_table, offspring), block_table[source], tuple(array[source] for array in rows)
+
+
+def _fork_sm90(pool: PagePool, *args: Any, **named: Any) -> tuple[PagePool, jax.Array, Rows]:
+    counts, free, left, table, rows = fork_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
+    return PagePool(counts, free, left), table, rows
+
+
+def _supports_fork(pool: PagePool, block_table: jax.Array, rows: Rows, *args: Any, group: int, **named: Any) -> bool:
+    words = all(array.dtype.itemsize == 4 for array in rows)
+    return words and supports_page_tables(rows=block_table.shape[0], group=group)
+
+
+fork = Op(_fork_reference)
+fork.register(Kernel("sm90", _fork_sm90, _supports_fork))
 
 
 def keep(
@@ -175,7 +183,7 @@ class Room(NamedTuple):
     copy_to: Int[Array, " R"]
 
 
-def make_room(
+def _make_room_reference(
     pool: PagePool,
     block_table: Int[Array, "R M"],
     first: Int[Array, " R"],
@@ -185,7 +193,6 @@ def make_room(
     page_size: int,
     max_width: int,
     group: int,
-    implementation: str = "auto",
 ) -> Room:
     """Gives every live row pages of its own for positions `first`…`last` (at most `max_width` of them).
 
@@ -196,21 +203,7 @@ def make_room(
     no page is freed here, and a population never needs more pages than its rows' own worst case.
     """
     rows, table_width = block_table.shape
-    touched = (max_width + page_size - 2) // page_size + 1
-    if uses_kernels(implementation) and supports_page_tables(rows=rows, group=group):
-        counts, left, table, copy_from, copy_to = make_room_mosaic(
-            pool.refcount,
-            pool.free,
-            pool.num_free,
-            block_table,
-            first,
-            last,
-            live,
-            group=group,
-            page_size=page_size,
-            touched=touched,
-        )
-        return Room(PagePool(counts, pool.free, left), table, copy_from, copy_to)
+    touched = _touched(max_width, page_size)
     logical = first[:, None] // page_size + jnp.arange(touched)
     in_use = live[:, None] & (logical <= last[:, None] // page_size)
     row = jnp.arange(rows)[:, None]
@@ -233,6 +226,25 @@ def make_room(
     target = jnp.where(needed, logical, table_width)  # out of range: dropped
     block_table = block_table.at[row, target].set(fresh, mode="drop")
     return Room(pool, block_table, replaced, jnp.where(replaced == TRASH, TRASH, fresh[:, 0]))
+
+
+def _make_room_sm90(pool: PagePool, *args: Any, page_size: int, max_width: int, **named: Any) -> Room:
+    named |= {"page_size": page_size, "touched": _touched(max_width, page_size)}
+    counts, left, *where = make_room_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
+    return Room(PagePool(counts, pool.free, left), *where)
+
+
+def _supports_room(pool: PagePool, block_table: jax.Array, *args: Any, group: int, **named: Any) -> bool:
+    return supports_page_tables(rows=block_table.shape[0], group=group)
+
+
+def _touched(width: int, page_size: int) -> int:
+    """Pages that `width` consecutive positions may lie in, wherever the first is."""
+    return (width + page_size - 2) // page_size + 1
+
+
+make_room = Op(_make_room_reference)
+make_room.register(Kernel("sm90", _make_room_sm90, _supports_room))
 
 
 def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:

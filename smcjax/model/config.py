@@ -127,8 +127,9 @@ class ModelConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        """Bytes that pages hold of one token, in all layers."""
+        specs = (self.layer(index).attention.cache(self) for index in range(self.num_layers))
+        return sum(spec.token_bytes(self.itemsize) for spec in specs)
 
     def with_layers(self, layers: Iterable[LayerSpec]) -> ModelConfig:
         """The same decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""

@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 
 from smcjax.model.params import LayerParams, Params
 from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas import uses_kernels
+from smcjax.pallas.dispatch import uses_kernels
 
 
-def fold_for_kernels(params: Params, implementation: str) -> Params:
-    """`fold_norms`, consuming, for bfloat16 weights where `implementation` means kernels; otherwise as they are."""
-    wanted = uses_kernels(implementation) and params.embed.dtype == jnp.bfloat16
+def fold_for_kernels(params: Params) -> Params:
+    """Folds the norms of bfloat16 weights, consuming them, where kernels come into question; returns others as is."""
+    wanted = uses_kernels() and params.embed.dtype == jnp.bfloat16
     return fold_norms(params, consume=True) if wanted else params
 
 

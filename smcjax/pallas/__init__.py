@@ -2,18 +2,17 @@
 
 from smcjax.pallas.acceptance import Acceptance, acceptance_scan
 from smcjax.pallas.attention import attention, paged_attention_reference
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
 from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
-    IMPLEMENTATIONS,
     attends_by_kernels,
     find_tasks,
     paged_attention,
     paged_attention_mosaic,
     plan_sharing,
     supports,
-    uses_kernels,
 )
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
@@ -21,7 +20,6 @@ from smcjax.pallas.swiglu import swiglu
 from smcjax.pallas.verify_pack import verify_and_pack
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "Acceptance",
     "Copies",
     "HeadNorms",
@@ -34,6 +32,7 @@ __all__ = [
     "copy_all_pages",
     "copy_pages",
     "find_tasks",
+    "implementations",
     "paged_attention",
     "paged_attention_mosaic",
     "paged_attention_reference",

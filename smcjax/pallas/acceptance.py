@@ -20,11 +20,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
+from smcjax.device import HOPPER
 from smcjax.pallas import simt
-from smcjax.pallas.paged_attention import uses_kernels
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
 
-MULTIPROCESSORS = 132  # of an H200: one block each
 WARPGROUPS = 4  # of a block
 MOST_RECOMPUTED = 8192  # ids b·γ that one block may scan alone
 MOST_ROWS = 1024  # b: what a warp sums
@@ -58,8 +58,16 @@ def op_by_op(draft: Int[Array, "b g"], target: Int[Array, "b g1"]) -> tuple[jax.
 
 
 def acceptance_scan_reference(draft: Int[Array, "b g"], target: Int[Array, "b g1"]) -> Acceptance:
-    """The scan in plain jnp: the smallest position that disagrees."""
-    gamma = draft.shape[1]
+    """Accepted lengths, mismatches, next tokens and packed offsets: the smallest position of each row that disagrees.
+
+    Raises ValueError unless `target` has one column more than `draft`.
+    """
+    rows, gamma = draft.shape
+    if target.shape != (rows, gamma + 1):
+        raise ValueError(
+            f"draft is [b, γ] = {draft.shape}, so target must be [b, γ + 1] = {(rows, gamma + 1)}, "
+            f"the bonus position included; got {target.shape}."
+        )
     position = jnp.where(draft != target[:, :gamma], jnp.arange(gamma, dtype=jnp.int32), gamma)
     lengths = position.min(axis=1, initial=gamma)
     following = jnp.take_along_axis(target, lengths[:, None], axis=1)[:, 0]
@@ -203,30 +211,11 @@ def _scan_kernel(
 # ------------------------------------------------------------------------------------------------------------ wrapper
 
 
-def supports_scan(*, rows: int, gamma: int, dtype: Any = jnp.int32) -> bool:
-    """Whether the scan's kernel applies to these static shapes."""
-    return 0 < rows <= MOST_ROWS and 0 < gamma <= MOST_GAMMA and jnp.dtype(dtype) == jnp.int32
-
-
-def acceptance_scan(
-    draft: Int[Array, "b g"], target: Int[Array, "b g1"], *, implementation: str = "auto"
-) -> Acceptance:
-    """Accepted lengths, mismatches, next tokens and packed offsets. `implementation` as in `paged_attention`."""
-    check_ids(draft, target)
+def supports_scan(draft: jax.Array, target: jax.Array) -> bool:
+    """True for int32 ids that fit each other, of rows as many and as long as the scan's kernel takes."""
     rows, gamma = draft.shape
-    if uses_kernels(implementation) and supports_scan(rows=rows, gamma=gamma, dtype=draft.dtype):
-        return acceptance_scan_mosaic(draft, target)
-    return acceptance_scan_reference(draft, target)
-
-
-def check_ids(draft: jax.Array, target: jax.Array) -> None:
-    """Raises ValueError unless `target` has one column more than `draft`."""
-    rows, gamma = draft.shape
-    if target.shape != (rows, gamma + 1):
-        raise ValueError(
-            f"draft is [b, γ] = {draft.shape}, so target must be [b, γ + 1] = {(rows, gamma + 1)}, "
-            f"the bonus position included; got {target.shape}."
-        )
+    ids = draft.dtype == target.dtype == jnp.int32 and target.shape == (rows, gamma + 1)
+    return ids and 0 < rows <= MOST_ROWS and 0 < gamma <= MOST_GAMMA
 
 
 def acceptance_scan_mosaic(
@@ -251,7 +240,7 @@ def scan_rows_mosaic(
     draft: Int[Array, "b g"],
     target: Int[Array, "b g1"],
     *,
-    blocks: int = MULTIPROCESSORS,
+    blocks: int = HOPPER.multiprocessors,
     warpgroups: int = WARPGROUPS,
     interpret: Any = None,
 ) -> tuple[Int[Array, " b"], Bool[Array, " b"], Int[Array, " b"]]:
@@ -288,6 +277,10 @@ def _scan(
         interpret=interpret,
         kernel_name="acceptance_scan",
     )(draft, target)
+
+
+acceptance_scan = Op(acceptance_scan_reference)
+acceptance_scan.register(Kernel("sm90", acceptance_scan_mosaic, supports_scan))
 
 
 def acceptance_type(rows: int) -> list[jax.ShapeDtypeStruct]:

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from smcjax.device import HOPPER
 from smcjax.pallas import lanes
-from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
+from smcjax.pallas.products import QUERIES
 
-BLOCKS = STREAMING_MULTIPROCESSORS  # one each; all must be resident at once
+BLOCKS = HOPPER.multiprocessors  # one each; all must be resident at once
 CHUNK = 64  # KV slots that attention multiplies at once: of one task, or of several single pages
 DEPTH = 128  # inner elements of one tile of activations, and of one of 64 rows of bf16 weights
 WEIGHT_TILE = 64 * DEPTH * 2  # bytes, of int8 weights twice as many elements
 MOST_TOKENS = 32
-SHARED_MEMORY = 227 * 1024  # bytes that a block may have
+BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
 TILE = lanes.FEATURES
 
 
@@ -330,5 +331,5 @@ def make_shape(
     )
     if shape.ring:
         return dataclasses.replace(shape, blocks=blocks)
-    spare = SHARED_MEMORY - 4096 - _turns(shape)  # of which 4 KB for barriers and alignment
+    spare = HOPPER.shared_memory - BESIDE - _turns(shape)
     return dataclasses.replace(shape, blocks=blocks, ring=max(0, min(16, spare // WEIGHT_TILE)))

@@ -23,8 +23,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
-from smcjax.pallas.paged_attention import uses_kernels
 
 THREADS = 128  # of a warpgroup
 MOST_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
@@ -98,9 +98,13 @@ def rotate_and_write_reference(
     norms: HeadNorms | None = None,
     pending: PendingNorm | None = None,
 ) -> Written:
-    """Rotated queries, and the pages with the copies made and token (r, t) at slot `slots[r, t]` of `pages[r, t]`.
+    """Splits, norms and rotates a layer's fused product; makes the copies; writes keys and values to their pages.
 
-    Copies are whole pages, all read before any is written.
+    Returns rotated queries [R, T, H, D] and the pages, with token (r, t) at slot `slots[r, t]` of `pages[r, t]`,
+    updated in place where the caller gives them up. Of a copied page only the slots before the row's first written
+    token are sure to be the source's (a row that writes nothing has the whole page copied; the reference always copies
+    whole pages). No page to copy from may be written in those slots by another row of the same call. `pending` is the
+    norm that the product, made of x itself, still lacks.
     """
     q, k, v = split_and_rotate(qkv, cos, sin, num_kv_heads=key_pages.shape[2], norms=norms, pending=pending)
 
@@ -232,7 +236,7 @@ def _kernel(
 
 
 def supports_write(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
-    """Whether the kernel applies to these static shapes."""
+    """True for models whose heads the kernel divides among the threads of a warpgroup."""
     return (
         jnp.dtype(dtype) == jnp.bfloat16
         and head_dim in (64, 128)
@@ -242,42 +246,26 @@ def supports_write(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: A
     )
 
 
-def rotate_and_write(
-    qkv: Float[Array, "R T HHH D"],
-    cos: Float[Array, "R T half"],
-    sin: Float[Array, "R T half"],
-    key_pages: Float[Array, "P B Hkv D"],
-    value_pages: Float[Array, "P B Hkv D"],
-    pages: Int[Array, "R T"],
-    slots: Int[Array, "R T"],
+def _supports(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
     copies: Copies | None = None,
     norms: HeadNorms | None = None,
     pending: PendingNorm | None = None,
-    *,
-    implementation: str = "auto",
-) -> Written:
-    """Splits, norms and rotates a layer's fused product; makes the copies; writes keys and values to their pages.
-
-    Returns rotated queries [R, T, H, D] and the pages, updated in place where the caller gives them up. Of a copied
-    page only the slots before the row's first written token are sure to be the source's (a row that writes nothing has
-    the whole page copied). No page to copy from may be written in those slots by another row of the same call.
-    `pending` is the norm that the product, made of x itself, still lacks. `implementation` as in `paged_attention`.
-    """
+) -> bool:
     num_kv_heads, head_dim = key_pages.shape[2:]
     num_heads = qkv.shape[-2] - 2 * num_kv_heads
-    applies = key_pages.dtype == qkv.dtype and supports_write(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=key_pages.dtype
-    )
-    if pending is not None:
-        rows, width = pages.size, pending.x.shape[-1]
-        applies = applies and supports_norm(rows=rows, width=width, dtype=pending.x.dtype)
-    compute = rotate_and_write_reference
-    if applies and uses_kernels(implementation):
-        compute = rotate_and_write_mosaic
-        if copies is not None and pages.shape[1] > MOST_COLUMNS:
-            key_pages, value_pages = copy_pages(key_pages, copies), copy_pages(value_pages, copies)
-            copies = None
-    return compute(qkv, cos, sin, key_pages, value_pages, pages, slots, copies, norms, pending)
+    dtypes = {qkv.dtype, key_pages.dtype, value_pages.dtype, *(() if norms is None else (norms.q.dtype, norms.k.dtype))}
+    if len(dtypes) > 1:
+        return False
+    if pending is not None and not supports_norm(rows=pages.size, width=pending.x.shape[-1], dtype=pending.x.dtype):
+        return False
+    return supports_write(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=qkv.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "pending_eps", "eps"))
@@ -324,7 +312,10 @@ def rotate_and_write_mosaic(
     *,
     interpret: Any = None,
 ) -> Written:
-    """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `rotate_and_write` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    if copies is not None and pages.shape[1] > MOST_COLUMNS:
+        key_pages, value_pages = copy_pages(key_pages, copies), copy_pages(value_pages, copies)
+        copies = None
     return _rotate_and_write(
         (qkv, cos, sin, pages, slots),
         copies,
@@ -335,3 +326,7 @@ def rotate_and_write_mosaic(
         eps=None if norms is None else norms.eps,
         interpret=interpret,
     )
+
+
+rotate_and_write = Op(rotate_and_write_reference)
+rotate_and_write.register(Kernel("sm90", rotate_and_write_mosaic, _supports))

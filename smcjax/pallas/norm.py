@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from smcjax.pallas.paged_attention import uses_kernels
+from smcjax.pallas.dispatch import Kernel, Op
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
 MOST_ROWS = 512  # beyond, plain XLA is at the memory's speed
@@ -45,16 +45,16 @@ def _inverse_rms(x: Float[Array, "*shape E"], eps: float) -> Float[Array, "*shap
 
 
 def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float) -> Float[Array, "*shape E"]:
-    """x / rms(x) · weight, in f32, returned in x's dtype; weight None: without."""
+    """x / rms(x) · weight (None: 1) in x's dtype; x / rms(x) is made in f32, and kept so for a weight in f32."""
     x32 = x.astype(jnp.float32)
-    normed = (x32 * _inverse_rms(x32, eps)).astype(x.dtype)
-    return normed if weight is None else normed * weight
+    normed = x32 * _inverse_rms(x32, eps)
+    return (normed if weight is None else normed.astype(jnp.result_type(x, weight)) * weight).astype(x.dtype)
 
 
 def add_rms_norm_reference(
     x: Float[Array, "*shape E"], y: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
-    """x + y, and its norm."""
+    """x + y, of one dtype, and its RMS norm times `weight` (None: 1)."""
     x = x + y
     return x, rms_norm(x, weight, eps)
 
@@ -97,35 +97,26 @@ def _kernel(
 
 
 def supports_norm(*, rows: int, width: int, dtype: Any) -> bool:
-    """Whether the kernel applies to these static shapes."""
+    """True for rows [rows, width] that kernels norm: bfloat16, and few and narrow enough."""
     return jnp.dtype(dtype) == jnp.bfloat16 and width % 1024 == 0 and width <= 16384 and rows <= MOST_ROWS
 
 
-def add_rms_norm(
-    x: Float[Array, "*shape E"],
-    y: Float[Array, "*shape E"],
-    weight: Float[Array, " E"] | None,
-    eps: float,
-    *,
-    implementation: str = "auto",
-) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
-    """x + y, of one dtype, and its RMS norm times `weight` (None: 1). `implementation` as in `paged_attention`."""
-    applies = supports_norm(rows=x.size // x.shape[-1], width=x.shape[-1], dtype=x.dtype)
-    if not (applies and uses_kernels(implementation)):
-        return add_rms_norm_reference(x, y, weight, eps)
-    return add_rms_norm_mosaic(x, y, jnp.ones(x.shape[-1], x.dtype) if weight is None else weight, eps)
+def _supports(x: jax.Array, y: jax.Array, weight: jax.Array | None, eps: float) -> bool:
+    alike = x.dtype == y.dtype and (weight is None or weight.dtype == x.dtype)
+    return alike and supports_norm(rows=x.size // x.shape[-1], width=x.shape[-1], dtype=x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_rms_norm_mosaic(
     x: Float[Array, "*shape E"],
     y: Float[Array, "*shape E"],
-    weight: Float[Array, " E"],
+    weight: Float[Array, " E"] | None,
     eps: float,
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "*shape E"], Float[Array, "*shape E"]]:
-    """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `add_rms_norm` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    weight = jnp.ones(x.shape[-1], x.dtype) if weight is None else weight
     width = x.shape[-1]
     rows = x.size // width
     out = jax.ShapeDtypeStruct((rows, width), x.dtype)
@@ -138,3 +129,7 @@ def add_rms_norm_mosaic(
         kernel_name="add_rms_norm",
     )(x.reshape(rows, width), y.reshape(rows, width), weight)
     return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+add_rms_norm = Op(add_rms_norm_reference)
+add_rms_norm.register(Kernel("sm90", add_rms_norm_mosaic, _supports))

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.kv_write import Copies, copy_pages
-from smcjax.pallas.paged_attention import uses_kernels
 
 Pools = tuple[Float[Array, "P B Hkv D"], ...]
 IN_FLIGHT = 4  # copies of a block that are under way
@@ -27,23 +27,19 @@ LARGEST = 48 * 1024  # bytes of one copy, of which IN_FLIGHT fit the shared memo
 Ref = Any
 
 
-def supports_copy(pools: Pools) -> bool:
-    """Whether the kernel applies."""
+def copy_all_pages_reference(pools: Pools, copies: Copies) -> Pools:
+    """Page `copies.source[r]` into page `copies.target[r]` of every pool; rows that name one page twice copy nothing.
+
+    No page is both a source and a target. In place where the caller gives the pools up.
+    """
+    return tuple(copy_pages(pages, copies) for pages in pools)
+
+
+def _supports(pools: Pools, copies: Copies) -> bool:
     _, page_size, kv_heads, dim = pools[0].shape
     piece = min(SLOTS, page_size) * kv_heads * dim * pools[0].dtype.itemsize
     alike = all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
     return alike and page_size % min(SLOTS, page_size) == 0 and piece % 16 == 0 and piece <= LARGEST and kv_heads <= 256
-
-
-def copy_all_pages(pools: Pools, copies: Copies, *, implementation: str = "auto") -> Pools:
-    """Page `copies.source[r]` into page `copies.target[r]` of every pool; rows that name one page twice copy nothing.
-
-    No page is both a source and a target. In place where the caller gives the pools up. `implementation` as in
-    `paged_attention`.
-    """
-    if uses_kernels(implementation) and supports_copy(pools):
-        return copy_all_pages_mosaic(pools, copies)
-    return tuple(copy_pages(pages, copies) for pages in pools)
 
 
 def _kernel(source_ref: Ref, target_ref: Ref, *pools: Ref, buffer: Ref, ready: Ref) -> None:
@@ -71,7 +67,7 @@ def _kernel(source_ref: Ref, target_ref: Ref, *pools: Ref, buffer: Ref, ready: R
 
 
 def copy_all_pages_mosaic(pools: Pools, copies: Copies, *, interpret: Any = None) -> Pools:
-    """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `copy_all_pages` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     _, page_size, kv_heads, dim = pools[0].shape
     slots = min(SLOTS, page_size)
     refs: Sequence[Ref] = [jax.new_ref(pages) for pages in pools]
@@ -89,3 +85,7 @@ def copy_all_pages_mosaic(pools: Pools, copies: Copies, *, interpret: Any = None
         kernel_name="copy_pages",
     )(copies.source.astype(jnp.int32), copies.target.astype(jnp.int32), *refs)
     return tuple(map(jax.freeze, refs))
+
+
+copy_all_pages = Op(copy_all_pages_reference)
+copy_all_pages.register(Kernel("sm90", copy_all_pages_mosaic, _supports))

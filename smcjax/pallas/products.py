@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 QUERIES = 64  # the M of a warpgroup's matrix product
-STREAMING_MULTIPROCESSORS = 132  # of an H100 or H200
 MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
 
 # A jax.Array in registers of a warpgroup, or a reference: Pallas gives kernels no better type.

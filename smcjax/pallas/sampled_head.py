@@ -27,10 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from smcjax.device import HOPPER
 from smcjax.numerics import key_from
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen, whole_words
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
-from smcjax.pallas.products import STREAMING_MULTIPROCESSORS, SWIZZLED, Ref, across
+from smcjax.pallas.products import SWIZZLED, Ref, across
 
 ROWS = 64  # of a product
 IDS = 128  # of a product
@@ -60,7 +61,7 @@ class Tiling:
         few = rows <= ROWS and vocab % (2 * IDS) == 0
         tile_rows, ids = (ROWS, 2 * IDS) if few else (2 * ROWS, IDS)
         groups = -(-rows // tile_rows)
-        programs = max(1, min(vocab // ids, STREAMING_MULTIPROCESSORS // groups))
+        programs = max(1, min(vocab // ids, HOPPER.multiprocessors // groups))
         return cls(tile_rows, ids, groups, programs, RING // ((tile_rows + ids) * DEPTH * 2))
 
     @property

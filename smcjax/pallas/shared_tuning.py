@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from smcjax.pallas.products import QUERIES, STREAMING_MULTIPROCESSORS
+from smcjax.device import HOPPER
+from smcjax.pallas.products import QUERIES
 
-SHARED_MEMORY = 224 * 1024  # of a block, for queries and ring
+BESIDE = 3 << 10  # bytes of a block's shared memory for barriers and alignment, beside queries and ring
 # Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
 # minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
 MOST_SHARES = 36
@@ -79,14 +80,14 @@ def chunk_of(queries: int, slots: int) -> int:
 def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
     """Blocks to fill the GPU once, as far as `MOST_SHARES` allows; those of a part with more tiles more."""
     tiles, in_block = -(-queries // QUERIES), tiles_of(queries)
-    blocks = min(STREAMING_MULTIPROCESSORS // (groups * kv_heads), MOST_SHARES)
+    blocks = min(HOPPER.multiprocessors // (groups * kv_heads), MOST_SHARES)
     work = [min(in_block, tiles - first) for first in range(0, tiles, in_block)]
     splits = [1] * len(work)
     for _ in range(blocks - len(work)):
         busiest = max(range(len(work)), key=lambda p: (work[p] + 1) / splits[p])
         splits[busiest] += 1
     subs = 2 if in_block == 1 else 1
-    ring = SHARED_MEMORY - in_block * subs * QUERIES * dim * 2
+    ring = HOPPER.shared_memory - BESIDE - in_block * subs * QUERIES * dim * 2
     stages = min(MOST_STAGES if in_block == 1 else MOST_STAGES_OF_TILES, ring // (4 * chunk * dim))
     return Tuning(
         splits=tuple(splits),

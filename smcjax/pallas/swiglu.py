@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.norm import PendingNorm, inverse_rms, row_layout, supports_norm
-from smcjax.pallas.paged_attention import uses_kernels
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
 MOST_COLUMNS = 2048  # of a block
@@ -28,7 +28,7 @@ MOST_COLUMNS = 2048  # of a block
 
 
 def swiglu_reference(gate_up: Float[Array, "*shape FF"], pending: PendingNorm) -> Float[Array, "*shape F"]:
-    """silu(gate) · up of the divided product."""
+    """silu(gate) · up of gate_up / rms(x), gate above up."""
     gate, up = jnp.split(pending.divide(gate_up), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
@@ -61,25 +61,16 @@ def _kernel(
 # ------------------------------------------------------------------------------------------------------------ wrapper
 
 
-def supports_swiglu(*, rows: int, hidden: int, width: int, dtype: Any) -> bool:
-    """Whether the kernel applies to these static shapes: x [rows, hidden], a result [rows, width]."""
-    return supports_norm(rows=rows, width=hidden, dtype=dtype) and width % 1024 == 0
-
-
-def swiglu(
-    gate_up: Float[Array, "*shape FF"], pending: PendingNorm, *, implementation: str = "auto"
-) -> Float[Array, "*shape F"]:
-    """silu(gate) · up of gate_up / rms(x), gate above up. `implementation` as in `paged_attention`."""
-    hidden = pending.x.shape[-1]
-    rows, width = pending.x.size // hidden, gate_up.shape[-1] // 2
-    applies = supports_swiglu(rows=rows, hidden=hidden, width=width, dtype=gate_up.dtype)
-    return (swiglu_mosaic if applies and uses_kernels(implementation) else swiglu_reference)(gate_up, pending)
+def _supports(gate_up: jax.Array, pending: PendingNorm) -> bool:
+    hidden, width = pending.x.shape[-1], gate_up.shape[-1] // 2
+    alike = gate_up.dtype == pending.x.dtype and width % 1024 == 0
+    return alike and supports_norm(rows=pending.x.size // hidden, width=hidden, dtype=gate_up.dtype)
 
 
 def swiglu_mosaic(
     gate_up: Float[Array, "*shape FF"], pending: PendingNorm, *, interpret: Any = None
 ) -> Float[Array, "*shape F"]:
-    """The kernel. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `swiglu` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     *shape, double = gate_up.shape
     rows = gate_up.size // double
     x = pending.x.reshape(rows, -1)
@@ -101,3 +92,7 @@ def _swiglu(
         interpret=interpret,
         kernel_name="swiglu",
     )(gate_up, x)
+
+
+swiglu = Op(swiglu_reference)
+swiglu.register(Kernel("sm90", swiglu_mosaic, _supports))

@@ -28,17 +28,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
+from smcjax.device import HOPPER
 from smcjax.pallas import bulk, simt
 from smcjax.pallas.acceptance import (
     MOST_GAMMA,
     MOST_RECOMPUTED,
     MOST_ROWS,
-    MULTIPROCESSORS,
     WARPGROUPS,
     Acceptance,
     acceptance_scan_reference,
     acceptance_type,
-    check_ids,
     first_mismatches,
     inclusive_sums,
     lengths_a_lane,
@@ -47,7 +46,7 @@ from smcjax.pallas.acceptance import (
     write_acceptance,
     write_offsets,
 )
-from smcjax.pallas.paged_attention import uses_kernels
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
 
 TILE_BYTES = 8192  # of one tile, where a row is not longer
@@ -61,7 +60,10 @@ TILES_EACH = 4  # at least, where there are so many rows: the last tiles then en
 
 
 def pack_reference(kv: Num[Array, "b g D"], lengths: Int[Array, " b"]) -> Num[Array, "bg D"]:
-    """packed[r] = kv[i, r − offset_i] for the row i whose run holds r, zero behind the last run."""
+    """Packs the first `lengths[i]` ≤ γ entries of every row of `kv`, one after the other, and zeros behind them.
+
+    packed[r] = kv[i, r − offset_i] for the row i whose run holds r.
+    """
     rows, gamma, dim = kv.shape
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     packed_row = jnp.arange(rows * gamma, dtype=jnp.int32)
@@ -74,7 +76,12 @@ def pack_reference(kv: Num[Array, "b g D"], lengths: Int[Array, " b"]) -> Num[Ar
 def verify_and_pack_reference(
     draft: Int[Array, "b g"], target: Int[Array, "b g1"], kv: Num[Array, "b g D"]
 ) -> tuple[Acceptance, Num[Array, "bg D"]]:
-    """Scan, then pack."""
+    """Scans the ids, then packs the KV of what is accepted.
+
+    Raises ValueError where shapes do not fit each other.
+    """
+    if draft.shape != kv.shape[:2]:
+        raise ValueError(f"draft has shape {draft.shape} and its KV {kv.shape}; the first two dimensions must agree.")
     acceptance = acceptance_scan_reference(draft, target)
     return acceptance, pack_reference(kv, acceptance.lengths)
 
@@ -94,7 +101,7 @@ class Tuning:
 
 
 def plan(
-    rows: int, gamma: int, row_bytes: int, *, blocks: int = MULTIPROCESSORS, warpgroups: int = WARPGROUPS
+    rows: int, gamma: int, row_bytes: int, *, blocks: int = HOPPER.multiprocessors, warpgroups: int = WARPGROUPS
 ) -> Tuning:
     """Tiles of up to 8 KB, smaller where few rows are to reach all multiprocessors; no block without a tile."""
     packed = rows * gamma
@@ -303,47 +310,24 @@ def _take_lengths(t: Threads, given: Ref, lengths: Ref, warpgroup: Any, *, rows:
 # ----------------------------------------------------------------------------------------------------------- wrappers
 
 
-def supports_pack(*, rows: int, gamma: int, dim: int, dtype: Any) -> bool:
-    """Whether packing by the copy engine applies: a row of KV is some multiple of 16 bytes (bf16: D % 8 == 0)."""
-    row_bytes = dim * jnp.dtype(dtype).itemsize
+def _supports_pack(kv: jax.Array, lengths: Any) -> bool:
+    """True where a row of KV is some multiple of 16 bytes (bf16: D % 8 == 0), which the copy engine needs."""
+    rows, gamma, dim = kv.shape
+    row_bytes = dim * kv.dtype.itemsize
     shapes = 0 < rows <= MOST_ROWS and 0 < gamma <= MOST_GAMMA and 0 < row_bytes <= LONGEST_ROW
     return shapes and row_bytes % 16 == 0
 
 
-def pack(kv: Num[Array, "b g D"], lengths: Int[Array, " b"], *, implementation: str = "auto") -> Num[Array, "bg D"]:
-    """The first `lengths[i]` ≤ γ entries of every row of `kv`, one after the other, and zeros behind them."""
-    rows, gamma, dim = kv.shape
-    if uses_kernels(implementation) and supports_pack(rows=rows, gamma=gamma, dim=dim, dtype=kv.dtype):
-        return pack_mosaic(kv, lengths)[0]
-    return pack_reference(kv, lengths)
+def _supports_both(draft: jax.Array, target: jax.Array, kv: jax.Array) -> bool:
+    return draft.shape == kv.shape[:2] and supports_scan(draft, target) and _supports_pack(kv, None)
 
 
-def verify_and_pack(
-    draft: Int[Array, "b g"],
-    target: Int[Array, "b g1"],
-    kv: Num[Array, "b g D"],
-    *,
-    implementation: str = "auto",
-    most_recomputed: int = MOST_RECOMPUTED,
-) -> tuple[Acceptance, Num[Array, "bg D"]]:
-    """The dispatcher: scan and pack in one launch where b·γ ≤ `most_recomputed`, else in two; plain XLA where rows of
-    KV are not multiples of 16 bytes.
+def _supports_fused(draft: jax.Array, target: jax.Array, kv: jax.Array) -> bool:
+    """True where few ids are scanned repeatedly, which is what fusing costs.
 
-    The study's rule would compare expected bytes of KV with a threshold, because its fused kernel is one block; what
-    this one pays for fusing is ids that are scanned repeatedly, so that is what is compared, and it is static.
-    Raises ValueError where shapes do not fit each other. `implementation` as in `paged_attention`.
+    The study's rule would compare expected bytes of KV with a threshold, because its fused kernel is one block.
     """
-    check_ids(draft, target)
-    rows, gamma, dim = kv.shape
-    if draft.shape != (rows, gamma):
-        raise ValueError(f"draft has shape {draft.shape} and its KV {kv.shape}; the first two dimensions must agree.")
-    applies = supports_scan(rows=rows, gamma=gamma, dtype=draft.dtype)
-    applies = applies and supports_pack(rows=rows, gamma=gamma, dim=dim, dtype=kv.dtype)
-    if not (applies and uses_kernels(implementation)):
-        return verify_and_pack_reference(draft, target, kv)
-    if rows * gamma <= most_recomputed:
-        return verify_and_pack_mosaic(draft, target, kv)
-    return scan_then_pack_mosaic(draft, target, kv)
+    return draft.size <= MOST_RECOMPUTED and _supports_both(draft, target, kv)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
@@ -404,3 +388,11 @@ def _launch(
         interpret=interpret,
         kernel_name=name,
     )
+
+
+pack = Op(pack_reference)
+pack.register(Kernel("sm90", lambda kv, lengths: pack_mosaic(kv, lengths)[0], _supports_pack))
+
+verify_and_pack = Op(verify_and_pack_reference)
+verify_and_pack.register(Kernel("sm90", verify_and_pack_mosaic, _supports_fused))
+verify_and_pack.register(Kernel("sm90", scan_then_pack_mosaic, _supports_both))

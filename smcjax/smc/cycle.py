@@ -145,9 +145,8 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
         state.running,
         method=smc.resampling,
         threshold=smc.ess_threshold,
-        implementation=program.implementation,
     )
-    resampled = fork(state, plan, implementation=program.implementation)
+    resampled = fork(state, plan)
     info = Info(
         ran=state.running,
         ess=plan.ess,
@@ -162,7 +161,7 @@ def resample(program: Program, state: State, tokens: Int[Array, "R C"]) -> tuple
     return resampled, info
 
 
-def fork(state: State, plan: Resampling, *, implementation: str = "auto") -> State:
+def fork(state: State, plan: Resampling) -> State:
     """Makes every row a copy of its ancestor; resampled groups' mean weight moves into log Ẑ.
 
     Integers move, keys and values do not.
@@ -179,7 +178,6 @@ def fork(state: State, plan: Resampling, *, implementation: str = "auto") -> Sta
         begin=state.per_row(state.requests.prompt_length),
         end=sequences.length,
         group=n,
-        implementation=implementation,
     )
     forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table)
     return settle(

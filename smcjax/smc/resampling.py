@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax.decoders import SCHEMES
-from smcjax.pallas import uses_kernels
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
 
 
@@ -104,23 +104,35 @@ def decided(log_weights: Float[Array, "G N"], resampled: Bool[Array, " G"], draw
     )
 
 
-def plan_resampling(
+def _plan_reference(
     keys: Key[Array, " G"],
     log_weights: Float[Array, "G N"],
     running: Bool[Array, " G"],
     *,
     method: str,
     threshold: float,
-    implementation: str = "auto",
 ) -> Resampling:
     """Resamples the running groups whose ESS is low, each by its own key."""
     n = log_weights.shape[1]
-    if method != "residual" and uses_kernels(implementation) and supports_ancestors(n, log_weights.dtype):
-        points = jax.vmap(lambda key: positions(method, _uniforms(key, method, n, log_weights.dtype), n))(keys)
-        return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
     # A group that is not resampled may have no weight to draw from; what is drawn there is discarded.
     drawn = resample(keys, log_weights, method)
     return decided(log_weights, running & must_resample(effective_sample_size(log_weights), n, threshold), drawn)
+
+
+def _plan_sm90(
+    keys: jax.Array, log_weights: jax.Array, running: jax.Array, *, method: str, threshold: float
+) -> Resampling:
+    n = log_weights.shape[1]
+    points = jax.vmap(lambda key: positions(method, _uniforms(key, method, n, log_weights.dtype), n))(keys)
+    return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
+
+
+def _supports_plan(keys: jax.Array, log_weights: jax.Array, *args: Any, method: str, **named: Any) -> bool:
+    return method != "residual" and supports_ancestors(log_weights.shape[1], log_weights.dtype)
+
+
+plan_resampling = Op(_plan_reference)
+plan_resampling.register(Kernel("sm90", _plan_sm90, _supports_plan))
 
 
 def _uniforms(key: jax.Array, method: str, n: int, dtype: Any) -> jax.Array:

@@ -7,8 +7,9 @@ import math
 import jax
 import pytest
 
-from smcjax.bench.roofline import BANDWIDTH, autoregressive_phases, cycle_phases, streamed_weights
+from smcjax.bench.roofline import autoregressive_phases, cycle_phases, streamed_weights
 from smcjax.bench.shapes import SHAPES
+from smcjax.device import H200
 from smcjax.model import ModelConfig
 from smcjax.model.params import param_shapes
 from smcjax.smc import SMC
@@ -44,8 +45,8 @@ def test_the_numbers_of_the_design() -> None:
     assert 2 * streamed_weights(TARGET) / GB == pytest.approx(15.009, abs=6e-4)
     weights, kv, _ = totals(SMC(8, 8))
     assert weights / GB == pytest.approx(34.8, abs=0.05)
-    assert weights / BANDWIDTH["NVIDIA H200"] * 1e3 == pytest.approx(7.25, abs=0.01)
-    assert 9 / (weights / BANDWIDTH["NVIDIA H200"]) == pytest.approx(1241, abs=2)
+    assert weights / H200.bandwidth * 1e3 == pytest.approx(7.25, abs=0.01)
+    assert 9 / (weights / H200.bandwidth) == pytest.approx(1241, abs=2)
     assert kv / 256 == 393_216
     assert DRAFT.kv_bytes_per_token == 32_768
     assert TARGET.kv_bytes_per_token == 131_072

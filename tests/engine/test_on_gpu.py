@@ -18,7 +18,7 @@ from smcjax.decoding.next_token import one_kernel_of
 from smcjax.model import ModelConfig, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
-from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas import uses_kernels
 
 pytestmark = pytest.mark.gpu
 TARGET = ModelConfig(256, 1024, 1024, 2, 8, 4, 64, 4096, tie_embeddings=True)  # wide enough for all kernels
@@ -167,7 +167,7 @@ KERNELS += ("decode_step", "conclude_step", "sampled_head", "find_sharing")
 
 def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> None:
     """A plain `LLM.generate` runs them: by default on a Hopper GPU, and not with implementation="xla"."""
-    assert on_hopper()
+    assert uses_kernels()
     seen: dict[str, set[str]] = {"auto": set(), "xla": set()}
     for implementation, max_model_len, requests in (("auto", 256, 1), ("auto", 2048, 8), ("xla", 2048, 1)):
         with LLM(

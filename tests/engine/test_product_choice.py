@@ -261,7 +261,7 @@ def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.Mon
     plain = step_job(step, program, params, state)
     assert (plain.options, plain.forms()) == (None, {})  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(programs_module, "uses_kernels", lambda implementation: True)
+    monkeypatch.setattr(programs_module, "uses_kernels", lambda: True)
     monkeypatch.setattr(programs_module, "chosen_forms", lambda params, asked, options: dict.fromkeys(asked, options))
     job = step_job(step, program, params, state)
     assert job.options == CUBLAS_PRODUCTS

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from smcjax.decoding.next_token import norms_of
-from smcjax.model import decoder, folding
+from smcjax.model import decoder
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
 from smcjax.model.export import save_checkpoint
 from smcjax.model.folding import fold_for_kernels, fold_norms
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
+from smcjax.pallas import implementations
 from tests.helpers import tiny_config
 
 VARIANTS: list[dict[str, Any]] = [{}, {"qk_norm": True}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}]
@@ -93,13 +94,13 @@ def test_consumed_matrices_are_freed() -> None:
     assert not params.layers[0].o.is_deleted()
 
 
-def test_folding_is_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_is_for_kernels() -> None:
     half, full = (random_norms(tiny_config(), dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    assert fold_for_kernels(half, "auto") is half  # on a CPU
-    monkeypatch.setattr(folding, "uses_kernels", lambda implementation: implementation == "auto")
-    assert fold_for_kernels(half, "xla") is half
-    assert fold_for_kernels(full, "auto") is full
-    assert fold_for_kernels(half, "auto").layers[0].attn_norm is None
+    with implementations("xla"):
+        assert fold_for_kernels(half) is half
+    with implementations("mosaic"):
+        assert fold_for_kernels(full) is full
+        assert fold_for_kernels(half).layers[0].attn_norm is None
 
 
 def test_the_persistent_step_multiplies_by_one_where_a_norm_is_folded() -> None:

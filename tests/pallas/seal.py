@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.interpreters import mlir as jax_mlir
-from jax._src.lib import mosaic_gpu_dialect
-from jax._src.lib.mlir import ir
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.shapes import SHAPES
@@ -28,6 +28,7 @@ from smcjax.decoding.sequences import Requests
 from smcjax.model.folding import fold_norms
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.pallas import implementations
 
 STORED = Path(__file__).parent.parent / "data" / "sealed_kernels.json"
 TARGET, DRAFT = (dataclasses.replace(SHAPES[name], num_layers=2) for name in ("llama-3.1-8b", "llama-3.2-1b"))
@@ -78,7 +79,8 @@ class Case:
             hidden = jnp.zeros((groups, TARGET.hidden_size), jnp.bfloat16)
             return self.decoder.prefill(program, params, state, jnp.zeros(groups, jnp.int32), self.chunk, hidden)
 
-        traced = jax.jit(run, donate_argnums=1).trace(params, jax.eval_shape(begin))
+        with implementations(program.implementation):
+            traced = jax.jit(run, donate_argnums=1).trace(params, jax.eval_shape(begin))
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir()
 
 
@@ -102,8 +104,8 @@ def digests(case: Case) -> list[str]:
 
 def kernels(module: Any) -> Iterator[str]:
     """The code of each Mosaic kernel that a module calls, without debug information."""
-    with jax_mlir.make_ir_context() as context:
-        mosaic_gpu_dialect.register_dialect(context)
+    with mlir.make_ir_context() as context:
+        mgpu.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         for operation in _operations(module.operation):
             if operation.name != "stablehlo.custom_call":

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.kv import TRASH
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.kv_write import (
     MOST_COLUMNS,
     Copies,
@@ -24,7 +25,6 @@ from smcjax.pallas.kv_write import (
     supports_write,
 )
 from smcjax.pallas.norm import PendingNorm
-from smcjax.pallas.paged_attention import on_hopper
 
 INTERPRET = plgpu.InterpretGPUParams()
 NUM_PAGES = 12
@@ -163,11 +163,9 @@ def test_a_row_that_writes_nothing_has_the_whole_page_copied() -> None:
     check(inputs, interpret=INTERPRET)
 
 
-def test_copies_beside_many_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = functools.partial(rotate_and_write_mosaic, interpret=INTERPRET)
-    monkeypatch.setattr("smcjax.pallas.kv_write.rotate_and_write_mosaic", kernel)
+def test_copies_beside_many_columns() -> None:
     inputs = copying(columns=MOST_COLUMNS + 1, page_size=64)
-    _, keys, values = rotate_and_write(**inputs, implementation="mosaic")
+    _, keys, values = rotate_and_write_mosaic(**inputs, interpret=INTERPRET)
     _, want_keys, want_values = rotate_and_write_reference(**inputs)
     for got, want, old in ((keys, want_keys, inputs["key_pages"]), (values, want_values, inputs["value_pages"])):
         np.testing.assert_array_equal(got[1, :2], want[1, :2])
@@ -190,7 +188,7 @@ def test_copies_beside_many_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_on_the_gpu(shape: dict[str, int], dim: int) -> None:
     """The compiled kernel, through the wrapper that chooses it."""
-    assert on_hopper()
+    assert uses_kernels()
     sizes = {"heads": 32, "kv_heads": 8, "dim": dim, "page_size": 16, **shape}
     if shape["columns"] > 16:
         inputs = case(**{**sizes, "page_size": 512})
@@ -222,7 +220,7 @@ def lowered(shape: dict[str, Any], implementation: str = "mosaic", dtype: Any = 
     def write(key_pages: jax.Array, value_pages: jax.Array, weights: Any, x: Any, **inputs: Any) -> Any:
         norms = HeadNorms(weights[0], weights[1], 1e-6) if weights else None
         pending = None if x is None else PendingNorm(x, 1e-5)
-        given = {**inputs, "norms": norms, "pending": pending, "implementation": implementation}
+        given = {**inputs, "norms": norms, "pending": pending}
         return rotate_and_write(key_pages=key_pages, value_pages=value_pages, **given)
 
     pool = struct(dtype, "P", "B", "Hkv", "D")
@@ -237,7 +235,8 @@ def lowered(shape: dict[str, Any], implementation: str = "mosaic", dtype: Any = 
     }
     weights = (struct(dtype, "D"),) * 2 if shape.get("norms") else None
     x = struct(dtype, "R", "T", "E") if shape.get("E") else None
-    traced = jax.jit(write, donate_argnums=(0, 1)).trace(pool, pool, weights, x, **inputs)
+    with implementations(implementation):
+        traced = jax.jit(write, donate_argnums=(0, 1)).trace(pool, pool, weights, x, **inputs)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.norm import add_rms_norm, add_rms_norm_mosaic, add_rms_norm_reference, supports_norm
-from smcjax.pallas.paged_attention import on_hopper
 
 EPS = 1e-5
 
@@ -39,7 +39,7 @@ def test_against_the_reference(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 2048), (8, 2, 2048), (8, 9, 4096), (288, 4096), (3, 16384)], ids=str)
 def test_on_the_gpu(shape: tuple[int, ...]) -> None:
     """The compiled kernel, through the wrapper that chooses it."""
-    assert on_hopper()
+    assert uses_kernels()
     check(shape)
 
 
@@ -50,8 +50,9 @@ def test_lowers_for_cuda(shape: tuple[int, ...]) -> None:
 
 def lowered(shape: tuple[int, ...], implementation: str, dtype: Any) -> str:
     x, weight = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], dtype)
-    compute = functools.partial(add_rms_norm, eps=EPS, implementation=implementation)
-    return jax.jit(compute).trace(x, x, weight).lower(lowering_platforms=("cuda",)).as_text()
+    compute = functools.partial(add_rms_norm, eps=EPS)
+    with implementations(implementation):
+        return jax.jit(compute).trace(x, x, weight).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:

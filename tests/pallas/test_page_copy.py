@@ -11,7 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import Copies, copy_pages
-from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic, supports_copy
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic
 
 COPIES = Copies(jnp.asarray([3, 0, 3, 5]), jnp.asarray([7, 0, 8, 1]))  # two copies of page 3, a row without any
 
@@ -38,8 +39,9 @@ def test_is_one_kernel_in_place_and_only_where_asked() -> None:
     given = (jax.ShapeDtypeStruct((600, 16, 8, 64), jnp.bfloat16),) * 32
 
     def text(implementation: str) -> str:
-        copy = jax.jit(lambda pools: copy_all_pages(pools, COPIES, implementation=implementation), donate_argnums=0)
-        return copy.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+        copy = jax.jit(lambda pools: copy_all_pages(pools, COPIES), donate_argnums=0)
+        with implementations(implementation):
+            return copy.trace(given).lower(lowering_platforms=("cuda",)).as_text()
 
     assert text("mosaic").count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "stablehlo.scatter" not in text("mosaic")
@@ -49,9 +51,11 @@ def test_is_one_kernel_in_place_and_only_where_asked() -> None:
 def test_unlike_pools_are_copied_one_by_one() -> None:
     a = pools(1, pages=9, page_size=16, kv_heads=2, dim=64)
     b = pools(1, pages=9, page_size=16, kv_heads=4, dim=64)
-    assert supports_copy(a)
-    assert not supports_copy(a + b)
-    for ours, given in zip(copy_all_pages(a + b, COPIES, implementation="mosaic"), a + b, strict=True):
+    with implementations("mosaic"):
+        assert copy_all_pages.kernel_for(a, COPIES) is not None
+        assert copy_all_pages.kernel_for(a + b, COPIES) is None
+        copied = copy_all_pages(a + b, COPIES)
+    for ours, given in zip(copied, a + b, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(copy_pages(given, COPIES)))
 
 

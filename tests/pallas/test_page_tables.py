@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.kv import TRASH, PagePool, allocate, fork, make_room, pages_for, rebind
+from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
 from smcjax.smc.resampling import ancestors_from_counts
 from tests.helpers import assert_pages_sound
@@ -36,8 +37,8 @@ class Batch(NamedTuple):
     length: Any
 
 
-_make_room = jax.jit(make_room, static_argnames=("page_size", "max_width", "group", "implementation"))
-_fork = jax.jit(fork, static_argnames=("group", "implementation"))
+_make_room = jax.jit(make_room.reference, static_argnames=("page_size", "max_width", "group"))
+_fork = jax.jit(fork.reference, static_argnames=("group",))
 _our_make_room = jax.jit(make_room_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
 _our_fork = jax.jit(fork_mosaic, static_argnames=("group", "interpret"))
 
@@ -65,7 +66,7 @@ def grow(batch: Batch, shape: Shape, live: np.ndarray, rng: np.random.Generator,
     last = np.minimum(first + shape.width - 1, shape.limit - 1)
     touched = (shape.width + shape.page_size - 2) // shape.page_size + 1
     static = {"page_size": shape.page_size, "group": shape.n}
-    room = _make_room(batch.pool, batch.table, first, last, live, max_width=shape.width, implementation="xla", **static)
+    room = _make_room(batch.pool, batch.table, first, last, live, max_width=shape.width, **static)
     counts, left, table, source, target = kernel(
         *(jnp.asarray(x) for x in (batch.pool.refcount, batch.pool.free, batch.pool.num_free)),
         *(jnp.asarray(x) for x in (batch.table, first, last, live)),
@@ -99,7 +100,7 @@ def resample(batch: Batch, shape: Shape, rng: np.random.Generator, kernel: Any) 
     begin = np.full(len(source), shape.prompt, np.int32)
     moved = (batch.tokens, batch.logprobs)
     args = tuple(jnp.asarray(x) for x in (source, counts.reshape(-1), begin, batch.length))
-    pool, table, rows = _fork(batch.pool, batch.table, moved, *args, group=shape.n, implementation="xla")
+    pool, table, rows = _fork(batch.pool, batch.table, moved, *args, group=shape.n)
     ours = kernel(
         *(jnp.asarray(x) for x in (batch.pool.refcount, batch.pool.free, batch.pool.num_free, batch.table)),
         tuple(map(jnp.asarray, moved)),
@@ -178,11 +179,12 @@ def test_lower_to_cuda_in_place(groups: int) -> None:
     words = (integers((rows, 1289)), jax.ShapeDtypeStruct((rows, 1289), jnp.float32))
 
     def both(pool: Any, table: Any, words: Any, one: Any) -> Any:
-        static = {"group": shape.n, "implementation": "mosaic"}
-        room = make_room(pool, table, one, one, one > 0, page_size=16, max_width=9, **static)
-        return room.copy_from, room.copy_to, fork(room.pool, room.block_table, words, one, one, one, one, **static)
+        room = make_room(pool, table, one, one, one > 0, page_size=16, max_width=9, group=shape.n)
+        forked = fork(room.pool, room.block_table, words, one, one, one, one, group=shape.n)
+        return room.copy_from, room.copy_to, forked
 
-    traced = jax.jit(both, donate_argnums=(0, 1, 2)).trace(pool, integers((rows, pages)), words, integers((rows,)))
+    with implementations("mosaic"):
+        traced = jax.jit(both, donate_argnums=(0, 1, 2)).trace(pool, integers((rows, pages)), words, integers((rows,)))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
     assert text.count("#stablehlo.output_operand_alias<") == 7  # counts and table twice, both token arrays, the stack

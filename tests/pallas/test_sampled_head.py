@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.decoding.next_token import pack_bits
+from smcjax.device import HOPPER
 from smcjax.numerics import product
 from smcjax.pallas.sampled_head import IDS, NARROW, ROWS, sampled_head, sampled_head_reference, supports
 
@@ -59,7 +61,7 @@ def test_equals_whole_logits(rows: int, vocab: int, hidden: int) -> None:
 
 
 def test_blocks_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smcjax.pallas.sampled_head.STREAMING_MULTIPROCESSORS", 2)
+    monkeypatch.setattr("smcjax.pallas.sampled_head.HOPPER", dataclasses.replace(HOPPER, multiprocessors=2))
     check(case(33, 10 * IDS, 64), interpret=INTERPRET)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.norm import PendingNorm
-from smcjax.pallas.paged_attention import on_hopper
-from smcjax.pallas.swiglu import supports_swiglu, swiglu, swiglu_mosaic, swiglu_reference
+from smcjax.pallas.swiglu import swiglu, swiglu_mosaic, swiglu_reference
 
 EPS = 1e-5
 
@@ -62,7 +62,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 )
 def test_on_the_gpu(shape: tuple[int, ...], width: int, hidden: int) -> None:
     """The compiled kernel, through the wrapper that chooses it."""
-    assert on_hopper()
+    assert uses_kernels()
     inputs = operands(shape, width, hidden)
     check(jax.jit(lambda y, x: swiglu(y, PendingNorm(x, EPS)))(inputs[0], inputs[1].x), exact(*inputs))
 
@@ -71,9 +71,10 @@ def lowered(rows: int, width: int, hidden: int, implementation: str = "mosaic", 
     gate_up, x = (jax.ShapeDtypeStruct((rows, size), dtype) for size in (2 * width, hidden))
 
     def compute(gate_up: jax.Array, x: jax.Array) -> jax.Array:
-        return swiglu(gate_up, PendingNorm(x, EPS), implementation=implementation)
+        return swiglu(gate_up, PendingNorm(x, EPS))
 
-    return jax.jit(compute).trace(gate_up, x).lower(lowering_platforms=("cuda",)).as_text()
+    with implementations(implementation):
+        return jax.jit(compute).trace(gate_up, x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("shape", [(72, 14336, 4096), (8, 8192, 2048), (1, 3072, 1024)], ids=str)
@@ -85,10 +86,6 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
     assert "mosaic_gpu" not in lowered(8, 8192, 2048, "xla")
     assert "mosaic_gpu" not in lowered(8, 8192, 2048, dtype=jnp.float32)
     assert "mosaic_gpu" not in lowered(8, 4864, 2048)
+    assert "mosaic_gpu" not in lowered(72, 11008, 4096)
     assert "mosaic_gpu" not in lowered(8, 8192, 896)
     assert "mosaic_gpu" not in lowered(4096, 8192, 2048)
-
-
-def test_supports() -> None:
-    assert supports_swiglu(rows=72, hidden=4096, width=14336, dtype=jnp.bfloat16)
-    assert not supports_swiglu(rows=72, hidden=4096, width=11008, dtype=jnp.bfloat16)

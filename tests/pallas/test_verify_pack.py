@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.bench.verification import floor_bytes, synthetic, with_lengths
+from smcjax.device import HOPPER
 from smcjax.pallas import verify_pack as vp
 from smcjax.pallas.acceptance import (
     Acceptance,
@@ -27,10 +28,9 @@ from smcjax.pallas.acceptance import (
     op_by_op,
     scan_rows_mosaic,
 )
-from smcjax.pallas.paged_attention import on_hopper
+from smcjax.pallas.dispatch import implementations, uses_kernels
 
 INTERPRET = plgpu.InterpretGPUParams()
-SHARED_MEMORY = 232_448  # bytes that a block of a Hopper GPU may have
 
 
 class Case(NamedTuple):
@@ -266,10 +266,10 @@ def test_every_plan_fits_and_leaves_no_block_idle() -> None:
     for rows, gamma, dim in SHAPES:
         tuning = vp.plan(rows, gamma, 2 * dim)
         tiles = -(-rows * gamma // tuning.tile)
-        assert 1 <= tuning.blocks <= vp.MULTIPROCESSORS
+        assert 1 <= tuning.blocks <= HOPPER.multiprocessors
         assert (tuning.blocks - 1) * tuning.warpgroups < tiles
         held = 2 * dim * tuning.tile * (tuning.slots * tuning.warpgroups + 1)
-        assert held + 8 * 32 * (-(-rows // 32) | 1) + 4096 < SHARED_MEMORY
+        assert held + 8 * 32 * (-(-rows // 32) | 1) + 4096 < HOPPER.shared_memory
         assert 2 <= tuning.slots <= 32
 
 
@@ -294,14 +294,15 @@ def test_lowers_for_cuda(rows: int, gamma: int, dim: int) -> None:
 
 
 def test_the_dispatcher_goes_by_the_number_of_ids_and_by_alignment() -> None:
-    mosaic = functools.partial(vp.verify_and_pack, implementation="mosaic")
-    assert launches(text(mosaic, 64, 128, 128)) == 1
-    assert launches(text(mosaic, 65, 128, 128)) == 2
-    assert launches(text(mosaic, 32, 128, 128, jnp.float16)) == 1
-    assert launches(text(mosaic, 32, 128, 2047)) == 0  # rows are not multiples of 16 bytes
-    assert launches(text(mosaic, 32, 128, 12)) == 0
-    assert launches(text(mosaic, 1025, 8, 128)) == 0
-    assert launches(text(functools.partial(vp.verify_and_pack, implementation="xla"), 32, 128, 128)) == 0
+    with implementations("mosaic"):
+        assert launches(text(vp.verify_and_pack, 64, 128, 128)) == 1
+        assert launches(text(vp.verify_and_pack, 65, 128, 128)) == 2
+        assert launches(text(vp.verify_and_pack, 32, 128, 128, jnp.float16)) == 1
+        assert launches(text(vp.verify_and_pack, 32, 128, 2047)) == 0  # rows are not multiples of 16 bytes
+        assert launches(text(vp.verify_and_pack, 32, 128, 12)) == 0
+        assert launches(text(vp.verify_and_pack, 1025, 8, 128)) == 0
+    with implementations("xla"):
+        assert launches(text(vp.verify_and_pack, 32, 128, 128)) == 0
 
 
 def test_looking_ahead_lowers_for_cuda() -> None:
@@ -311,7 +312,8 @@ def test_looking_ahead_lowers_for_cuda() -> None:
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_nothing_goes_to_the_host(implementation: str) -> None:
-    program = text(functools.partial(vp.verify_and_pack, implementation=implementation), 32, 128, 2048)
+    with implementations(implementation):
+        program = text(vp.verify_and_pack, 32, 128, 2048)
     assert not re.search(r"callback|infeed|outfeed|stablehlo\.(send|recv)", program)
 
 
@@ -340,18 +342,18 @@ def test_floor_of_the_stress_point() -> None:
 
 def both_structures(given: Case) -> None:
     """One launch, and two, compiled."""
-    assert on_hopper()
+    assert uses_kernels()
     check(vp.verify_and_pack_mosaic, given)
     check(vp.scan_then_pack_mosaic, given)
 
 
 def every_variant(given: Case) -> None:
     """As callers reach them."""
-    assert on_hopper()
+    assert uses_kernels()
     draft, target, kv = map(jnp.asarray, given[:3])
     check_acceptance(op_by_op(draft, target), given)
-    check_acceptance(acceptance_scan(draft, target, implementation="mosaic"), given)
-    check_packed(vp.pack(kv, jnp.asarray(given.lengths), implementation="mosaic"), given)
+    check_acceptance(acceptance_scan(draft, target), given)
+    check_packed(vp.pack(kv, jnp.asarray(given.lengths)), given)
     check(REFERENCE, given)
     check(vp.verify_and_pack, given)
 
