@@ -23,6 +23,11 @@ _MODULES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 Writing = Callable[[gguf.GGUFWriter], Any]
 
@@ -74,10 +79,15 @@ def write_gguf(
     architecture: str | None = None,
 ) -> Path:
     """The file of a Llama-like model given as config.json and Hugging Face tensors; `more` may add to it."""
-    architecture = architecture or {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    architecture = architecture or {"mistral": "llama", "gemma3_text": "gemma3"}.get(
+        config["model_type"], config["model_type"]
+    )
     writer = gguf.GGUFWriter(path, architecture)
     add_architecture(writer, config)
+    modules = {**_MODULES, **(_GEMMA if architecture == "gemma3" else {})}
     for name, values in weights.items():
+        if architecture == "gemma3" and "norm" in name:
+            values = values + np.float32(1)
         module, suffix = name.rsplit(".", 1)
         if module in _OTHERS:
             add_tensor(writer, f"{_OTHERS[module]}.{suffix}", values, kind)
@@ -86,7 +96,7 @@ def write_gguf(
         heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
         if heads is not None and architecture in ("llama", "mistral"):
             values = _permuted(values, config[heads])
-        add_tensor(writer, f"blk.{layer}.{_MODULES[module]}.{suffix}", np.ascontiguousarray(values), kind)
+        add_tensor(writer, f"blk.{layer}.{modules[module]}.{suffix}", np.ascontiguousarray(values), kind)
     for add in more:
         add(writer)
     return _written(writer, path)

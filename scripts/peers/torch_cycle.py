@@ -33,7 +33,6 @@ from smcjax.bench.roofline import autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.device import CPU, KNOWN
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import rope_frequencies
 from smcjax.smc import SMC
 
 try:
@@ -244,7 +243,7 @@ class Model:
         ]
         self.rows = torch.arange(rows, device=device)[:, None]
         self.frequencies = torch.tensor(
-            rope_frequencies(config.layer(0).rope, config.head_dim), dtype=torch.float32, device=device
+            config.layer(0).rope.frequencies(config.head_dim), dtype=torch.float32, device=device
         )
 
 

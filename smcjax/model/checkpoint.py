@@ -18,8 +18,9 @@ from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, require_file, shortened
 from smcjax.model.config import ModelConfig
-from smcjax.model.gguf import gguf_name, read_gguf
-from smcjax.model.hf_config import config_from_hf
+from smcjax.model.families import Family, Layout
+from smcjax.model.gguf import GGUF, read_gguf
+from smcjax.model.hf_config import read_config
 from smcjax.model.hub import INDEX_BYTES, PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 
@@ -34,9 +35,13 @@ _ROWS = 4096  # compared at a time
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The Hugging Face tensors that one array of `Params` stacks along its first axis, each with its rows."""
+    """The tensors of a file that one array of `Params` stacks along its first axis, each with its rows.
+
+    The array is what is stored plus `offset`.
+    """
 
     parts: tuple[tuple[str, int], ...]
+    offset: float = 0.0
 
 
 class _Tensors(Protocol):
@@ -84,39 +89,43 @@ class _TensorFile:
         return rows
 
 
-def tensor_names(config: ModelConfig) -> Params:
-    """A tree like `param_shapes(config)`, whose leaves say which checkpoint tensors make up each array."""
+def tensor_names(config: ModelConfig, layout: Layout) -> Params:
+    """A tree like `param_shapes(config)`, whose leaves say which tensors of a file make up each array."""
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d
 
     def layer(index: int) -> LayerParams:
-        def stack(*parts: tuple[str, int], suffix: str = "weight") -> Stack:
-            return Stack(tuple((f"model.layers.{index}.{name}.{suffix}", rows) for name, rows in parts))
+        def stack(*parts: tuple[str, int], suffix: str = "weight", offset: float = 0.0) -> Stack:
+            at = f"{layout.layers}.{index}"
+            return Stack(tuple((f"{at}.{layout.parts[part]}.{suffix}", rows) for part, rows in parts), offset)
+
+        def norm(part: str, rows: int) -> Stack:
+            return stack((part, rows), offset=layout.norm_offset)
 
         spec = config.layer(index)
-        qkv = ("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)
-        gate_up = ("mlp.gate_proj", f), ("mlp.up_proj", f)
-        o, down = ("self_attn.o_proj", e), ("mlp.down_proj", e)
+        qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
         return LayerParams(
-            attn_norm=stack(("input_layernorm", e)),
+            attn_norm=norm("attn_norm", e),
             qkv=stack(*qkv),
             qkv_bias=stack(*qkv, suffix="bias") if spec.qkv_bias else None,
-            q_norm=stack(("self_attn.q_norm", d)) if spec.qk_norm else None,
-            k_norm=stack(("self_attn.k_norm", d)) if spec.qk_norm else None,
+            q_norm=norm("q_norm", d) if spec.qk_norm else None,
+            k_norm=norm("k_norm", d) if spec.qk_norm else None,
             o=stack(o),
             o_bias=stack(o, suffix="bias") if spec.o_bias else None,
-            mlp_norm=stack(("post_attention_layernorm", e)),
+            mlp_norm=norm("mlp_norm", e),
             gate_up=stack(*gate_up),
             gate_up_bias=stack(*gate_up, suffix="bias") if spec.mlp_bias else None,
             down=stack(down),
             down_bias=stack(down, suffix="bias") if spec.mlp_bias else None,
+            attn_post_norm=norm("attn_post_norm", e) if spec.post_norms else None,
+            mlp_post_norm=norm("mlp_post_norm", e) if spec.post_norms else None,
         )
 
     return Params(
-        embed=Stack(((_EMBED, config.vocab_size),)),
+        embed=Stack(((f"{layout.embed}.weight", config.vocab_size),)),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=Stack((("model.norm.weight", e),)),
-        lm_head=None if config.tie_embeddings else Stack(((_LM_HEAD, config.vocab_size),)),
+        final_norm=Stack(((f"{layout.final_norm}.weight", e),), layout.norm_offset),
+        lm_head=None if config.tie_embeddings else Stack(((f"{layout.lm_head}.weight", config.vocab_size),)),
     )
 
 
@@ -149,17 +158,19 @@ def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """`ModelConfig` from config.json and generation_config.json, where there is one, or from a GGUF's metadata."""
     directory = resolve_model_path(directory)
-    if not directory.is_dir():
-        return read_gguf(directory)[0]
+    return _read_directory(directory)[1] if directory.is_dir() else read_gguf(directory)[0]
+
+
+def _read_directory(directory: Path) -> tuple[Family, ModelConfig]:
     config = _read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else None
     try:
-        parsed = config_from_hf(config, generation_config)
+        family, parsed = read_config(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
     _require_plausible(directory, parsed)
-    return parsed
+    return family, parsed
 
 
 def _require_plausible(directory: Path, config: ModelConfig) -> None:
@@ -192,21 +203,32 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
     """
     target = weights_dtype(dtype)
     path = resolve_model_path(directory)
-    config, tensors, aliases = _opened(path) if path.is_dir() else _opened_gguf(path)
+    aliases: dict[str, str] = {}
+    tensors: Mapping[str, _Tensors]
+    if path.is_dir():
+        (family, config), tensors = _read_directory(path), _open_tensors(path)
+        config, aliases = _resolve_tying(config, tensors)
+        layout = family.layout
+    else:
+        config, file = read_gguf(path)
+        tensors, layout = dict.fromkeys(file.shapes, file), GGUF
     config = dataclasses.replace(config, dtype=target.name)
-    stacks, treedef = jax.tree.flatten(tensor_names(config))
+    stacks, treedef = jax.tree.flatten(tensor_names(config, layout))
     shapes = jax.tree.leaves(param_shapes(config, target))
     _account_for_names(path, stacks, shapes, aliases, tensors)
 
     leaves = []
     for stack, shape in zip(stacks, shapes, strict=True):
-        buffer, start = np.empty(shape.shape, target), 0
+        buffer, start = np.empty(shape.shape, shape.dtype), 0
         for name, rows in stack.parts:
             name = aliases.get(name, name)
             lazy = tensors[name].rows(name)
             for begin in range(0, rows, _ROWS):
                 end = min(begin + _ROWS, rows)
-                buffer[start + begin : start + end] = lazy[begin:end]
+                stored = lazy[begin:end]
+                buffer[start + begin : start + end] = (
+                    stored.astype(np.float32) + np.float32(stack.offset) if stack.offset else stored
+                )
             start += rows
         leaves.append(jax.device_put(buffer).block_until_ready())
     return config, jax.tree.unflatten(treedef, leaves)
@@ -230,20 +252,6 @@ def _read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
         return read_json(path, limit)
     except Unreadable as error:
         raise CheckpointError(f"{path} {error}; {error.mend}") from None
-
-
-def _opened(directory: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
-    """Configuration of a directory, the file of each tensor, and the file's names where they are not Hugging Face's."""
-    config, tensors = load_config(directory), _open_tensors(directory)
-    config, aliases = _resolve_tying(config, tensors)
-    return config, tensors, aliases
-
-
-def _opened_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, _Tensors], dict[str, str]]:
-    """Likewise for a GGUF file."""
-    config, tensors = read_gguf(path)
-    names = [name for stack in jax.tree.leaves(tensor_names(config)) for name, _ in stack.parts]
-    return config, dict.fromkeys(tensors.shapes, tensors), {name: gguf_name(name) for name in names}
 
 
 def _open_tensors(directory: Path) -> dict[str, _TensorFile]:

@@ -7,8 +7,12 @@ readers of config files refuse by name whatever a file asks for beyond that.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
+from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from smcjax.model.attention import FULL, AttentionKind
 
@@ -21,6 +25,29 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    rope_type: ClassVar[str] = "llama3"
+
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+        """The stretched angular steps per position.
+
+        Llama 3 keeps wavelengths below `original/high_freq_factor`, divides those above `original/low_freq_factor` by
+        `factor`, and blends linearly in original/wavelength between.
+        """
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return frequencies * (keep + (1.0 - keep) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Rotary positions divided by `factor` ("linear" in Hugging Face configs)."""
+
+    factor: float
+    rope_type: ClassVar[str] = "linear"
+
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+        """The stretched angular steps per position."""
+        return frequencies / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +55,13 @@ class Rope:
     """The rotary embedding of one layer: its base and, where positions are stretched, how."""
 
     theta: float = 10_000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LinearScaling | None = None
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Angular step per position of each rotary pair, float64 [D/2]."""
+        half = head_dim // 2
+        plain = self.theta ** (-np.arange(half, dtype=np.float64) / half)
+        return plain if self.scaling is None else self.scaling.scaled(plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +131,8 @@ class ModelConfig:
         specs = (self.layer(index).attention.cache(self) for index in range(self.num_layers))
         return sum(spec.token_bytes(self.itemsize) for spec in specs)
 
-
-def repeated(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The shortest pattern whose repetition, cut at its length, is `layers`."""
-    for size in range(1, len(layers)):
-        if all(layer == layers[index % size] for index, layer in enumerate(layers)):
-            return layers[:size]
-    return layers
+    def with_layers(self, layers: Iterable[LayerSpec]) -> ModelConfig:
+        """The same decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""
+        specs = tuple(layers)
+        sizes = (size for size in range(1, len(specs)) if specs[size:] == specs[: len(specs) - size])
+        return dataclasses.replace(self, num_layers=len(specs), layers=specs[: next(sizes, len(specs))])

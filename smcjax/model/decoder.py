@@ -16,7 +16,6 @@ softmax in f32, logits f32. Layers are unrolled: separate weights beat slices of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,28 +60,11 @@ def linear(
     return y if bias is None else y + bias
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angular step per position of each rotary pair, float64 [D/2]; llama3 scaling applied where it is asked for.
-
-    Llama 3 keeps wavelengths below `original/high_freq_factor`, divides those above `original/low_freq_factor` by
-    `factor`, and blends linearly in original/wavelength between.
-    """
-    half = head_dim // 2
-    frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = np.clip(keep, 0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / scaling.factor)
-
-
 def rope_angles(
     rope: Rope, head_dim: int, positions: Int[Array, "R T"]
 ) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
     """Cosine and sine of every rotary pair's angle, f32."""
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(rope, head_dim), jnp.float32)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies(head_dim), jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from smcjax.model.config import ModelConfig, repeated
+from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 
 
@@ -30,5 +30,4 @@ def dropped_config(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         raise ValueError(f"layers to drop are {list(layers)}, with one named twice; name each once")
     if len(layers) == config.num_layers:
         raise ValueError(f"layers to drop are {list(layers)}, which are all that the model has; keep at least one")
-    kept = tuple(config.layer(index) for index in range(config.num_layers) if index not in layers)
-    return dataclasses.replace(config, num_layers=len(kept), layers=repeated(kept))
+    return config.with_layers(config.layer(index) for index in range(config.num_layers) if index not in layers)

@@ -14,48 +14,54 @@ import numpy as np
 
 from smcjax.model.checkpoint import Stack, tensor_names
 from smcjax.model.config import ModelConfig
+from smcjax.model.families import FAMILIES, Family
+from smcjax.model.hf_config import config_from_hf
 from smcjax.model.params import Params, param_shapes
 
 _DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16)}
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json that describes `config`; `config_from_hf` reads it back to an equal value.
 
-    Rope and dtype are written in both spellings, so that transformers 4 and 5 agree on the model. Raises ValueError
-    for a combination of biases and norms that none of the four model classes has.
+    Dtype and most ropes are written in both spellings, so that transformers 4 and 5 agree on the model. Raises
+    ValueError, naming what stands in the way, for a combination that no model class has.
     """
-    layer = config.layers[0]
-    attention_bias = layer.qkv_bias and layer.o_bias
-    if (layer.o_bias and not layer.qkv_bias) or (layer.qk_norm and layer.qkv_bias != layer.o_bias):
-        raise ValueError(
-            f"qkv_bias={layer.qkv_bias}, o_bias={layer.o_bias}, qk_norm={layer.qk_norm} is no Hugging Face model "
-            "class; set the two biases alike"
-        )
-    if layer.mlp_bias and (layer.qk_norm or layer.qkv_bias != layer.o_bias):
-        raise ValueError("mlp_bias=True exists in Llama alone; set qk_norm=False and the two attention biases alike")
-    if layer.qk_norm:
-        architecture = "Qwen3ForCausalLM"
-    elif layer.qkv_bias and not layer.o_bias:
-        architecture = "Qwen2ForCausalLM"
-    elif config.hidden_size % config.num_heads and not attention_bias and not layer.mlp_bias:
-        architecture = "MistralForCausalLM"  # transformers refuses this shape in Llama
-    else:
-        architecture = "LlamaForCausalLM"
+    return written_config(config)[1]
 
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if layer.rope.scaling is not None:
-        rope = {"rope_type": "llama3", **dataclasses.asdict(layer.rope.scaling)}
+
+def written_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """The first family whose config.json, read back, is `config`, and that config.json."""
+    config = config.with_layers(config.layer(index) for index in range(config.num_layers))
+    nearest: list[tuple[str, Any, Any]] = []
+    refusal = None
+    for family in FAMILIES:
+        own = family.write(config)
+        if own is None:
+            continue
+        written = {**_shared_keys(config, family), **own}
+        try:
+            differences = _differences(config, config_from_hf(written))
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        if not differences:
+            return family, written
+        if not nearest or len(differences) < len(nearest):
+            nearest, name = differences, family.architecture
+    if refusal is not None and len(nearest) != 1:
+        raise refusal
+    field, value, theirs = nearest[0]
+    raise ValueError(
+        f"{field} is {value}, but {name}, the nearest Hugging Face model class, has {theirs} there; set it to that"
+    )
+
+
+def _shared_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     eos = config.eos_token_ids
-    written: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": _MODEL_TYPES[architecture],
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -63,25 +69,26 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {**rope, "rope_theta": layer.rope.theta},
-        "rope_theta": layer.rope.theta,
-        "rope_scaling": rope if layer.rope.scaling is not None else None,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "dtype": config.dtype,
         "torch_dtype": config.dtype,
     }
-    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-        written["attention_bias"] = attention_bias
-    if architecture == "LlamaForCausalLM":
-        written["mlp_bias"] = layer.mlp_bias
-    if architecture == "MistralForCausalLM":
-        written["sliding_window"] = None
-    return written
+
+
+def _differences(config: ModelConfig, read: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Fields of the two and of their layers that differ, each with both values."""
+    pairs: list[tuple[Any, Any]] = [(config.layer(index), read.layer(index)) for index in range(config.num_layers)]
+    found: dict[str, tuple[Any, Any]] = {}
+    for ours, theirs in [*pairs, (config, read)]:
+        for field in dataclasses.fields(ours):
+            values = getattr(ours, field.name), getattr(theirs, field.name)
+            if values[0] != values[1] and field.name != "layers":
+                found.setdefault(field.name, values)
+    return [(name, *values) for name, values in found.items()]
 
 
 def save_checkpoint(
@@ -94,9 +101,9 @@ def save_checkpoint(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but weights are written as one of {', '.join(_DTYPES)}; choose one")
-    written = hf_config(dataclasses.replace(config, dtype=dtype))
+    family, written = written_config(dataclasses.replace(config, dtype=dtype))
     shapes = jax.tree.leaves(param_shapes(config, dtype))
-    stacks, leaves = jax.tree.leaves(tensor_names(config)), jax.tree.leaves(params)
+    stacks, leaves = jax.tree.leaves(tensor_names(config, family.layout)), jax.tree.leaves(params)
     if [leaf.shape for leaf in leaves] != [shape.shape for shape in shapes]:
         raise ValueError("the shapes of params are not those that config calls for; pass the two that belong together")
 
@@ -128,5 +135,7 @@ def _write_safetensors(path: Path, stacks: list[Stack], leaves: list[jax.Array],
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for leaf in leaves:
-            file.write(np.ascontiguousarray(np.asarray(leaf).astype(numpy_dtype)).tobytes())
+        for stack, leaf in zip(stacks, leaves, strict=True):
+            values = np.asarray(leaf)
+            values = values - np.float32(stack.offset) if stack.offset else values
+            file.write(np.ascontiguousarray(values.astype(numpy_dtype)).tobytes())

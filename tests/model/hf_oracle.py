@@ -14,7 +14,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 _CODES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-FAMILY = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILY = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"}
+
+_MORE_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def make_config(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -35,8 +37,11 @@ def make_config(model_type: str, **changes: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "bos_token_id": 1,
     }
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "gemma3_text"):
         config["head_dim"] = 16
+    if model_type == "gemma3_text":
+        config |= {"query_pre_attn_scalar": 16, "rope_theta": 1e6, "sliding_window": 8}
+        config["layer_types"] = ["full_attention"] * changes.get("num_hidden_layers", 2)
     return {**config, **changes}
 
 
@@ -50,8 +55,9 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     rng = np.random.default_rng(seed)
     e, f, h, hkv, d = _dimensions(config)
     family = config["model_type"]
-    qkv_bias = family == "qwen2" or (family in ("llama", "qwen3") and config.get("attention_bias", False))
-    o_bias = family in ("llama", "qwen3") and config.get("attention_bias", False)
+    o_bias = config.get("attention_bias", False)
+    qkv_bias = family == "qwen2" or o_bias
+    gemma = family == "gemma3_text"
     mlp_bias = family == "llama" and config.get("mlp_bias", False)
     weights: dict[str, np.ndarray] = {}
 
@@ -61,11 +67,12 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     add("model.embed_tokens.weight", config["vocab_size"], e, scale=1.0)
     if not config["tie_word_embeddings"]:
         add("lm_head.weight", config["vocab_size"], e)
-    add("model.norm.weight", e, centre=1.0)
+    centre = 0.0 if gemma else 1.0  # Gemma's norms multiply by 1 + w
+    add("model.norm.weight", e, centre=centre)
     for index in range(config["num_hidden_layers"]):
         at = f"model.layers.{index}."
-        add(at + "input_layernorm.weight", e, centre=1.0)
-        add(at + "post_attention_layernorm.weight", e, centre=1.0)
+        for name in ("input_layernorm", "post_attention_layernorm", *(_MORE_NORMS if gemma else ())):
+            add(f"{at}{name}.weight", e, centre=centre)
         for name, rows, columns, biased in (
             ("self_attn.q_proj", h * d, e, qkv_bias),
             ("self_attn.k_proj", hkv * d, e, qkv_bias),
@@ -78,9 +85,9 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
             add(f"{at}{name}.weight", rows, columns)
             if biased:
                 add(f"{at}{name}.bias", rows)
-        if family == "qwen3":
-            add(at + "self_attn.q_norm.weight", d, centre=1.0)
-            add(at + "self_attn.k_norm.weight", d, centre=1.0)
+        if gemma or family == "qwen3":
+            add(at + "self_attn.q_norm.weight", d, centre=centre)
+            add(at + "self_attn.k_norm.weight", d, centre=centre)
     return weights
 
 
@@ -115,10 +122,29 @@ def _normalise(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
-def _inverse_frequencies(config: dict[str, Any], d: int) -> np.ndarray:
+def _windows(config: dict[str, Any]) -> list[int | None]:
+    """Every layer's, None where it attends to all."""
+    layers, window, family = range(config["num_hidden_layers"]), config.get("sliding_window"), config["model_type"]
+    if family == "mistral":
+        return [window for _ in layers]
+    first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else len(layers)
+    types = config.get("layer_types") or [
+        "sliding_attention" if ((index + 1) % 6 if family == "gemma3_text" else index >= first) else "full_attention"
+        for index in layers
+    ]
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _inverse_frequencies(config: dict[str, Any], d: int, local: bool) -> np.ndarray:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "full_attention" in rope:
+        rope = rope["sliding_attention" if local else "full_attention"]
+    elif local and config["model_type"] == "gemma3_text":
+        rope = {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     frequencies = 1.0 / theta ** (np.arange(0, d, 2) / d)
+    if rope.get("rope_type") == "linear":
+        return frequencies / rope["factor"]
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return frequencies
     original = rope["original_max_position_embeddings"]
@@ -147,33 +173,45 @@ def _rotate(x: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
 def oracle_logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
     """Float64 logits [T, V] of one sequence."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
-    _, _, h, hkv, d = _dimensions(config)
-    eps, length = config["rms_norm_eps"], len(tokens)
-    frequencies = _inverse_frequencies(config, d)
+    e, _, h, hkv, d = _dimensions(config)
+    eps, length, gemma = config["rms_norm_eps"], len(tokens), config["model_type"] == "gemma3_text"
 
     def project(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
-    x = w["model.embed_tokens.weight"][tokens]
-    for index in range(config["num_hidden_layers"]):
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return _normalise(x, w[f"{name}.weight"] + (1.0 if gemma else 0.0), eps)
+
+    x = w["model.embed_tokens.weight"][tokens] * (np.sqrt(e) if gemma else 1.0)
+    behind, ahead = np.arange(length)[:, None] - np.arange(length), np.triu_indices(length, 1)
+    for index, window in enumerate(_windows(config)):
         at = f"model.layers.{index}."
-        y = _normalise(x, w[at + "input_layernorm.weight"], eps)
+        frequencies = _inverse_frequencies(config, d, window is not None)
+        y = norm(x, at + "input_layernorm")
         q = project(y, at + "self_attn.q_proj").reshape(length, h, d)
         k = project(y, at + "self_attn.k_proj").reshape(length, hkv, d)
         v = project(y, at + "self_attn.v_proj").reshape(length, hkv, d)
         heads = []
         for head in range(h):
             qh, kh, vh = q[:, head], k[:, head * hkv // h], v[:, head * hkv // h]
-            if config["model_type"] == "qwen3":
-                qh = _normalise(qh, w[at + "self_attn.q_norm.weight"], eps)
-                kh = _normalise(kh, w[at + "self_attn.k_norm.weight"], eps)
-            scores = _rotate(qh, frequencies) @ _rotate(kh, frequencies).T / np.sqrt(d)
-            scores[np.triu_indices(length, 1)] = -np.inf
+            if gemma or config["model_type"] == "qwen3":
+                qh, kh = norm(qh, at + "self_attn.q_norm"), norm(kh, at + "self_attn.k_norm")
+            width = config["query_pre_attn_scalar"] if gemma else d
+            scores = _rotate(qh, frequencies) @ _rotate(kh, frequencies).T / np.sqrt(width)
+            scores[ahead] = -np.inf
+            if window is not None:
+                scores[behind >= window] = -np.inf
             probabilities = np.exp(scores - scores.max(1, keepdims=True))
             heads.append(probabilities / probabilities.sum(1, keepdims=True) @ vh)
-        x = x + project(np.concatenate(heads, axis=1), at + "self_attn.o_proj")
-        y = _normalise(x, w[at + "post_attention_layernorm.weight"], eps)
+        attended = project(np.concatenate(heads, axis=1), at + "self_attn.o_proj")
+        x = x + (norm(attended, at + "post_attention_layernorm") if gemma else attended)
+        y = norm(x, at + ("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"))
         gate, up = project(y, at + "mlp.gate_proj"), project(y, at + "mlp.up_proj")
-        x = x + project(gate / (1 + np.exp(-gate)) * up, at + "mlp.down_proj")
-    x = _normalise(x, w["model.norm.weight"], eps)
+        if gemma:
+            active = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        else:
+            active = gate / (1 + np.exp(-gate))
+        y = project(active * up, at + "mlp.down_proj")
+        x = x + (norm(y, at + "post_feedforward_layernorm") if gemma else y)
+    x = norm(x, "model.norm")
     return x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
-from smcjax.model import RopeScaling, load_checkpoint, logits
+from smcjax.model import LayerSpec, RopeScaling, load_checkpoint, logits
+from smcjax.model.attention import FULL, SlidingWindow
 from smcjax.model.checkpoint import load_config
 from smcjax.tokenizer import Tokenizer
 from tests.gguf_files import add_tensor, as_stored, write_gguf, write_vocabulary
@@ -113,6 +114,41 @@ def test_llama3_scaling_comes_back_from_its_factors(factor: float, tmp_path: Pat
         assert "rope_freqs.weight" in refused(path)
 
 
+def test_a_window_is_of_every_layer(tmp_path: Path) -> None:
+    raw = config_of("mistral", sliding_window=16)
+    weights = random_weights(raw)
+
+    def of(window: int) -> Callable[[gguf.GGUFWriter], None]:
+        return lambda writer: writer.add_sliding_window(window)
+
+    write_directory(tmp_path / "hf", raw, weights)
+    assert_loads_alike(write_gguf(tmp_path / "a.gguf", raw, weights, Kind.F32, of(16)), tmp_path / "hf")
+    unfelt = load_config(write_gguf(tmp_path / "b.gguf", raw, weights, Kind.F32, of(256)))
+    assert unfelt.layers == (LayerSpec(),)
+    raw = config_of("qwen2")  # of which llama.cpp does not say where a window holds
+    path = write_gguf(tmp_path / "c.gguf", raw, random_weights(raw), Kind.F32, of(16))
+    assert "qwen2.attention.sliding_window is 16" in refused(path)
+
+
+def test_gemma_3_loads_as_from_safetensors(tmp_path: Path) -> None:
+    """The converter has added 1 to the norms; pattern and local rope are the architecture's own."""
+    raw = config_of("gemma3_text", num_hidden_layers=7, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    del raw["layer_types"]
+    weights = random_weights(raw)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(raw["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+
+    write_directory(tmp_path / "hf", raw, weights)
+    path = write_gguf(tmp_path / "model.gguf", raw, weights, Kind.F32, more)
+    assert_loads_alike(path, tmp_path / "hf")
+    config = load_config(path)
+    assert [config.layer(index).attention for index in range(7)] == [SlidingWindow(8)] * 5 + [FULL, SlidingWindow(8)]
+    assert "gemma3.attention.sliding_window is None" in refused(write_gguf(tmp_path / "b.gguf", raw, weights))
+
+
 def refused(path: Path) -> str:
     """The sentence that refuses a file."""
     with pytest.raises(CheckpointError) as caught:
@@ -135,7 +171,7 @@ def test_stop_ids_are_eos_and_end_of_turn(tmp_path: Path) -> None:
 
 WRONG_METADATA: list[tuple[str, str, Any]] = [
     ("add_uint32", "llama.expert_count", 8),
-    ("add_uint32", "llama.attention.sliding_window", 16),
+    ("add_uint32", "llama.attention.sliding_window", 0),
     ("add_uint32", "llama.attention.value_length", 16),
     ("add_uint32", "llama.rope.dimension_count", 4),
     ("add_string", "llama.rope.scaling.type", "yarn"),
@@ -177,8 +213,8 @@ def test_values_that_cannot_be(name: str, value: Any, key: str, tmp_path: Path) 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     raw = config_of("llama")
-    path = write_gguf(tmp_path / "m.gguf", raw, random_weights(raw), architecture="gemma3")
-    assert "general.architecture is 'gemma3', but only llama" in refused(path)
+    path = write_gguf(tmp_path / "m.gguf", raw, random_weights(raw), architecture="phi3")
+    assert "general.architecture is 'phi3', but only llama" in refused(path)
 
 
 def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:

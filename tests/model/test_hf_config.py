@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.model import LayerSpec, ModelConfig, Rope, RopeScaling
+from smcjax.model.attention import FULL, Full, SlidingWindow
+from smcjax.model.config import LinearScaling
 from smcjax.model.export import hf_config
 from smcjax.model.hf_config import config_from_hf
 from tests.helpers import model_config
@@ -125,26 +127,137 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 2}
     raw = {"model_type": model_type, "num_attention_heads": 32, **sizes}
-    if model_type == "mistral":
-        raw["sliding_window"] = None  # its default is a window of 4096, which is refused
-    theirs = getattr(transformers, f"{FAMILY[model_type]}Config")(**raw)
+    if model_type == "gemma3_text":
+        raw["num_hidden_layers"] = sizes["num_hidden_layers"] = 7
+    theirs = transformers.AutoConfig.for_model(**raw)
     ours = config_from_hf(raw)
     eos = theirs.eos_token_id
+    assert (
+        kinds(ours)
+        == [
+            theirs.sliding_window if kind == "sliding_attention" else None
+            for kind in getattr(theirs, "layer_types", ["full_attention"] * ours.num_layers)
+        ]
+        or model_type == "mistral"
+    )
+    if model_type == "gemma3_text":
+        ropes = [theirs.rope_parameters[kind]["rope_theta"] for kind in theirs.layer_types]
+        assert [ours.layer(index).rope.theta for index in range(7)] == ropes
+        variant = {"layers": ours.layers, "embed_scale": 128**0.5, "float32_norms": True}
+    else:
+        variant = {
+            "rope": Rope(theirs.rope_parameters["rope_theta"]),
+            "qkv_bias": model_type == "qwen2",
+            "qk_norm": model_type == "qwen3",
+            "attention": SlidingWindow(theirs.sliding_window) if model_type == "mistral" else FULL,
+        }
     assert ours == model_config(
         **{key: sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
-        num_layers=2,
+        **variant,
+        num_layers=sizes["num_hidden_layers"],
         num_heads=32,
         num_kv_heads=theirs.num_key_value_heads,
         head_dim=getattr(theirs, "head_dim", 128 // 32),
         max_position_embeddings=theirs.max_position_embeddings,
         rms_norm_eps=theirs.rms_norm_eps,
-        rope=Rope(theirs.rope_parameters["rope_theta"]),
         tie_embeddings=theirs.tie_word_embeddings,
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
         bos_token_id=theirs.bos_token_id,
         eos_token_ids=() if eos is None else (eos,),
     )
+
+
+def kinds(config: ModelConfig) -> list[int | None]:
+    """Every layer's window, None for full attention."""
+    return [getattr(config.layer(index).attention, "window", None) for index in range(config.num_layers)]
+
+
+def test_windows_are_those_of_transformers() -> None:
+    """As in transformers 5: all of Mistral's layers, those of Qwen's from max_window_layers on or in layer_types."""
+    assert kinds(config_from_hf(make_config("mistral", sliding_window=64))) == [64, 64]
+    assert kinds(config_from_hf(make_config("mistral", max_position_embeddings=32768))) == [4096, 4096]  # by default
+    for family in ("qwen2", "qwen3"):
+        raw = make_config(family, num_hidden_layers=4, use_sliding_window=True, sliding_window=64)
+        assert kinds(config_from_hf(raw)) == [None] * 4  # max_window_layers is 28 by default
+        assert kinds(config_from_hf({**raw, "max_window_layers": 3})) == [None, None, None, 64]
+        assert kinds(config_from_hf({**raw, "max_window_layers": 0})) == [64] * 4
+        assert kinds(config_from_hf({**raw, "max_window_layers": 0, "sliding_window": 256})) == [None] * 4
+        assert kinds(config_from_hf({**raw, "max_window_layers": 0, "sliding_window": None})) == [None] * 4
+        types = ["sliding_attention", "full_attention"] * 2
+        assert kinds(config_from_hf({**raw, "layer_types": types})) == [64, None, 64, None]
+    transformers = pytest.importorskip("transformers")
+    for raw in ({"max_window_layers": 2}, {"layer_types": ["sliding_attention"] + ["full_attention"] * 3}):
+        raw = make_config("qwen3", num_hidden_layers=4, use_sliding_window=True, sliding_window=64, **raw)
+        theirs = transformers.Qwen3Config(**raw)
+        expected = [64 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert kinds(config_from_hf(raw)) == expected
+
+
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+
+
+def test_a_gemma_3_config() -> None:
+    local = LayerSpec(SlidingWindow(512), Rope(10_000.0), qk_norm=True, post_norms=True, activation="gelu_tanh")
+    everywhere = dataclasses.replace(local, attention=FULL, rope=Rope(1_000_000.0))
+    expected = ModelConfig(
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_layers=26,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        max_position_embeddings=32768,
+        layers=(*[local] * 5, everywhere),
+        embed_scale=1152**0.5,
+        float32_norms=True,
+        tie_embeddings=True,
+        bos_token_id=2,
+        eos_token_ids=(1, 106),
+        dtype="bfloat16",
+    )
+    assert config_from_hf(GEMMA_3_1B) == expected
+    few = {key: GEMMA_3_1B[key] for key in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size")}
+    few |= {"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "rope_scaling": LINEAR}
+    parsed = config_from_hf(few)  # what is left out are its class's defaults
+    assert parsed.layer(5).rope == Rope(1_000_000.0, LinearScaling(8.0))
+    assert parsed.layer(4) == dataclasses.replace(local, attention=SlidingWindow(4096))
+    new = {key: value for key, value in few.items() if key != "rope_scaling"}
+    new["rope_parameters"] = {"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    assert config_from_hf(new) == config_from_hf({**few, **new}) == parsed
+    scaled = config_from_hf({**GEMMA_3_1B, "query_pre_attn_scalar": 168})
+    assert scaled.layer(0).attention == SlidingWindow(512, 168**-0.5)
+    assert scaled.layer(5).attention == Full(168**-0.5)
 
 
 def test_null_num_key_value_heads_is_multi_head() -> None:
@@ -173,6 +286,7 @@ def test_eos_ids(config_eos: Any, generation: dict[str, Any] | None, expected: t
     assert config_from_hf(raw, generation).eos_token_ids == expected
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [
     # model type, change, key that the message names, value that it shows
@@ -212,11 +326,28 @@ REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [
     ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config", 8),
     ("llama", {"sliding_window": 128}, "sliding_window", 128),
     ("qwen2", {"attention_bias": True}, "attention_bias", True),
-    ("mistral", {"sliding_window": 64}, "sliding_window", 64),
-    ("mistral", {"max_position_embeddings": 32768}, "sliding_window", 4096),  # Mistral's default window
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window", True),
+    ("mistral", {"sliding_window": 0}, "sliding_window", 0),
+    ("mistral", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, "layer_types", "full_attention"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8.0}, "sliding_window", 8.0),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": -1, "sliding_window": 8}, "max_window_layers", -1),
+    ("qwen3", {"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types", "chunked_attention"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types", ["full_attention"]),
+    ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures", "Conditional"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", 30.0),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", 50.0),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention", True),
+    ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation", "silu"),
+    ("gemma3_text", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "sliding_window", None),
+    ("gemma3_text", {"rope_scaling": LLAMA3}, "rope_scaling.rope_type", "llama3"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta", 1e6),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}, "rope_local_base_freq": 6.0},
+        "rope_local_base_freq",
+        5.0,
+    ),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", 0),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads", 3),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads", 0),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1}, "hidden_size", 32),
@@ -274,8 +405,8 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
     ids = st.integers(0, vocab_size - 1)
     positive = st.floats(1e-9, 1e9)
     low = draw(st.floats(0.1, 10))
-    kind = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
-    bias = draw(st.booleans())
+    kind = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    bias = draw(st.booleans()) and kind != "mistral"
     return {
         "vocab_size": vocab_size,
         "hidden_size": draw(st.integers(1, 8192)),
@@ -284,7 +415,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
         "num_heads": num_kv_heads * group,
         "num_kv_heads": num_kv_heads,
         "head_dim": 2 * draw(st.integers(1, 128)),
-        "max_position_embeddings": draw(st.integers(1, 10**7)),
+        "max_position_embeddings": draw(st.integers(5000, 10**7)),
         "rms_norm_eps": draw(positive),
         "rope": Rope(
             draw(positive),
@@ -307,6 +438,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
         "bos_token_id": draw(st.none() | ids),
         "eos_token_ids": tuple(draw(st.lists(ids, max_size=4, unique=True))),
         "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        "attention": SlidingWindow(draw(st.integers(1, 4096))) if kind == "mistral" else FULL,
     }
 
 
@@ -314,6 +446,32 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
 @given(config_fields())
 def test_a_config_survives_being_written(fields: dict[str, Any]) -> None:
     config = model_config(**fields)
+    assert config_from_hf(json.loads(json.dumps(hf_config(config)))) == config
+
+
+@st.composite
+def local_layers(draw: st.DrawFn) -> dict[str, Any]:
+    """A config.json of a family in which every layer has a kind."""
+    family = draw(st.sampled_from(["qwen2", "qwen3", "gemma3_text"]))
+    layers = draw(st.integers(1, 9))
+    types = draw(st.lists(st.sampled_from(["sliding_attention", "full_attention"]), min_size=layers, max_size=layers))
+    raw = {"num_hidden_layers": layers, "layer_types": types, "sliding_window": draw(st.integers(1, 300))}
+    if family != "gemma3_text":
+        return make_config(family, use_sliding_window=True, **raw)
+    rope = st.fixed_dictionaries(
+        {"rope_type": st.just("linear"), "factor": st.floats(1, 64), "rope_theta": st.floats(1, 1e7)}
+    )
+    raw["rope_parameters"] = {"full_attention": draw(rope), "sliding_attention": draw(rope)}
+    raw["query_pre_attn_scalar"] = draw(st.integers(1, 1024))
+    made = make_config(family, attention_bias=draw(st.booleans()), **raw)
+    del made["rope_theta"]
+    return made
+
+
+@settings(max_examples=150, deadline=None)
+@given(local_layers())
+def test_layers_of_several_kinds_survive_being_written(raw: dict[str, Any]) -> None:
+    config = config_from_hf(raw)
     assert config_from_hf(json.loads(json.dumps(hf_config(config)))) == config
 
 
@@ -338,12 +496,19 @@ def test_any_value_is_read_or_refused_with_a_value_error(model_type: str, key: s
 
 def test_what_no_model_class_has_is_not_written() -> None:
     config = config_from_hf(make_config("llama"))
-    changes: list[dict[str, bool]] = [
+    changes: list[dict[str, Any]] = [
+        {"attention": SlidingWindow(8), "mlp_bias": True},
+        {"attention": Full(0.5)},
+        {"activation": "gelu_tanh"},
+        {"post_norms": True},
+        {"rope": Rope(1e4, LinearScaling(2.0))},
         {"o_bias": True},
         {"qk_norm": True, "qkv_bias": True},
         {"qkv_bias": True, "mlp_bias": True},
     ]
     for change in changes:
-        with pytest.raises(ValueError, match="set") as caught:
+        with pytest.raises(ValueError, match=r"set it to|use a model without") as caught:
             hf_config(dataclasses.replace(config, layers=(LayerSpec(**change),)))
         check_sentence(str(caught.value))
+    with pytest.raises(ValueError, match=r"embed_scale is 2\.0, but LlamaForCausalLM"):
+        hf_config(dataclasses.replace(config, embed_scale=2.0))

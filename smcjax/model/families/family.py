@@ -1,0 +1,79 @@
+"""A family of models: what its files say beyond what all families say alike, and under which names its weights lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smcjax.model.config import LayerSpec, ModelConfig
+from smcjax.model.gguf_keys import GGUFKeys
+from smcjax.model.hf_keys import HFKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names of the tensors in one kind of file. A layer's are f"{layers}.{index}.{parts[part]}.weight" or ".bias".
+
+    `norm_offset` is added to the stored weights of norms.
+    """
+
+    embed: str
+    layers: str
+    final_norm: str
+    lm_head: str
+    parts: Mapping[str, str]
+    norm_offset: float = 0.0
+
+
+HUGGING_FACE = Layout(
+    embed="model.embed_tokens",
+    layers="model.layers",
+    final_norm="model.norm",
+    lm_head="lm_head",
+    parts={
+        "attn_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "o": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model class of Hugging Face, and the GGUF architectures that hold it.
+
+    Attributes:
+        architecture, model_type: its names in a config.json.
+        read: completes the sizes of a config.json with the layers and whatever else is the family's own.
+        write: the keys of a config.json that are the family's own; None for sizes that the class does not have.
+        gguf: architectures in GGUF files.
+        read_gguf: completes the sizes of a GGUF file, of which each layer is at first the given one.
+        gguf_interleaves: llama.cpp turns neighbouring pairs, so that q and k rows are interleaved in the file.
+        max_position_embeddings, bos_token_id, eos_token_id, tie_embeddings: what an absent key means.
+        num_kv_heads: likewise; None: as many as query heads.
+        head_dim: likewise; None: hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[HFKeys, ModelConfig], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any] | None]
+    gguf: tuple[str, ...]
+    read_gguf: Callable[[GGUFKeys, ModelConfig, LayerSpec], ModelConfig]
+    max_position_embeddings: int
+    gguf_interleaves: bool = False
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    tie_embeddings: bool = False
+    layout: Layout = HUGGING_FACE
