@@ -34,6 +34,7 @@ from smcjax.engine.settings import own_settings
 from smcjax.kv import TRASH, drop, keep
 from smcjax.model.paged import reads_by_kernels
 from smcjax.numerics import key_of
+from smcjax.pallas import implementations
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 # … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
@@ -102,7 +103,8 @@ class Runner:
             models.append((program.draft, memory.draft))
         lengths = (SHORT_CHUNK, PREFILL_CHUNK) if on_cpu() else (PREFILL_CHUNK, LONG_CHUNK)
         short, long = (min(length, program.max_model_len) for length in lengths)
-        pays = on_cpu() or all(reads_by_kernels(config, cache, columns=long) for config, cache in models)
+        with implementations(program.implementation):
+            pays = on_cpu() or all(reads_by_kernels(config, cache, columns=long) for config, cache in models)
         return ChunkLengths(together=short, alone=long if pays else short)
 
     @property

@@ -1,4 +1,4 @@
-"""What a model keeps of its tokens, in pages: keys and values, and whatever else its kinds of attention read.
+"""A model's memory of its tokens, in pages: keys and values, and whatever else its kinds of attention read.
 
 One array per layer and name, never a stacked one: XLA updates separate donated buffers in place, and copies a stacked
 one that a loop indexes. The layout is token-major, so that writing a token is one contiguous store and a page is one
@@ -30,12 +30,12 @@ class PageArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What the pages of one layer hold, by name."""
+    """The arrays that pages of one layer hold, by name."""
 
     arrays: Mapping[str, PageArray]
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token where a number takes `itemsize`, rounded up where an entry stands for several tokens."""
+        """Bytes of one token where a number takes `itemsize`, rounded up for entries that stand for several tokens."""
         return sum(-(-array.heads * array.dim * itemsize // array.stride) for array in self.arrays.values())
 
 
@@ -82,7 +82,7 @@ class KVCache:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def copy_pages(self, copies: Copies) -> KVCache:
-        """The copies made in every array; rows that need none name one page twice. No target is a source."""
+        """Makes the copies in every array; rows that need none name one page twice. No target is a source."""
         arrays, tree = jax.tree.flatten(self.layers)
         for shape in {array.shape: None for array in arrays}:
             alike = [index for index, array in enumerate(arrays) if array.shape == shape]

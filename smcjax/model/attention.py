@@ -74,7 +74,7 @@ class AttentionKind(Protocol):
     ) -> tuple[Float[Array, "R T H D"], LayerCache]:
         """Writes the new tokens to the layer's pages and attends to all that each sees; returns both results.
 
-        `view.lengths` counts the slots that hold KV after this forward. A `plan` of None has nothing to say.
+        `view.lengths` counts the slots that hold KV after this forward. `plan` is None where nothing was planned.
         """
         ...
 
@@ -138,7 +138,7 @@ class _Softmax:
 
 
 def _shape_of(config: ModelConfig, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:
-    """What `smcjax.pallas.supports` asks for."""
+    """The keywords of `smcjax.pallas.supports`."""
     return {
         "columns": columns,
         "num_heads": config.num_heads,

@@ -96,7 +96,8 @@ class ModelConfig:
 
     `layers` is the pattern of the layers' variants, repeated as often as `num_layers` asks for: `layer(i)` is layer
     i's. `embed_scale` multiplies looked-up embeddings, rounded to the weights' dtype first.
-    `float32_norms` keeps norms' weights in float32 whatever the dtype of the matrices.
+    `float32_norms` keeps norms' weights in float32 whatever the dtype of the matrices, and so rounds a normed vector
+    once, behind its weight, where other models round it before as well.
     """
 
     vocab_size: int

@@ -246,17 +246,18 @@ def paged_attention_xla(
 def plan_sharing(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
-    settled: Int[Array, " R"],
+    num_immutable: Int[Array, " R"],
     *,
     rows: int,
     window: int | None = None,
     scale: float | None = None,
     **shape: Any,
 ) -> Sharing | None:
-    """What the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of such a `shape`.
+    """Finds what the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of such a `shape`.
 
-    `shape` is what `supports` asks for, T = `columns` the most new tokens of a row. `lengths` is how many slots of each
-    row hold KV when the plan is last used, 0 for a row that reads nothing; `settled` how many of them every query sees.
+    `shape` are the keywords of `supports`, T = `columns` the most new tokens of a row. `lengths` is how many slots of
+    each row hold KV when the plan is last used, 0 for a row that reads nothing; `num_immutable` how many of them every
+    query sees.
     Returns None where the kernel that reads each row by itself does better, or none applies: all from static shapes.
     More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
     """
@@ -269,7 +270,7 @@ def plan_sharing(
     return find_tasks(
         block_table,
         lengths,
-        settled,
+        num_immutable,
         rows=rows,
         queries=queries,
         page_size=shape["page_size"],
@@ -407,7 +408,7 @@ def _merge(
 def _shape_where_usual(
     q: jax.Array, key_pages: jax.Array, value_pages: jax.Array, window: int | None, scale: float | None
 ) -> dict[str, Any] | None:
-    """What `supports` asks for, of the attention that the kernels compute; None of any other."""
+    """The keywords of `supports`, of attention that the kernels compute; None of any other."""
     alike = q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
     if not (alike and is_usual(window, scale, q.shape[3])):
         return None
