@@ -181,7 +181,6 @@ def planned(shape: Shape, inputs: Inputs) -> Sharing:
         head_dim=shape.dim,
         page_size=shape.page_size,
         dtype=q.dtype,
-        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, positions[:, 0])
     assert sharing is not None

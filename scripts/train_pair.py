@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, save_checkpoint
 from smcjax.model.decoder import Projection, hidden_states, unembed
-from smcjax.pallas import attention
+from smcjax.pallas import attention, implementations
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.word_problems import Problem, generate, is_correct, prompt
 
@@ -399,4 +399,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with implementations("xla"):  # kernels have no gradients
+        main()

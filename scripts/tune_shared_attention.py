@@ -43,7 +43,6 @@ def measure(
         page_size=keys[0].shape[1],
         chunk=chunk,
         tiles=tiles,
-        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, positions[:, 0])
     attend = by_plan if tuning is None else functools.partial(shared_attention_mosaic, tuning=tuning)

@@ -49,6 +49,15 @@ def tiny_params(config: ModelConfig, seed: int, sharpness: float = 1.5) -> Param
     return dataclasses.replace(params, lm_head=params.lm_head * sharpness)
 
 
+def noisy_params(config: ModelConfig) -> Params:
+    """Random weights in which norms and biases differ from 1 and 0 too."""
+    params = init_params(config, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.2 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """Two different models over one vocabulary."""

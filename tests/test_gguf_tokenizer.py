@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Inner
 
@@ -136,6 +139,55 @@ def test_prefix_and_bos_are_as_the_file_says(tmp_path: Path) -> None:
     added = load(write_vocabulary(tmp_path / "c.gguf", real_vocabulary("gpt-2"), lambda w: w.add_add_bos_token(True)))
     assert added.encode("the")[0] == 1
     assert len(added.encode("the")) == 2
+
+
+RUNS = [" " * length for length in range(2, 6)] + ["\t\t", "<table>"]
+
+
+@pytest.fixture(scope="module")
+def gemma_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As in Gemma's files: no space before the text, and tokens of runs of spaces."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(PIECES["pieces"] + RUNS)
+        writer.add_token_scores(PIECES["scores"] + [-1000.0] * len(RUNS))
+        writer.add_token_types(PIECES["types"] + [4] * len(RUNS))
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_space_prefix(False)
+
+    return load(write_vocabulary(tmp_path_factory.mktemp("gemma") / "v.gguf", add))
+
+
+def by_definition(text: str) -> list[int]:
+    """llama.cpp's rule: user-defined tokens first, the longest before others; then the best neighbours, one by one."""
+    own = {token: len(PIECES["pieces"]) + index for index, token in enumerate(RUNS)}
+    ids = {piece: id for id, piece in enumerate(PIECES["pieces"]) if PIECES["types"][id] == 1}
+    for token in sorted(own, key=len, reverse=True):
+        if token in text:
+            before, after = text.split(token, 1)
+            return [*by_definition(before), own[token], *by_definition(after)]
+    parts = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(PIECES["scores"][ids[a + b]], -at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    found = []
+    for part in parts:
+        bytes_of = [PIECES["pieces"].index(f"<0x{byte:02X}>") for byte in part.encode()]
+        found += [ids[part]] if part in ids else bytes_of
+    return found
+
+
+@given(st.text(alphabet="the stp\n\t  <>abl,é🙂", max_size=40))
+@example("the" + " " * 23 + "steps\n\n\t\t\t <table>  x<table >🙂 ")
+def test_gemmas_tokens_are_those_of_the_definition(gemma_like: Tokenizer, text: str) -> None:
+    assert gemma_like.encode(text) == [1, *by_definition(text)]
+    assert gemma_like.decode(gemma_like.encode(text)) == text
 
 
 def test_without_a_vocabulary_there_is_no_tokenizer(tmp_path: Path) -> None:

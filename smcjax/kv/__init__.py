@@ -1,6 +1,6 @@
 """The paged, reference-counted KV cache: ownership (`pages`) and storage (`cache`)."""
 
-from smcjax.kv.cache import KVCache
+from smcjax.kv.cache import CacheSpec, KVCache, LayerCache, PageArray
 from smcjax.kv.pages import (
     TRASH,
     PagePool,
@@ -20,8 +20,11 @@ from smcjax.pallas import Copies
 
 __all__ = [
     "TRASH",
+    "CacheSpec",
     "Copies",
     "KVCache",
+    "LayerCache",
+    "PageArray",
     "PagePool",
     "Room",
     "allocate",

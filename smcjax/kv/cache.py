@@ -1,82 +1,92 @@
-"""Keys and values of one model, in pages.
+"""A model's memory of its tokens, in pages: keys and values, and whatever else its kinds of attention read.
 
-One array per layer for keys and one for values, never one stacked array: XLA updates separate donated buffers in
-place, and copies a stacked one that a loop indexes. The layout is token-major, so that writing a token is one
-contiguous store and a page is one contiguous block.
+One array per layer and name, never a stacked one: XLA updates separate donated buffers in place, and copies a stacked
+one that a loop indexes. The layout is token-major, so that writing a token is one contiguous store and a page is one
+contiguous block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from smcjax.pallas import Copies, HeadNorms, PendingNorm, copy_all_pages, rotate_and_write
+from smcjax.pallas import Copies, copy_all_pages
+
+LayerCache = dict[str, Float[Array, "P B/stride heads D"]]
+
+
+class PageArray(NamedTuple):
+    """The shape of one array that pages hold, [P, B/stride, heads, dim]."""
+
+    heads: int
+    dim: int
+    stride: int = 1  # tokens that an entry stands for
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """The arrays that pages of one layer hold, by name."""
+
+    arrays: Mapping[str, PageArray]
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Bytes of one token where a number takes `itemsize`, rounded up for entries that stand for several tokens."""
+        return sum(-(-array.heads * array.dim * itemsize // array.stride) for array in self.arrays.values())
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Per layer: keys and values [P, B, Hkv, D]. Which sequence owns which page: `smcjax.kv.pages`."""
+    """Each layer's arrays by name, [P, …]. Which sequence owns which page: `smcjax.kv.pages`."""
 
-    keys: tuple[Float[Array, "P B Hkv D"], ...]
-    values: tuple[Float[Array, "P B Hkv D"], ...]
+    layers: tuple[LayerCache, ...]
+    page_size: int = dataclasses.field(metadata={"static": True})  # B, tokens a page
 
     @classmethod
-    def create(
-        cls, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: Any
-    ) -> KVCache:
-        """Zeros. Every page must hold finite numbers from the start, since masked slots are read and discarded."""
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
-        return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        )
+    def create(cls, layers: Sequence[CacheSpec], *, num_pages: int, page_size: int, dtype: Any) -> KVCache:
+        """Zeros. Every page must hold finite numbers from the start, since masked slots are read and discarded.
+
+        Raises ValueError for pages that do not hold whole entries.
+        """
+
+        def zeros(name: str, array: PageArray) -> jax.Array:
+            heads, dim, stride = array
+            if page_size % stride:
+                raise ValueError(f"page_size must be a multiple of {stride}, the stride of {name}, got {page_size}.")
+            return jnp.zeros((num_pages, page_size // stride, heads, dim), dtype)
+
+        pages = ({name: zeros(name, array) for name, array in spec.arrays.items()} for spec in layers)
+        return cls(tuple(pages), page_size)
 
     @property
-    def page_size(self) -> int:
-        """B, tokens a page."""
-        return self.keys[0].shape[1]
+    def keys(self) -> tuple[Float[Array, "P B Hkv D"], ...]:
+        """Each layer's keys, where all layers have some."""
+        return tuple(layer["keys"] for layer in self.layers)
+
+    @property
+    def values(self) -> tuple[Float[Array, "P B Hkv D"], ...]:
+        """Each layer's values, where all layers have some."""
+        return tuple(layer["values"] for layer in self.layers)
+
+    def replace(self, **arrays: Sequence[jax.Array]) -> KVCache:
+        """The cache with other arrays of these names, one a layer."""
+        layers = [
+            {**layer, **{name: of_layers[index] for name, of_layers in arrays.items()}}
+            for index, layer in enumerate(self.layers)
+        ]
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def copy_pages(self, copies: Copies) -> KVCache:
-        """The copies made in every layer; rows that need none name one page twice. No target is a source."""
-        pools = copy_all_pages(self.keys + self.values, copies)
-        return KVCache(keys=pools[: len(self.keys)], values=pools[len(self.keys) :])
-
-    def write(
-        self,
-        layer: int,
-        qkv: Float[Array, "R T HHH D"],
-        cos: Float[Array, "R T half"],
-        sin: Float[Array, "R T half"],
-        pages: Int[Array, "R T"],
-        slots: Int[Array, "R T"],
-        copies: Copies | None = None,
-        norms: HeadNorms | None = None,
-        pending: PendingNorm | None = None,
-    ) -> tuple[Float[Array, "R T H D"], KVCache]:
-        """Rotated queries of one layer's fused product, and the cache with its keys and values stored.
-
-        Those of token (r, t) go to slot `slots[r, t]` of page `pages[r, t]`, after the layer's pages are copied:
-        `smcjax.pallas.rotate_and_write`.
-        """
-        q, keys, values = rotate_and_write(
-            qkv,
-            cos,
-            sin,
-            self.keys[layer],
-            self.values[layer],
-            pages,
-            slots,
-            copies,
-            norms,
-            pending,
-        )
-        return q, KVCache(keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values))
-
-
-def _replace(arrays: tuple[jax.Array, ...], index: int, array: jax.Array) -> tuple[jax.Array, ...]:
-    return (*arrays[:index], array, *arrays[index + 1 :])
+        """Makes the copies in every array; rows that need none name one page twice. No target is a source."""
+        arrays, tree = jax.tree.flatten(self.layers)
+        for shape in {array.shape: None for array in arrays}:
+            alike = [index for index, array in enumerate(arrays) if array.shape == shape]
+            copied = copy_all_pages(tuple(arrays[index] for index in alike), copies)
+            for index, array in zip(alike, copied, strict=True):
+                arrays[index] = array
+        return dataclasses.replace(self, layers=jax.tree.unflatten(tree, arrays))

@@ -1,26 +1,175 @@
-"""Kinds of attention: which keys a query sees, and by what its scores are scaled. Frozen, hashable, static."""
+"""Kinds of attention: which keys a query sees, what pages keep of a token, and how a layer reads them.
+
+A kind is one frozen, hashable, static value of a layer's spec that answers all questions about its attention. The
+cache, the decoder and what plans memory ask it and know no kind by name, so a new kind is a new class.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+from smcjax.kv import CacheSpec, LayerCache, PageArray
+from smcjax.model.view import BatchView
+from smcjax.pallas import (
+    HeadNorms,
+    PendingNorm,
+    attends_by_kernels,
+    attention,
+    paged_attention,
+    plan_sharing,
+    rotate_and_write,
+    split_and_rotate,
+)
+from smcjax.pallas.attention import sees
+
+if TYPE_CHECKING:
+    from smcjax.model.config import ModelConfig
+
+Plan = Any  # a pytree, or None
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class Projection:
+    """A layer's fused product, and what makes queries, keys and values of it."""
+
+    qkv: Float[Array, "R T HHH D"]  # H query heads, Hkv key heads, Hkv value heads
+    cos: Float[Array, "R T half"]
+    sin: Float[Array, "R T half"]
+    num_kv_heads: int
+    norms: HeadNorms | None
+    pending: PendingNorm | None  # the layer's norm, where the product was made without
+
+    def heads(self) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
+        """Returns q, k, v; the first two normed where the model does so, and rotated."""
+        return split_and_rotate(
+            self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms, pending=self.pending
+        )
+
+
+@runtime_checkable
+class AttentionKind(Protocol):
+    """One kind of attention. Values are frozen and hashable."""
+
+    def cache(self, config: ModelConfig) -> CacheSpec:
+        """Names the arrays that a layer's pages hold."""
+        ...
+
+    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Plan:
+        """Makes what all layers of the kind need once a cycle, for steps of 1 to `columns` new tokens a row."""
+        ...
+
+    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+        """True where a kernel reads single rows of `columns` new tokens, planned so."""
+        ...
+
+    def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
+        """Attends among the tokens themselves, without pages: the oracle, and what is trained."""
+        ...
+
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        """Writes the new tokens to the layer's pages and attends to all that each sees; returns both results.
+
+        `view.lengths` counts the slots that hold KV after this forward. `plan` is None where nothing was planned.
+        """
+        ...
+
+
+class _Softmax:
+    """Softmax over keys and values that pages hold as they are."""
+
+    window: int | None
+    scale: float | None
+
+    def cache(self, config: ModelConfig) -> CacheSpec:
+        array = PageArray(config.num_kv_heads, config.head_dim)
+        return CacheSpec({"keys": array, "values": array})
+
+    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Plan:
+        return plan_sharing(
+            view.block_table,
+            view.lengths,
+            view.num_immutable,
+            rows=view.rows,
+            window=self.window,
+            scale=self.scale,
+            **_shape_of(config, columns, view.page_size, dtype),
+        )
+
+    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+        shape = _shape_of(config, columns, page_size, dtype)
+        return attends_by_kernels(window=self.window, scale=self.scale, **shape)
+
+    def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
+        visible = sees(positions[:, None, :], positions[:, :, None], self.window)
+        return attention(*projection.heads(), visible, scale=self.scale)
+
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        q, keys, values = rotate_and_write(
+            projection.qkv,
+            projection.cos,
+            projection.sin,
+            cache["keys"],
+            cache["values"],
+            view.write_pages,
+            view.slots,
+            view.copies,
+            projection.norms,
+            projection.pending,
+        )
+        attended = paged_attention(
+            q,
+            keys,
+            values,
+            view.block_table,
+            view.positions,
+            view.lengths,
+            sharing=plan,
+            window=self.window,
+            scale=self.scale,
+        )
+        return attended, {"keys": keys, "values": values}
+
+
+def _shape_of(config: ModelConfig, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:
+    """The keywords of `smcjax.pallas.supports`."""
+    return {
+        "columns": columns,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "page_size": page_size,
+        "dtype": dtype,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(_Softmax):
     """Causal attention to every earlier position and the query's own. `scale` None: 1/√head_dim."""
 
     scale: float | None = None
-
-
-FULL = Full()
+    window: None = dataclasses.field(default=None, init=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow:
-    """Causal attention to the last `window` positions, the query's own among them. `scale` None: 1/√head_dim."""
+class SlidingWindow(_Softmax):
+    """Causal attention to the last `window` positions, the query's own among them. `scale` None: 1/√head_dim.
+
+    Raises ValueError for a window below 1.
+    """
 
     window: int
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, the query's own position, got {self.window}.")
 
-AttentionKind = Full | SlidingWindow
+
+FULL = Full()

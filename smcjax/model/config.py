@@ -96,7 +96,8 @@ class ModelConfig:
 
     `layers` is the pattern of the layers' variants, repeated as often as `num_layers` asks for: `layer(i)` is layer
     i's. `embed_scale` multiplies looked-up embeddings, rounded to the weights' dtype first.
-    `float32_norms` keeps norms' weights in float32 whatever the dtype of the matrices.
+    `float32_norms` keeps norms' weights in float32 whatever the dtype of the matrices, and so rounds a normed vector
+    once, behind its weight, where other models round it before as well.
     """
 
     vocab_size: int
@@ -127,8 +128,9 @@ class ModelConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        """Bytes that pages hold of one token, in all layers."""
+        specs = (self.layer(index).attention.cache(self) for index in range(self.num_layers))
+        return sum(spec.token_bytes(self.itemsize) for spec in specs)
 
     def with_layers(self, layers: Iterable[LayerSpec]) -> ModelConfig:
         """The same decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""

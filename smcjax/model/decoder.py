@@ -1,13 +1,14 @@
-"""One functional decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3).
+"""One functional decoder for the Llama family and its relatives.
 
     x = embed[tokens]
     x = x + o · attention(rope(norm(x) · qkv))        for every layer
     x = x + down · (silu(gate · norm(x)) ∘ up · norm(x))
     logits = unembed · norm(x)
 
-The layer body is written once. What differs between uses is where keys and values come from, so `hidden_states` takes
-that as a function of the layer's fused product: `logits` attends densely over the tokens themselves (the oracle, and
-training), the paged path (`smcjax.model.paged`) writes pages and reads them back.
+A layer's spec varies this (`smcjax.model.config.LayerSpec`). The layer body is written once. Uses differ in where keys
+and values come from, so `hidden_states` takes that as a function of the layer's fused product: `logits` attends densely
+over the tokens themselves (the oracle, and training), the paged path (`smcjax.model.paged`) writes pages and reads them
+back.
 
 Numerics: matrices and activations in the weights' dtype, products accumulated in f32, norms, rotary angles and
 softmax in f32, logits f32. Layers are unrolled: separate weights beat slices of stacked ones under XLA.
@@ -15,7 +16,6 @@ softmax in f32, logits f32. Layers are unrolled: separate weights beat slices of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Params
 from smcjax.model.quantize import QuantizedMatrix, quantized_product
@@ -32,32 +33,12 @@ from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
     add_rms_norm,
-    attention,
+    implementations,
     rms_norm,
-    split_and_rotate,
     supports_norm,
     swiglu,
     uses_kernels,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Projection:
-    """A layer's fused product, and what makes queries, keys and values of it."""
-
-    qkv: Float[Array, "R T HHH D"]  # H query heads, Hkv key heads, Hkv value heads
-    cos: Float[Array, "R T half"]
-    sin: Float[Array, "R T half"]
-    num_kv_heads: int
-    norms: HeadNorms | None
-    pending: PendingNorm | None  # the layer's norm, where the product was made without
-
-    def heads(self) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
-        """q, k, v; the first two normed where the model does so, and rotated."""
-        return split_and_rotate(
-            self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms, pending=self.pending
-        )
-
 
 # (layer index, its product) -> attention output [R, T, H, D]
 Attend = Callable[[int, Projection], jax.Array]
@@ -88,43 +69,41 @@ def rope_angles(
 
 
 def hidden_states(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    attend: Attend,
-    *,
-    implementation: str = "xla",
+    config: ModelConfig, params: Params, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend
 ) -> Float[Array, "R T E"]:
     """Normalised output of the last layer, ready for `unembed`; `attend` supplies keys and values.
 
-    `implementation` of what stands between the products: `smcjax.pallas.paged_attention` says which there are. Only
-    "xla" can be differentiated.
-
     With kernels, norms that `smcjax.model.folding` has folded into the products behind them are left pending: a
     product then reads the residual stream itself, which the product before has added to, and its reader divides.
+    Only within `implementations("xla")` can it be differentiated.
     """
     angles = {rope: rope_angles(rope, config.head_dim, positions) for rope in {s.rope: None for s in config.layers}}
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
     x = params.embed[tokens]
+    if config.embed_scale != 1:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
     leaves_pending = _leaves_pending(x)
 
     def pending(x: jax.Array, norm: jax.Array | None) -> PendingNorm | None:
         return PendingNorm(x, eps) if norm is None and leaves_pending else None
 
     def added(
-        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, norm: jax.Array | None
+        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, norm: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """x + weight · y, and what the next product reads."""
+        """x + weight · y, the product normed by `post` where the layer does so; and what the next product reads."""
         if pending(x, norm) is None:
-            return add_rms_norm(x, linear(y, weight, bias), norm, eps)
-        x = linear(y, weight, bias, add_to=x)
+            return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), norm, eps)
+        x = linear(y, weight, bias, add_to=x) if post is None else x + normed_by(post, linear(y, weight, bias))
         return x, x
+
+    def normed_by(norm: jax.Array | None, y: jax.Array) -> jax.Array:
+        return y if norm is None else rms_norm(y, norm, eps)
 
     normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
     for index, layer in enumerate(params.layers):
-        cos, sin = angles[config.layer(index).rope]
+        spec = config.layer(index)
+        cos, sin = angles[spec.rope]
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
         qkv = qkv.reshape(*tokens.shape, -1, config.head_dim)
         of_heads = None
@@ -132,23 +111,33 @@ def hidden_states(
             of_heads = HeadNorms(layer.q_norm, layer.k_norm, eps)
         projection = Projection(qkv, cos, sin, config.num_kv_heads, of_heads, pending(x, layer.attn_norm))
         attended = attend(index, projection).reshape(flat)
-        x, normed = added(x, attended, layer.o, layer.o_bias, layer.mlp_norm)
+        x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, layer.mlp_norm)
         gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-        h = gated(gate_up, pending(x, layer.mlp_norm))
-        x, normed = added(x, h, layer.down, layer.down_bias, norms[index + 1])
+        h = gated(gate_up, pending(x, layer.mlp_norm), spec.activation)
+        x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, norms[index + 1])
     return normed
 
 
-def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None) -> Float[Array, "*shape F"]:
-    """silu(gate) · up, of a product that may still lack its norm."""
-    if pending is not None:
+def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, activation: str) -> Float[Array, "*shape F"]:
+    """activation(gate) · up, of a product that may still lack its norm."""
+    if activation == "silu" and pending is not None:
         return swiglu(gate_up, pending)
+    if pending is not None:
+        gate_up = pending.divide(gate_up).astype(gate_up.dtype)
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _gelu_tanh(x: Float[Array, "*shape F"]) -> Float[Array, "*shape F"]:
+    """GELU by its approximation with tanh, in f32 and rounded once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}
 
 
 def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
-    """Whether norms without weights are left to those who read the products: where our kernels do."""
+    """True where norms without weights are left to the readers of products: where our kernels do that."""
     rows, width = x.size // x.shape[-1], x.shape[-1]
     return uses_kernels() and supports_norm(rows=rows, width=width, dtype=x.dtype)
 
@@ -163,13 +152,16 @@ def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*
 def forward(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:
     """Hidden states of every position, ready for `unembed`, dense and without a cache.
 
-    Position t attends to positions 0…t; `token_ids` int32 in [0, V). Returns the weights' dtype.
+    Position t attends to positions 0…t, or to its window; `token_ids` int32 in [0, V). Returns the weights' dtype.
     """
     token_ids = jnp.asarray(token_ids)
-    batch, length = token_ids.shape
-    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-    return hidden_states(config, params, token_ids, positions, lambda _, new: attention(*new.heads(), causal))
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+
+    def attend(index: int, projection: Projection) -> jax.Array:
+        return config.layer(index).attention.dense(projection, positions)
+
+    with implementations("xla"):
+        return hidden_states(config, params, token_ids, positions, attend)
 
 
 def logits(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T V"]:

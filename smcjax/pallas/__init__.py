@@ -7,7 +7,6 @@ from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_wri
 from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
-    IMPLEMENTATIONS,
     attends_by_kernels,
     find_tasks,
     paged_attention,
@@ -21,7 +20,6 @@ from smcjax.pallas.swiglu import swiglu
 from smcjax.pallas.verify_pack import verify_and_pack
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "Acceptance",
     "Copies",
     "HeadNorms",

@@ -1,8 +1,9 @@
-"""Attention in plain XLA: over contiguous keys (the oracle), and over pages (the reference of the kernel).
+"""Attention in plain XLA: over contiguous keys (the oracle), and over pages (the reference of the kernels).
 
-    out[r, t, h] = Σ_s softmax_s( q[r, t, h] · k[r, s, h'] / √D  where s is visible ) · v[r, s, h']
+    out[r, t, h] = Σ_s softmax_s( scale · q[r, t, h] · k[r, s, h']  where s is visible ) · v[r, s, h']
 
-with h' = h // (H/Hkv), the key-value head that a group of query heads shares. Scores and softmax in f32.
+with h' = h // (H/Hkv), the key-value head that a group of query heads shares, and scale 1/√D unless a model has its
+own. Scores and softmax in f32.
 """
 
 from __future__ import annotations
@@ -15,20 +16,36 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.numerics import product_precision
 
+LOWEST = -1e30  # a score of no weight; finite, so that a query that sees nothing gives no ∞ − ∞
+
+
+def sees(slot: Int[Array, "*slots"], position: Int[Array, "*queries"], window: int | None) -> Bool[Array, "*shape"]:
+    """True where a query at `position` sees `slot`: one of the last `window` up to its own, or any of them (None)."""
+    before = slot <= position
+    return before if window is None else before & (slot > position - window)
+
+
+def divisor_of(scale: float | None, dim: int) -> float:
+    """The number that scores are divided by: 1/`scale`, or √D."""
+    return math.sqrt(dim) if scale is None else 1 / scale
+
 
 def attention(
     q: Float[Array, "R T H D"],
     k: Float[Array, "R S Hkv D"],
     v: Float[Array, "R S Hkv D"],
     visible: Bool[Array, "R T S"],
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "R T H D"]:
-    """Grouped-query attention over contiguous keys. Every query must see at least one key."""
+    """Grouped-query attention over contiguous keys. A query that sees none gets the mean of all values."""
     rows, columns, heads, dim = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
     precision = product_precision(q.dtype)
     scores = jnp.einsum("rthgd,rshd->rhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores / math.sqrt(dim), -jnp.inf), axis=-1)
+    scores = jnp.where(visible[:, None, None], scores / divisor_of(scale, dim), LOWEST)
+    weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("rhgts,rshd->rthgd", weights.astype(v.dtype), v, precision=precision)
     return out.reshape(rows, columns, heads, dim)
 
@@ -40,8 +57,11 @@ def paged_attention_reference(
     block_table: Int[Array, "R M"],
     positions: Int[Array, "R T"],
     lengths: Int[Array, " R"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "R T H D"]:
-    """The same over pages: query (r, t) sees slots 0…positions[r, t] of the M·B slots that row r's table names.
+    """Attends from query (r, t) to slots …positions[r, t], all or the last `window`, of row r's pages.
 
     `lengths` is how many slots of each row hold KV; what a query at or beyond it returns means nothing. Gathers each
     row's pages, padding included, and attends densely. Values from `lengths` on are zeroed, because a
@@ -55,4 +75,4 @@ def paged_attention_reference(
     slot = jnp.arange(slots)
     written = slot < lengths[:, None]
     v = jnp.where(written[:, :, None, None], v, 0)
-    return attention(q, k, v, slot <= positions[:, :, None])
+    return attention(q, k, v, sees(slot, positions[:, :, None], window), scale=scale)

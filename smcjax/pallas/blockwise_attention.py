@@ -1,26 +1,24 @@
-"""Attention over paged keys and values in plain XLA whose cost follows the real lengths; for CPUs.
+"""Attention over paged keys and values in plain XLA whose cost follows the real lengths and windows; for CPUs.
 
-    for each block of C slots, as many as the longest row of the batch needs:
+    for each block of C slots, from the first that any row of the batch sees to the last:
         S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V
 
-The dense reference (`smcjax.pallas.attention`) gathers whole block tables, padding included. Here the number of blocks
-is a traced value, so that a short sequence under a large `max_model_len` costs what a short sequence costs.
+The dense reference (`smcjax.pallas.attention`) gathers whole block tables, padding included. Here the range of blocks
+is a traced value, so that a short sequence under a large `max_model_len` costs what a short sequence costs, and a
+window what the window costs.
 
 A block in which a row sees nothing leaves its sums exactly as they are: m stays, exp(m − m) = 1, and zeros are added.
-So a row's result does not depend on how long the other rows of its batch are.
+So a row's result does not depend on how long the other rows of its batch are, nor on where their windows begin.
 """
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.numerics import product_precision
-
-LOWEST = -1e30  # a maximum before any score; finite, so that a row that sees nothing gives no ∞ − ∞
+from smcjax.pallas.attention import LOWEST, divisor_of, sees
 
 
 def block_slots(rows: int) -> int:
@@ -35,8 +33,13 @@ def blockwise_paged_attention(
     block_table: Int[Array, "R M"],
     positions: Int[Array, "R T"],
     lengths: Int[Array, " R"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "R T H D"]:
-    """Attends from query (r, t) to slots 0…positions[r, t] of row r's pages, of which the first `lengths[r]` hold KV.
+    """Attends from query (r, t) to slots …positions[r, t], all or the last `window`, of row r's pages.
+
+    The first `lengths[r]` slots hold KV, none where a row reads nothing. `positions` ascend in a row.
 
     A query at or beyond `lengths` returns numbers without a meaning; slots that hold no KV may hold anything.
     """
@@ -49,7 +52,7 @@ def blockwise_paged_attention(
     precision = product_precision(q.dtype)
 
     # The queries that share a key-value head are rows of one product: [R, Hkv, T·G, D].
-    q = (q / math.sqrt(dim)).reshape(rows, columns, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    q = (q / divisor_of(scale, dim)).reshape(rows, columns, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(rows, kv_heads, columns * group, dim)
     position = jnp.repeat(positions, group, axis=1)[:, None, :, None]
 
@@ -64,7 +67,7 @@ def blockwise_paged_attention(
         # A stale slot may hold another request's NaN, and 0 · NaN is NaN.
         values = jnp.where((slot < lengths[:, None])[:, None, :, None], values, 0)
         scores = jnp.einsum("rhqd,rhsd->rhqs", q, keys, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(slot <= position, scores, -jnp.inf)
+        scores = jnp.where(sees(slot, position, window), scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         kept, weights = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
         new = jnp.einsum("rhqs,rhsd->rhqd", weights.astype(values.dtype), values, precision=precision)
@@ -72,8 +75,11 @@ def blockwise_paged_attention(
 
     of_query = (rows, kv_heads, columns * group)
     empty = (jnp.zeros((*of_query, dim), jnp.float32), jnp.full(of_query, LOWEST), jnp.zeros(of_query))
-    seen = jnp.max(jnp.minimum(lengths, positions[:, -1] + 1))
-    blocks = jnp.maximum(1, -(-seen // size))
-    out, _, mass = jax.lax.fori_loop(0, blocks, attend, empty)
-    out = (out / mass[..., None]).astype(value_pages.dtype)
+    ends = jnp.max(jnp.minimum(lengths, positions[:, -1] + 1))
+    blocks, first = jnp.maximum(1, -(-ends // size)), jnp.int32(0)
+    if window is not None:
+        begins = jnp.min(jnp.where(lengths > 0, positions[:, 0] + 1 - window, ends))
+        first = jnp.clip(begins // size, 0, blocks - 1)
+    out, _, mass = jax.lax.fori_loop(first, blocks, attend, empty)
+    out = (out / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(value_pages.dtype)
     return out.reshape(rows, kv_heads, columns, group, dim).transpose(0, 2, 1, 3, 4).reshape(rows, columns, heads, dim)

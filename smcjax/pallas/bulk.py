@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
+from smcjax.pallas.compat import llvm, nvvm
 from smcjax.pallas.simt import SCALAR, WARPGROUP, Ref, i32, i64, scalar, thread
 
 REF = plgpu.RefType()

@@ -12,16 +12,13 @@ the rule that lowers it later is here followed by the exchange. Interpreted, the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm
-from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
+from smcjax.pallas.compat import after_lowering, llvm
 from smcjax.pallas.products import Ref
 from smcjax.pallas.simt import i64
 
@@ -72,17 +69,15 @@ def _last_of(block: ir.Block, *names: str) -> Any:
     return next(one.operation for one in reversed(list(block.operations)) if one.operation.name in names)
 
 
-def _lowered(rule: Callable[[Any, Any], Any], ctx: Any, copy: Any) -> Any:
-    """What the rule makes of a copy; with a policy, if the copy is marked."""
-    results = rule(ctx, copy)
+def _exchange(copy: Any) -> None:
+    """Gives what a copy has been lowered to a policy, if the copy is marked."""
     if _MARK in copy.attributes:
         written = _last_of(ir.InsertionPoint.current.block, _LOWERED_TO[copy.operation.name])
         _replace(written, ir.StringAttr(copy.attributes[_MARK]).value)
-    return results
 
 
 for _name in _LOWERED_TO:
-    dialect_lowering._lowerings[_name] = functools.partial(_lowered, dialect_lowering._lowerings[_name])
+    after_lowering(_name, _exchange)
 
 
 def _replace(operation: ir.Operation, policy: str) -> None:

@@ -45,10 +45,10 @@ def _inverse_rms(x: Float[Array, "*shape E"], eps: float) -> Float[Array, "*shap
 
 
 def rms_norm(x: Float[Array, "*shape E"], weight: Float[Array, " E"] | None, eps: float) -> Float[Array, "*shape E"]:
-    """x / rms(x) · weight, in f32, returned in x's dtype; weight None: without."""
+    """x / rms(x) · weight (None: 1) in x's dtype; x / rms(x) is made in f32, and kept so for a weight in f32."""
     x32 = x.astype(jnp.float32)
-    normed = (x32 * _inverse_rms(x32, eps)).astype(x.dtype)
-    return normed if weight is None else normed * weight
+    normed = x32 * _inverse_rms(x32, eps)
+    return (normed if weight is None else normed.astype(jnp.result_type(x, weight)) * weight).astype(x.dtype)
 
 
 def add_rms_norm_reference(

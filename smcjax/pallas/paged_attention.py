@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.device import HOPPER, on_cpu
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.blockwise_attention import blockwise_paged_attention
+from smcjax.pallas.dispatch import Kernel, Op, uses_kernels
 from smcjax.pallas.products import (
     MASKED,
     QUERIES,
@@ -218,10 +219,8 @@ def _kernel(
 
 # ------------------------------------------------------------------------------------------------------------ wrapper
 
-IMPLEMENTATIONS = ("auto", "mosaic", "xla")
 
-
-def paged_attention(
+def paged_attention_xla(
     q: Float[Array, "R T H D"],
     key_pages: Float[Array, "P B Hkv D"],
     value_pages: Float[Array, "P B Hkv D"],
@@ -229,113 +228,70 @@ def paged_attention(
     positions: Int[Array, "R T"],
     lengths: Int[Array, " R"],
     *,
-    implementation: str = "auto",
     sharing: Sharing | None = None,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "R T H D"]:
-    """Query (r, t) attends to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
+    """Attends from query (r, t) to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
 
-    `implementation`: "mosaic" is the kernel where it applies to these shapes and plain XLA elsewhere, "xla" never the
-    kernel, "auto" the kernel where this process computes on a Hopper GPU. Plain XLA goes block by block on a CPU, where
-    then only the real lengths count, and densely on a GPU. `sharing`, the plan that `plan_sharing` made of this block
-    table, lets the kernel read what rows share once. What a query at or beyond `lengths` returns means nothing.
+    With a `window` only to the last that many of them. Scores are multiplied by `scale` (None: 1/√D).
+    `sharing`, the plan that `plan_sharing` made of this block table, lets a kernel read what rows share once. What a
+    query at or beyond `lengths` returns means nothing. On a CPU blocks of slots are read one by one, as many as the
+    lengths and the window need; elsewhere whole tables at once.
     """
-    applies = supports(
-        columns=q.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=key_pages.shape[2],
-        head_dim=q.shape[3],
-        page_size=key_pages.shape[1],
-        dtype=q.dtype,
-    )
-    wanted = uses_kernels(implementation)
-    if wanted and sharing is not None and covers(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2]):
-        return shared_attention_mosaic(q, key_pages, value_pages, sharing, positions, lengths)
-    plain = blockwise_paged_attention if on_cpu() else paged_attention_reference
-    compute = paged_attention_mosaic if wanted and applies else plain
-    return compute(q, key_pages, value_pages, block_table, positions, lengths)
+    compute = blockwise_paged_attention if on_cpu() else paged_attention_reference
+    return compute(q, key_pages, value_pages, block_table, positions, lengths, window=window, scale=scale)
 
 
 def plan_sharing(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
-    settled: Int[Array, " R"],
+    num_immutable: Int[Array, " R"],
     *,
     rows: int,
-    columns: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: Any,
-    implementation: str = "auto",
+    window: int | None = None,
+    scale: float | None = None,
+    **shape: Any,
 ) -> Sharing | None:
-    """What the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of T = `columns` tokens.
+    """Finds what the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of such a `shape`.
 
-    `lengths` is how many slots of each row hold KV when the plan is last used, 0 for a row that reads nothing;
-    `settled` how many of them every query sees. None where the kernel that reads each row by itself does better, or
-    none applies: all from static shapes. More queries a row than that kernel takes (`supports`) are planned also where
-    nothing can be shared, as of a prompt's chunk.
+    `shape` are the keywords of `supports`, T = `columns` the most new tokens of a row. `lengths` is how many slots of
+    each row hold KV when the plan is last used, 0 for a row that reads nothing; `num_immutable` how many of them every
+    query sees.
+    Returns None where the kernel that reads each row by itself does better, or none applies: all from static shapes.
+    More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
     """
-    group = num_heads // num_kv_heads
-    queries, slots = columns * padded(group), block_table.shape[1] * page_size
-    shape: dict[str, Any] = {
-        "columns": columns,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "page_size": page_size,
-        "dtype": dtype,
-    }
-    if not (uses_kernels(implementation) and shared_attention_applies(rows=rows, **shape)):
+    usual = uses_kernels() and is_usual(window, scale, shape["head_dim"])
+    usable = usual and shared_attention_applies(rows=rows, **shape)
+    slots = block_table.shape[1] * shape["page_size"]
+    if not usable or (supports(**shape) and (rows == 1 or slots <= NARROW)):
         return None
-    if supports(**shape) and (rows == 1 or slots <= NARROW):
-        return None
+    queries = shape["columns"] * padded(shape["num_heads"] // shape["num_kv_heads"])
     return find_tasks(
         block_table,
         lengths,
-        settled,
+        num_immutable,
         rows=rows,
         queries=queries,
-        page_size=page_size,
+        page_size=shape["page_size"],
         chunk=chunk_of(rows * queries, slots),
         tiles=tiles_of(rows * queries),
-        implementation=implementation,
     )
 
 
-def attends_by_kernels(*, columns: int, implementation: str = "auto", **shape: Any) -> bool:
-    """Whether rows of T = `columns` tokens, of such a `shape` (`supports`), are read by a kernel one by one."""
-    applies = supports(columns=columns, **shape) or shared_attention_applies(rows=1, columns=columns, **shape)
-    return uses_kernels(implementation) and applies
+def attends_by_kernels(*, window: int | None = None, scale: float | None = None, **shape: Any) -> bool:
+    """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
+    applies = supports(**shape) or shared_attention_applies(rows=1, **shape)
+    return uses_kernels() and is_usual(window, scale, shape["head_dim"]) and applies
 
 
-def find_tasks(
-    block_table: Int[Array, "R M"],
-    lengths: Int[Array, " R"],
-    settled: Int[Array, " R"] | None,
-    *,
-    rows: int,
-    implementation: str = "auto",
-    **terms: int,
-) -> Sharing:
-    """`find_sharing` of these terms, by its kernel where that applies."""
-    by_kernel = uses_kernels(implementation) and supports_sharing(rows=rows)
-    return (find_sharing_mosaic if by_kernel else find_sharing)(block_table, lengths, settled, rows=rows, **terms)
-
-
-def on_hopper() -> bool:
-    """Whether the default device is one that the kernels are made for (compute capability 9)."""
-    device = jax.devices()[0]
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
-
-
-def uses_kernels(implementation: str) -> bool:
-    """Whether `implementation` asks for kernels where they apply: "mosaic" does, "auto" on a GPU that they suit."""
-    return implementation == "mosaic" or (implementation == "auto" and on_hopper())
+def is_usual(window: int | None, scale: float | None, head_dim: int) -> bool:
+    """True for the attention that the kernels compute: to all earlier slots, scores over √D."""
+    return window is None and (scale is None or scale == 1 / math.sqrt(head_dim))
 
 
 def supports(*, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> bool:
-    """Whether the kernel applies to these static shapes, T = `columns` new tokens a row among them."""
+    """True for shapes that the kernel takes, T = `columns` new tokens a row among them."""
     return (
         jnp.dtype(dtype) == jnp.bfloat16
         and head_dim in (64, 128)
@@ -447,3 +403,83 @@ def _merge(
     weights = jnp.exp2(lse - jnp.maximum(jnp.max(lse, axis=0), MASKED))
     weights = weights / jnp.maximum(jnp.sum(weights, axis=0), 1e-30)
     return jnp.sum(parts * weights[..., None], axis=0).astype(dtype)
+
+
+def _shape_where_usual(
+    q: jax.Array, key_pages: jax.Array, value_pages: jax.Array, window: int | None, scale: float | None
+) -> dict[str, Any] | None:
+    """The keywords of `supports`, of attention that the kernels compute; None of any other."""
+    alike = q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
+    if not (alike and is_usual(window, scale, q.shape[3])):
+        return None
+    return {
+        "columns": q.shape[1],
+        "num_heads": q.shape[2],
+        "num_kv_heads": key_pages.shape[2],
+        "head_dim": q.shape[3],
+        "page_size": key_pages.shape[1],
+        "dtype": q.dtype,
+    }
+
+
+def _supports_rows(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    *_: Any,
+    window: int | None = None,
+    scale: float | None = None,
+    **others: Any,
+) -> bool:
+    shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
+    return shape is not None and supports(**shape)
+
+
+def _supports_tasks(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    *_: Any,
+    sharing: Sharing | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    **others: Any,
+) -> bool:
+    shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
+    if shape is None or sharing is None or not shared_attention_applies(rows=sharing.rows, **shape):
+        return False
+    return covers(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
+
+
+def _run_rows(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    **supported: Any,
+) -> jax.Array:
+    return paged_attention_mosaic(q, key_pages, value_pages, block_table, positions, lengths)
+
+
+def _run_tasks(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    sharing: Any = None,
+    **supported: Any,
+) -> jax.Array:
+    return shared_attention_mosaic(q, key_pages, value_pages, sharing, positions, lengths)
+
+
+paged_attention = Op(paged_attention_xla)
+paged_attention.register(Kernel("sm90", _run_tasks, _supports_tasks))
+paged_attention.register(Kernel("sm90", _run_rows, _supports_rows))
+
+find_tasks = Op(find_sharing)
+find_tasks.register(Kernel("sm90", find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))

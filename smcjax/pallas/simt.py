@@ -19,11 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from smcjax.pallas.compat import llvm, nvvm
 
 Ref = Any
 Word = Any  # what a program computes with: `_Word` or a vector of 128

@@ -19,7 +19,7 @@ from smcjax.decoding.prefill import prefill_chunk
 from smcjax.kv import PagePool
 from smcjax.model import ModelConfig, Rope, RopeScaling, init_params, logits
 from smcjax.model.decoder import unembed
-from tests.helpers import Ask, assert_pages_sound, batch, tiny_config
+from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, tiny_config
 
 MAX_LEN = 24
 _chunk = jax.jit(prefill_chunk, static_argnums=(0, 5))
@@ -34,15 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "llama3-rope": {"rope": Rope(500.0, RopeScaling(8.0, 1.0, 4.0, 16))},
 }
-
-
-def noisy_params(config: ModelConfig) -> Any:
-    """Random weights in which norms and biases differ from 1 and 0 too."""
-    params = init_params(config, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, noisy)
 
 
 def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chunk: int, page_size: int) -> np.ndarray:

@@ -15,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from smcjax.kv import (
     TRASH,
+    CacheSpec,
     Copies,
     KVCache,
+    PageArray,
     PagePool,
     allocate,
     drop,
@@ -192,19 +194,18 @@ def test_allocate_grants_in_order_and_never_beyond(needed: list[bool], free: int
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 5])
-def test_copy_pages_copies_every_layer_and_nothing_else(page_size: int) -> None:
-    """Two rows take copies of one page, a third needs none."""
-    cache = KVCache.create(
-        num_layers=2, num_pages=5, page_size=page_size, num_kv_heads=1, head_dim=2, dtype=jnp.float32
-    )
+def test_copy_pages_copies_every_array_and_nothing_else(page_size: int) -> None:
+    """Two rows take copies of one page, a third needs none. Arrays of unlike shapes are copied too."""
+    spec = CacheSpec({"keys": PageArray(1, 2), "values": PageArray(1, 3), "blocks": PageArray(1, 2, page_size)})
+    cache = KVCache.create([spec, spec], num_pages=5, page_size=page_size, dtype=jnp.float32)
     filled = jax.tree.unflatten(
         jax.tree.structure(cache),
         [x + 10 * i + jnp.arange(5.0)[:, None, None, None] for i, x in enumerate(jax.tree.leaves(cache))],
     )
     copies = Copies(jnp.asarray([2, 2, TRASH]), jnp.asarray([3, 4, TRASH]))
     copied = jax.jit(KVCache.copy_pages)(filled, copies)
-    for i, pages in enumerate((*copied.keys, *copied.values)):
-        assert (pages.mean(axis=(1, 2, 3)) - 10 * i).tolist() == [0, 1, 2, 2, 2]
+    for i, pages in enumerate(jax.tree.leaves(copied)):
+        assert (pages - 10 * i == jnp.asarray([0, 1, 2, 2, 2])[:, None, None, None]).all()
 
 
 def test_a_page_that_a_row_at_rest_names_is_kept_by_nobody_else() -> None:

@@ -21,6 +21,7 @@ import pytest
 from hf_oracle import make_config, random_weights, write_directory
 
 from smcjax.errors import CheckpointError
+from smcjax.model import hub as hub_module
 from smcjax.model.checkpoint import load_config, resolve_model_path
 from smcjax.model.hub import is_hub_id
 
@@ -118,6 +119,7 @@ def hub(tmp_path: Path) -> Hub:
 CODE = """
 import json, sys
 from smcjax.errors import CheckpointError
+from smcjax.model import hub as hub_module
 from smcjax.model.checkpoint import resolve_model_path
 for name, revision in json.loads(sys.argv[1]):
     try:
@@ -240,3 +242,42 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "files", files)
     with pytest.raises(CheckpointError, match="uv run --extra smollm2 smcjax"):
         resolve_model_path("smollm2")
+    with pytest.raises(CheckpointError, match=r"gemma3-270m comes with .*uv run --extra gemma smcjax"):
+        resolve_model_path("gemma3-270m")
+
+
+def test_parts_are_put_together_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two distributions; parts that make another file, or a cache that cannot be written to, are one sentence."""
+    content = b"GGUF and what follows"
+    installed = tmp_path / "site"
+    for number, part in enumerate((content[:9], content[9:])):
+        (installed / f"part_{number}" / "data").mkdir(parents=True)
+        (installed / f"part_{number}" / "data" / f"m.gguf.part0{number}").write_bytes(part)
+        (installed / f"part_{number}" / "__init__.py").write_text("raise SystemExit('imported')")
+        info = installed / f"part_{number}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: part-{number}\nVersion: 1.0\n")
+        (info / "RECORD").write_text(
+            f"part_{number}/__init__.py,,\npart_{number}/data/m.gguf.part0{number},,\n{info.name}/METADATA,,\n"
+        )
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    package = hub_module.Packaged("two", ("part-0", "part-1"), len(content), hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(hub_module.PACKAGED, "two", package)
+    path = resolve_model_path("two")
+    assert path.read_bytes() == content
+    assert path == tmp_path / "cache" / "smcjax" / "models" / "two.gguf"
+    assert [file.name for file in path.parent.iterdir()] == ["two.gguf"]
+    before = path.stat()
+    assert resolve_model_path("two").stat() == before  # not again
+    path.write_bytes(content[:5])  # another size, as after a crash
+    assert resolve_model_path("two").read_bytes() == content
+
+    path.unlink()
+    (installed / "part_1" / "data" / "m.gguf.part01").write_bytes(b"something else")
+    with pytest.raises(CheckpointError, match=r"parts of two do not make its file .SHA-256 .*; install them again"):
+        resolve_model_path("two")
+    assert list(path.parent.iterdir()) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(installed / "part_0" / "__init__.py"))
+    with pytest.raises(CheckpointError, match=r"two cannot be put together .*XDG_CACHE_HOME"):
+        resolve_model_path("two")

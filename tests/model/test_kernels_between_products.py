@@ -15,6 +15,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.folding import fold_norms
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
+from smcjax.model.view import BatchView
 from smcjax.pallas import implementations
 
 LAYERS, NUM_PAGES = 2, 77
@@ -39,15 +40,14 @@ def lowered(rows: int, columns: int, implementation: str, *, folded: bool = Fals
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def forward(cache: Any, params: Any, tokens: Any, positions: Any, table: Any, pages: Any, copies: Copies) -> Any:
-        return paged_hidden_states(
-            config, params, cache, tokens, positions, table, pages, copies=copies, implementation=implementation
-        )
+    def forward(cache: Any, params: Any, view: BatchView) -> Any:
+        return paged_hidden_states(config, params, cache, view)
 
     block = integers(rows, columns)
     copies = Copies(integers(rows), integers(rows))
+    view = BatchView(block, block, integers(rows, 8), block, integers(rows), integers(rows), copies, page_size=16)
     with implementations(implementation):
-        traced = jax.jit(forward, donate_argnums=0).trace(cache, params, block, block, integers(rows, 8), block, copies)
+        traced = jax.jit(forward, donate_argnums=0).trace(cache, params, view)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -42,6 +42,28 @@ VARIANTS = {
         "qwen3", attention_bias=True, rope_parameters={**LLAMA3, "rope_theta": 777.0}, rope_theta=777.0
     ),
 }
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+VARIANTS |= {
+    "mistral-window": make_config("mistral", sliding_window=7),
+    "qwen2-window": make_config(
+        "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3-window": make_config(
+        "qwen3",
+        use_sliding_window=True,
+        sliding_window=1,
+        max_window_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma3": make_config("gemma3_text", num_hidden_layers=7, layer_types=None, num_key_value_heads=1),
+    "gemma3-linear-scale": make_config(
+        "gemma3_text",
+        layer_types=["full_attention", "sliding_attention"],
+        rope_scaling=LINEAR,
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=True,
+    ),
+}
 TOKENS = np.random.default_rng(7).integers(0, 96, 50).tolist()
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.interpreters import mlir as jax_mlir
-from jax._src.lib import mosaic_gpu_dialect
-from jax._src.lib.mlir import ir
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.shapes import SHAPES
@@ -102,8 +102,8 @@ def digests(case: Case) -> list[str]:
 
 def kernels(module: Any) -> Iterator[str]:
     """The code of each Mosaic kernel that a module calls, without debug information."""
-    with jax_mlir.make_ir_context() as context:
-        mosaic_gpu_dialect.register_dialect(context)
+    with mlir.make_ir_context() as context:
+        mgpu.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         for operation in _operations(module.operation):
             if operation.name != "stablehlo.custom_call":

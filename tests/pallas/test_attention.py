@@ -8,17 +8,27 @@ import numpy as np
 import pytest
 
 from smcjax.pallas import attention, paged_attention_reference
+from smcjax.pallas.attention import sees
 
 R, T, H, HKV, D = 3, 2, 4, 2, 6
-_paged = jax.jit(paged_attention_reference)
+_paged = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
 
 
-def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def oracle(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    positions: np.ndarray,
+    window: int | None = None,
+    scale: float | None = None,
+) -> np.ndarray:
     """One query at a time, float64."""
     out = np.zeros(q.shape)
     for r, t, h in np.ndindex(*q.shape[:3]):
-        seen = slice(0, positions[r, t] + 1)
-        scores = k[r, seen, h // (H // HKV)].astype(float) @ q[r, t, h].astype(float) / np.sqrt(D)
+        last = positions[r, t] + 1
+        seen = slice(0 if window is None else max(0, last - window), last)
+        scores = k[r, seen, h // (H // HKV)].astype(float) @ q[r, t, h].astype(float)
+        scores *= 1 / np.sqrt(D) if scale is None else scale
         weights = np.exp(scores - scores.max())
         out[r, t, h] = weights @ v[r, seen, h // (H // HKV)] / weights.sum()
     return out
@@ -51,6 +61,24 @@ def test_paged_equals_numpy(page_size: int) -> None:
     np.testing.assert_allclose(got, expected, atol=2e-6)
     inputs["positions"][1] -= 1
     assert np.abs(_paged(**inputs) - expected).max() > 1e-2, "control: the mask matters"
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 6, 100, None])
+@pytest.mark.parametrize("scale", [None, 0.05, 1.0])
+def test_windows_and_scales_equal_numpy(window: int | None, scale: float | None) -> None:
+    """Pages of 5 slots: windows of one slot, about a page, of more than there is."""
+    inputs = case(5)
+    k, v = (inputs[name][inputs["block_table"]].reshape(R, -1, HKV, D) for name in ("key_pages", "value_pages"))
+    expected = oracle(inputs["q"], k, v, inputs["positions"], window, scale)
+    got = _paged(**inputs, window=window, scale=scale)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+    visible = sees(jnp.arange(k.shape[1]), jnp.asarray(inputs["positions"][:, :, None]), window)
+    dense = attention(jnp.asarray(inputs["q"]), jnp.asarray(k), jnp.asarray(v), visible, scale=scale)
+    np.testing.assert_allclose(dense, expected, atol=2e-6)
+    if window is not None and window <= 6:
+        for other in (window - 1, window + 1):
+            unlike = oracle(inputs["q"], k, v, inputs["positions"], other, scale) if other else 0
+            assert np.abs(expected - unlike).max() > 1e-3, "control: one slot more or less matters"
 
 
 def test_scores_and_softmax_of_bfloat16_are_in_float32() -> None:

@@ -6,21 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.blockwise_attention import block_slots, blockwise_paged_attention
 from smcjax.pallas.paged_attention import paged_attention
 
 H, HKV, D = 9, 3, 64  # SmolLM2-135M
-_dense, _blockwise = jax.jit(paged_attention_reference), jax.jit(blockwise_paged_attention)
+_static = ("window", "scale")
+_dense = jax.jit(paged_attention_reference, static_argnames=_static)
+_blockwise = jax.jit(blockwise_paged_attention, static_argnames=_static)
 
 
-def case(rows: int, columns: int, page_size: int, lengths: list[int], table_slots: int) -> dict[str, jax.Array]:
+def case(
+    rows: int, columns: int, page_size: int, lengths: list[int], table_slots: int, dim: int = D
+) -> dict[str, jax.Array]:
     """Rows whose last `columns` tokens query, over scattered pages; beyond each length all is NaN."""
     rng = np.random.default_rng(page_size)
     width = -(-table_slots // page_size)
     table = 1 + rng.permutation(rows * width).reshape(rows, width)
-    shape = (rows * width + 1, page_size, HKV, D)
+    shape = (rows * width + 1, page_size, HKV, dim)
     keys, values = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
     for row, length in enumerate(lengths):
         stale = np.arange(width * page_size) >= length
@@ -28,7 +34,7 @@ def case(rows: int, columns: int, page_size: int, lengths: list[int], table_slot
             pool[table[row, np.flatnonzero(stale) // page_size], np.flatnonzero(stale) % page_size] = np.nan
     ends = np.array(lengths)
     return {
-        "q": jnp.asarray(rng.normal(size=(rows, columns, H, D)), jnp.float32),
+        "q": jnp.asarray(rng.normal(size=(rows, columns, H, dim)), jnp.float32),
         "key_pages": jnp.asarray(keys),
         "value_pages": jnp.asarray(values),
         "block_table": jnp.asarray(table, jnp.int32),
@@ -48,6 +54,19 @@ def test_equals_the_dense_reference(rows: int, columns: int, page_size: int) -> 
     assert np.abs(np.asarray(_blockwise(**inputs)) - want).max() > 1e-4, "control: the mask matters"
 
 
+@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 63, 65, 200, 1000])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 33), (4, 9)])
+def test_windows_equal_the_dense_reference(rows: int, columns: int, window: int) -> None:
+    """Windows about a page, about a block, longer than a row; also with a scale and heads as Gemma has them."""
+    inputs = case(rows, columns, 16, [columns, columns + 1, 64, 300][-rows:], table_slots=513, dim=256)
+    how = {"window": window, "scale": 1 / 14}
+    got, want = np.asarray(_blockwise(**inputs, **how)), np.asarray(_dense(**inputs, **how))
+    np.testing.assert_allclose(got, want, atol=3e-6)
+    if window < 300:
+        wider = np.asarray(_blockwise(**inputs, scale=1 / 14, window=window + 1))
+        assert np.abs(wider - want).max() > 1e-4, "control: a slot more matters"
+
+
 def test_is_what_a_cpu_runs() -> None:
     inputs = case(1, 1, 16, [40], table_slots=2048)
     text = jax.jit(paged_attention).lower(**inputs).as_text()
@@ -55,12 +74,46 @@ def test_is_what_a_cpu_runs() -> None:
     assert "stablehlo.while" not in _dense.lower(**inputs).as_text(), "control"
 
 
-def test_bits_do_not_depend_on_other_rows_lengths() -> None:
-    """A short row beside a long one goes through blocks that it sees nothing of."""
-    short = case(2, 1, 16, [40, 41], table_slots=1024)
-    long = case(2, 1, 16, [40, 1000], table_slots=1024)
-    alone, beside = (np.asarray(_blockwise(**inputs))[0] for inputs in (short, long))
+@settings(max_examples=40)
+@given(
+    mine=st.integers(3, 1000),
+    others=st.lists(st.integers(3, 1000), min_size=2, max_size=2),
+    window=st.sampled_from([1, 3, 63, 64, 65, 100, 300, None]),
+)
+@example(mine=40, others=[41, 1000], window=None)
+@example(mine=900, others=[901, 10], window=70)
+def test_bits_do_not_depend_on_other_rows_lengths(mine: int, others: list[int], window: int | None) -> None:
+    """A row beside a longer or shorter one goes through blocks that it sees nothing of, before and after."""
+    alone, beside = (
+        np.asarray(_blockwise(**case(2, 3, 16, [mine, other], 1024), window=window))[0] for other in others
+    )
     np.testing.assert_array_equal(alone, beside)
+
+
+def test_the_first_block_is_the_first_that_a_row_sees() -> None:
+    """NaN keys before all windows are never read; with a row whose window begins there they are, by that row alone."""
+    inputs = case(2, 3, 16, [900, 960], table_slots=1024)
+    clean = np.asarray(_blockwise(**inputs, window=100))
+    early = inputs["block_table"][:, : 768 // 16]  # the first query's window begins at slot 798, in the block of 768
+    inputs["key_pages"] = inputs["key_pages"].at[early].set(np.nan)
+    inputs["value_pages"] = inputs["value_pages"].at[early].set(np.nan)
+    np.testing.assert_array_equal(np.asarray(_blockwise(**inputs, window=100)), clean)
+    touched = np.asarray(_blockwise(**inputs, window=150))
+    assert np.isnan(touched[0]).all(), "control: what a window reaches is read"
+
+
+@pytest.mark.parametrize("window", [1, 70])
+def test_empty_rows_beside_windows_stay_finite(window: int) -> None:
+    """A frozen row may stand where no block is read; and all rows may be frozen."""
+    inputs = case(2, 1, 16, [900, 901], table_slots=1024)
+    clean = np.asarray(_blockwise(**inputs, window=window))[0]
+    inputs["lengths"] = jnp.asarray([900, 0], jnp.int32)
+    inputs["positions"] = jnp.asarray([[899], [10]], jnp.int32)
+    got = np.asarray(_blockwise(**inputs, window=window))
+    np.testing.assert_array_equal(got[0], clean)
+    assert np.isfinite(got).all()
+    inputs["lengths"] = jnp.zeros(2, jnp.int32)
+    assert np.isfinite(np.asarray(_blockwise(**inputs, window=window))[1]).all()
 
 
 def test_blocks_are_as_many_as_the_longest_row_needs() -> None:

@@ -26,9 +26,10 @@ from smcjax.decoding.sampling import log_softmax_at
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
-from smcjax.model.paged import paged_hidden_states
+from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import init_params, param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.model.view import BatchView
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import rms_norm
 from smcjax.pallas.decode_kernel import LAUNCHED, REGISTERS
@@ -185,16 +186,17 @@ def compiled(problem: Problem, shape: ds.Shape, **how: Any) -> Callable[[Any], A
 
 def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCache]:
     """Tempered logits, logits with noise, and the cache, layer by layer in plain XLA."""
-    config, draws = problem.config, problem.draws
+    config, draws, zeros = problem.config, problem.draws, jnp.zeros(len(problem.tokens), jnp.int32)
     hidden, cache = paged_hidden_states(
         config,
         params,
-        KVCache(keys=problem.keys, values=problem.values),
-        jnp.asarray(problem.tokens),
-        jnp.asarray(problem.positions),
-        jnp.asarray(problem.table),
-        jnp.asarray(problem.write_pages),
-        implementation="xla",
+        create_cache(config, params, num_pages=1, page_size=PAGE).replace(keys=problem.keys, values=problem.values),
+        BatchView(
+            *map(jnp.asarray, (problem.tokens, problem.positions, problem.table, problem.write_pages)),
+            lengths=zeros,
+            num_immutable=zeros,
+            page_size=PAGE,
+        ),
     )
     logits = unembed(params, hidden[:, -1]) / draws.temperature[:, None]
     bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1

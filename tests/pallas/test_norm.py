@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.dispatch import implementations, uses_kernels
-from smcjax.pallas.norm import add_rms_norm, add_rms_norm_mosaic, add_rms_norm_reference, supports_norm
+from smcjax.pallas.norm import add_rms_norm, add_rms_norm_mosaic, add_rms_norm_reference, rms_norm, supports_norm
 
 EPS = 1e-5
 
@@ -53,6 +53,21 @@ def lowered(shape: tuple[int, ...], implementation: str, dtype: Any) -> str:
     compute = functools.partial(add_rms_norm, eps=EPS)
     with implementations(implementation):
         return jax.jit(compute).trace(x, x, weight).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_weight_in_float32_is_multiplied_before_the_rounding() -> None:
+    """Gemma rounds once, behind the weight; a weight of x's dtype is one of Llama's, who rounds before it as well."""
+    x = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16)
+    weight = (1 + 0.3 * jax.random.normal(jax.random.key(1), (32,))).astype(jnp.bfloat16)
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + EPS)
+    once = jnp.asarray(exact * np.asarray(weight, np.float64)).astype(jnp.bfloat16)
+    twice = jnp.asarray(exact).astype(jnp.bfloat16) * weight
+    got = rms_norm(x, weight.astype(jnp.float32), EPS)
+    assert got.dtype == jnp.bfloat16
+    assert (got == once).mean() > 0.99
+    assert (rms_norm(x, weight, EPS) == twice).mean() > 0.99
+    assert (once == twice).mean() < 0.9, "control: these differ"
 
 
 def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:

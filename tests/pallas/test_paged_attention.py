@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.attention import paged_attention_reference
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.paged_attention import (
     Tuning,
+    attends_by_kernels,
     default_tuning,
-    on_hopper,
     paged_attention,
     paged_attention_mosaic,
+    plan_sharing,
     supports,
-    uses_kernels,
 )
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -74,19 +75,13 @@ def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_on_the_gpu(columns: int, dim: int) -> None:
     """The compiled kernel, through the wrapper that chooses it, on lengths from one slot to many chunks."""
-    assert on_hopper()
+    assert uses_kernels()
     poisoned, clean = case([9, 64, 65, 333], columns=columns, kv_heads=2, page_size=16, dim=dim)
     clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
     lengths = poisoned["positions"][:, -1] + 1
     got = paged_attention(**poisoned, lengths=lengths)
     want = paged_attention_reference(**clean, lengths=lengths)
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
-
-
-@pytest.mark.parametrize("hopper", [False, True])
-def test_auto_means_kernels_on_hopper(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[uses_kernels.__module__], "on_hopper", lambda: hopper)
-    assert [uses_kernels(i) for i in ("auto", "mosaic", "xla")] == [hopper, True, False]
 
 
 def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
@@ -96,13 +91,94 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
         poisoned, _ = case([200], columns=columns, page_size=16)
         inputs = {name: x.astype(dtype) if x.dtype == jnp.bfloat16 else x for name, x in poisoned.items()}
         inputs["lengths"] = jnp.array([200])
-        compute = functools.partial(paged_attention, implementation=implementation)
-        return jax.jit(compute).trace(**inputs).lower(lowering_platforms=("cuda",)).as_text()
+        with implementations(implementation):
+            return jax.jit(paged_attention).trace(**inputs).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "mosaic_gpu" in lowered(2, jnp.dtype(jnp.bfloat16), "mosaic")
     assert "mosaic_gpu" not in lowered(2, jnp.dtype(jnp.bfloat16), "xla")
     assert "mosaic_gpu" not in lowered(2, jnp.dtype(jnp.float32), "mosaic")
     assert "mosaic_gpu" not in lowered(128, jnp.dtype(jnp.bfloat16), "mosaic")
+
+
+LLAMA = {"rows": 8, "columns": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+
+
+def kernel_of(*, planned: bool, kv_dtype: Any = None, **other: Any) -> str | None:
+    """The kernel that Llama's attention over a wide table runs in, or such a variant of it; None: plain XLA."""
+    how = {name: other.pop(name) for name in ("window", "scale") if name in other}
+    shape = {**LLAMA, "dtype": jnp.bfloat16, **other}
+    rows, columns, heads, kv_heads, dim, page_size, dtype = shape.values()
+    table, lengths = jnp.zeros((rows, 256), jnp.int32), jnp.zeros(rows, jnp.int32)
+    pages = jax.ShapeDtypeStruct((4, page_size, kv_heads, dim), kv_dtype or dtype)
+
+    def find(q: Any, keys: Any, values: Any, table: Any, positions: Any, lengths: Any) -> None:
+        sharing = plan_sharing(table, lengths, lengths, **LLAMA, dtype=jnp.bfloat16) if planned else None
+        kernel = paged_attention.kernel_for(q, keys, values, table, positions, lengths, sharing=sharing, **how)
+        found.append(kernel and kernel.run.__name__)
+
+    found: list[str | None] = []
+    positions = jnp.zeros((rows, columns), jnp.int32)
+    q = jax.ShapeDtypeStruct((rows, columns, heads, dim), dtype)
+    with implementations("mosaic"):
+        jax.eval_shape(find, q, pages, pages, table, positions, lengths)
+    return found[0]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_kernels_take_what_is_on_their_list(planned: bool) -> None:
+    taken = "_run_tasks" if planned else "_run_rows"
+    assert kernel_of(planned=planned) == taken
+    assert kernel_of(planned=planned, scale=1 / np.sqrt(128)) == taken, "the usual scale by its number"
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 64},
+        {"window": 10**6},
+        {"scale": 0.1},
+        {"scale": 1.0},
+        {"head_dim": 256},
+        {"dtype": jnp.float32},
+        {"dtype": jnp.float16},
+        {"kv_dtype": jnp.float32},
+        {"page_size": 24},
+    ],
+    ids=str,
+)
+def test_kernels_refuse_what_is_not(planned: bool, other: dict[str, Any]) -> None:
+    """The row kernel, and the task kernel with a plan of the usual attention: plain XLA computes these."""
+    assert kernel_of(planned=planned, **other) is None
+
+
+def test_nothing_is_planned_for_attention_that_no_kernel_computes() -> None:
+    table, rows = jnp.zeros((8, 256), jnp.int32), jnp.zeros(8, jnp.int32)
+    with implementations("mosaic"):
+
+        def plans(**other: Any) -> bool:
+            make = functools.partial(plan_sharing, **{**LLAMA, "dtype": jnp.bfloat16, **other})
+            return jax.eval_shape(make, table, rows, rows) is not None
+
+        shape = {name: size for name, size in LLAMA.items() if name != "rows"}
+        assert plans()
+        assert attends_by_kernels(**shape, dtype=jnp.bfloat16)
+        for other in ({"window": 64}, {"scale": 0.1}, {"head_dim": 256}, {"dtype": jnp.float32}):
+            assert not plans(**other)
+            assert not attends_by_kernels(**{**shape, "dtype": jnp.bfloat16, **other})
+
+
+@pytest.mark.parametrize("how", [{"window": 40}, {"scale": 0.3}], ids=str)
+def test_what_kernels_refuse_is_computed(how: dict[str, Any]) -> None:
+    """With kernels asked for, on pages with NaN in all that no row holds. Control: the usual attention differs."""
+    poisoned, clean = case([9, 64, 200], columns=2, kv_heads=2, page_size=16)
+    lengths = poisoned["positions"][:, -1] + 1
+    want = np.asarray(paged_attention_reference(**clean, lengths=lengths, **how), np.float32)
+    with implementations("mosaic"):
+        got = np.asarray(paged_attention(**poisoned, lengths=lengths, **how), np.float32)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2**-7 * np.abs(want).max())
+    usual = np.asarray(paged_attention_reference(**clean, lengths=lengths), np.float32)
+    assert np.abs(got - usual).max() > 5e-2
 
 
 @pytest.mark.slow

@@ -234,10 +234,9 @@ def test_lowers_for_cuda(shape: dict[str, int]) -> None:
             head_dim=sizes["D"],
             page_size=sizes["B"],
             dtype=q.dtype,
-            implementation="mosaic",
         )
         assert sharing is not None
-        return paged_attention(q, keys, values, table, positions, lengths, implementation="mosaic", sharing=sharing)
+        return paged_attention(q, keys, values, table, positions, lengths, sharing=sharing)
 
     arrays = (
         struct(jnp.bfloat16, "R", "T", "H", "D"),
@@ -247,7 +246,8 @@ def test_lowers_for_cuda(shape: dict[str, int]) -> None:
         struct(jnp.int32, "R", "T"),
         struct(jnp.int32, "R"),
     )
-    text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    with implementations("mosaic"):
+        text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "shared_attention_merge" in text
     assert "L2::cache_hint" in text  # parts stay in the L2
 
@@ -285,9 +285,10 @@ def test_plans_are_made_where_they_pay() -> None:
 
     def plan(width: int, implementation: str = "mosaic", **other: int) -> Any:
         # Its shape only: nothing of a plan's making may run where there is no GPU.
-        make = functools.partial(plan_sharing, **{**LLAMA, **other}, implementation=implementation)
+        make = functools.partial(plan_sharing, **{**LLAMA, **other})
         rows = jax.ShapeDtypeStruct((8,), jnp.int32)
-        return jax.eval_shape(make, jax.ShapeDtypeStruct((8, width), jnp.int32), rows, rows)
+        with implementations(implementation):
+            return jax.eval_shape(make, jax.ShapeDtypeStruct((8, width), jnp.int32), rows, rows)
 
     assert plan(64) is None
     assert plan(256, rows=1) is None
@@ -311,11 +312,11 @@ def test_a_plan_serves_only_what_it_covers() -> None:
         poisoned["block_table"] = jnp.zeros((8, 256), jnp.int32)
 
         def compute(table: jax.Array, lengths: jax.Array, **inputs: jax.Array) -> jax.Array:
-            sharing = plan_sharing(table, lengths, lengths, **LLAMA, implementation="mosaic")
-            of_rows = {"block_table": table, "lengths": lengths, "sharing": sharing}
-            return paged_attention(**inputs, **of_rows, implementation="mosaic")
+            sharing = plan_sharing(table, lengths, lengths, **LLAMA)
+            return paged_attention(**inputs, block_table=table, lengths=lengths, sharing=sharing)
 
-        traced = jax.jit(compute).trace(poisoned.pop("block_table"), poisoned.pop("lengths"), **poisoned)
+        with implementations("mosaic"):
+            traced = jax.jit(compute).trace(poisoned.pop("block_table"), poisoned.pop("lengths"), **poisoned)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert "call @shared_attention_mosaic" in text(9)
@@ -441,7 +442,6 @@ def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
         head_dim=dim,
         page_size=poisoned["key_pages"].shape[1],
         dtype=jnp.bfloat16,
-        implementation="mosaic",
     )
     sharing = jax.jit(plan)(table, lengths, jnp.maximum(lengths - columns, 0))
     assert sharing is not None

@@ -26,7 +26,7 @@ import numpy as np
 
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
-from smcjax.kv import KVCache, PagePool
+from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
 from smcjax.smc import cycle, lifecycle, resampling, weights
 from smcjax.smc.resampling import ancestors
 
@@ -97,7 +97,8 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
     """A state of which only lengths, ends and weights matter; prompts are one token long."""
     groups = rows // n
     sequences = Sequences.create(rows, max_tokens=2 * cap + 8, max_pages=1)
-    cache = KVCache.create(num_layers=1, num_pages=2, page_size=1, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+    spec = CacheSpec({name: PageArray(heads=1, dim=1) for name in ("keys", "values")})
+    cache = KVCache.create([spec], num_pages=2, page_size=1, dtype=jnp.float32)
     return smc.State(
         requests=Requests(
             prompt_length=jnp.ones(groups, jnp.int32),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import smcjax.model.paged
+import smcjax.model.attention
 from smcjax import smc
 from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
 from smcjax.pallas import paged_attention_reference
@@ -78,7 +78,7 @@ def test_control_reading_stale_values_spreads_the_nan() -> None:
     memory = dataclasses.replace(memory, target=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory.target))
     prompts, requests = batch(ASKS, 6, MAX_MODEL_LEN)
     assert not jax.jit(fresh_init)(PAIR.params, prompts, requests, memory).failed.any()
-    with mock.patch.object(smcjax.model.paged, "paged_attention", trusting):
+    with mock.patch.object(smcjax.model.attention, "paged_attention", trusting):
         failed = jax.jit(lambda *args: fresh_init(*args))(PAIR.params, prompts, requests, memory).failed
     assert failed.any()
 

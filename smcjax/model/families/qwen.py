@@ -52,7 +52,7 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
 def _read_gguf(keys: GGUFKeys, config: ModelConfig, layer: LayerSpec) -> ModelConfig:
     if keys.window(config) is not None:
         raise keys.refusal("attention.sliding_window", "the file does not say of which layers; use another model")
-    variant = {"qkv_bias": True} if keys.architecture == "qwen2" else {"qk_norm": True}
+    variant: dict[str, Any] = {"qkv_bias": True} if keys.architecture == "qwen2" else {"qk_norm": True}
     layer = dataclasses.replace(layer, rope=keys.rope(config), **variant)
     return config.with_layers([layer] * config.num_layers)
 

@@ -1,0 +1,235 @@
+"""The paged forward, in chunks and over scattered pages, gives the dense forward's logits: for every kind of layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smcjax.kv import TRASH, CacheSpec, Copies, LayerCache, PageArray
+from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
+from smcjax.model.attention import Full, Projection, SlidingWindow
+from smcjax.model.decoder import unembed
+from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
+from smcjax.model.view import BatchView
+from smcjax.pallas import attention, copy_pages
+from tests.helpers import noisy_params, tiny_config
+
+VOCAB, PAGE = 11, 4
+_paged = jax.jit(paged_hidden_states, static_argnums=0)
+_dense = jax.jit(logits, static_argnums=0)
+LOCAL = LayerSpec(SlidingWindow(3), Rope(100.0))
+GLOBAL = LayerSpec(Full(), Rope(5000.0))
+GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm=True, post_norms=True, activation="gelu_tanh")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A kind of another sort, all of it in this class: sees its own block's tokens and the means of earlier blocks.
+
+    Its pages hold means beside keys and values; its plan is not None.
+    """
+
+    size: int
+
+    def cache(self, config: ModelConfig) -> CacheSpec:
+        of_token = PageArray(config.num_kv_heads, config.head_dim)
+        of_block = of_token._replace(stride=self.size)
+        return CacheSpec({"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block})
+
+    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Any:
+        return {"table": view.block_table}
+
+    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+        return False
+
+    def _attend(self, q: Any, positions: Any, keys: Any, values: Any, mean_keys: Any, mean_values: Any) -> Any:
+        slot, block = jnp.arange(keys.shape[1]), jnp.arange(mean_keys.shape[1])
+        position = positions[:, :, None]
+        first = position // self.size * self.size
+        seen = jnp.concatenate([(slot >= first) & (slot <= position), block * self.size < first], axis=2)
+        return attention(q, *(jnp.concatenate(x, axis=1) for x in ((keys, mean_keys), (values, mean_values))), seen)
+
+    def dense(self, projection: Projection, positions: Any) -> Any:
+        q, k, v = projection.heads()
+
+        def means(x: Any) -> Any:
+            blocks = x.shape[1] // self.size
+            return x[:, : blocks * self.size].reshape(x.shape[0], blocks, self.size, *x.shape[2:]).mean(axis=2)
+
+        return self._attend(q, positions, k, v, means(k), means(v))
+
+    def __call__(self, projection: Projection, cache: LayerCache, plan: Any, view: BatchView) -> Any:
+        q, k, v = projection.heads()
+        ends = view.slots % self.size == self.size - 1
+        pages = jnp.where(ends, view.write_pages, TRASH)
+        of_block = view.slots[..., None] - jnp.arange(self.size)
+        rows, names = plan["table"].shape[0], (("keys", "mean_keys", k), ("values", "mean_values", v))
+        written = jnp.arange(plan["table"].shape[1] * view.page_size) < view.lengths[:, None]
+        cache, seen = dict(cache), []
+        for name, mean, new in names:
+            if view.copies is not None:
+                cache[name], cache[mean] = (copy_pages(cache[array], view.copies) for array in (name, mean))
+            cache[name] = cache[name].at[view.write_pages, view.slots].set(new)
+            of_blocks = cache[name][view.write_pages[..., None], of_block].mean(axis=2)
+            cache[mean] = cache[mean].at[pages, view.slots // self.size].set(of_blocks)
+            for array, stride in ((name, 1), (mean, self.size)):
+                read = cache[array][plan["table"]].reshape(rows, -1, *new.shape[2:])
+                seen.append(jnp.where(written[:, stride - 1 :: stride, None, None], read, 0))
+        keys, mean_keys, values, mean_values = seen
+        return self._attend(q, view.positions, keys, values, mean_keys, mean_values), cache
+
+
+LAYERS: dict[str, tuple[LayerSpec, ...]] = {
+    "local, local, global": (LOCAL, LOCAL, GLOBAL),
+    "global, local": (GLOBAL, LOCAL),
+    "two windows": (LOCAL, dataclasses.replace(LOCAL, attention=SlidingWindow(7))),
+    "scale": (dataclasses.replace(GLOBAL, attention=Full(0.2)),),
+    "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
+    "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
+}
+
+
+def paged_logits(
+    config: ModelConfig, params: Params, rows: list[list[int]], *, chunk: int, page_size: int = PAGE
+) -> list[np.ndarray]:
+    """Logits of all positions. Each row starts a chunk after the one before; what holds no KV is full of NaN."""
+    count, longest = len(rows), max(map(len, rows))
+    width = -(-longest // page_size) + 1
+    table = 1 + np.random.default_rng(0).permutation(count * width).reshape(count, width)
+    cache = create_cache(config, params, num_pages=1 + count * width, page_size=page_size)
+    cache = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache)
+    lengths = np.array([[len(row)] for row in rows])
+    tokens = np.array([row + [0] * (longest - len(row)) for row in rows])
+    found: list[list[np.ndarray]] = [[] for _ in rows]
+    for start in range(0, longest + count * chunk, chunk):
+        positions = start - chunk * np.arange(count)[:, None] + np.arange(chunk)
+        new = (positions >= 0) & (positions < lengths)
+        places = np.clip(positions, 0, longest - 1)
+        view = BatchView(
+            tokens=jnp.asarray(np.take_along_axis(tokens, places, axis=1), jnp.int32),
+            positions=jnp.asarray(np.maximum(positions, np.arange(chunk)), jnp.int32),
+            block_table=jnp.asarray(table, jnp.int32),
+            write_pages=jnp.asarray(np.where(new, np.take_along_axis(table, places // page_size, axis=1), TRASH)),
+            lengths=jnp.asarray(np.max(np.where(new, positions + 1, 0), axis=1), jnp.int32),
+            num_immutable=jnp.asarray(np.maximum(positions[:, 0], 0), jnp.int32),
+            page_size=page_size,
+        )
+        plans = plan_attention(config, params, view, columns=chunk)
+        hidden, cache = _paged(config, params, cache, view, plans)
+        out = np.asarray(unembed(params, hidden))
+        for row, kept in enumerate(found):
+            kept.extend(out[row, new[row]])
+    return [np.array(kept) for kept in found]
+
+
+def dense_logits(config: ModelConfig, params: Params, rows: list[list[int]]) -> list[np.ndarray]:
+    """Logits of all positions, each row by itself."""
+    longest = max(map(len, rows))
+    padded = jnp.asarray([row + [0] * (longest - len(row)) for row in rows])
+    return [np.asarray(out[: len(row)]) for out, row in zip(_dense(config, params, padded), rows, strict=True)]
+
+
+def random_rows(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def difference(some: list[np.ndarray], others: list[np.ndarray]) -> float:
+    """The largest between any two logits."""
+    return max(float(np.abs(one - other).max()) for one, other in zip(some, others, strict=True))
+
+
+def windowed(window: int) -> tuple[LayerSpec, ...]:
+    return (dataclasses.replace(LOCAL, attention=SlidingWindow(window)),)
+
+
+@pytest.mark.parametrize("window", [1, 3, PAGE - 1, PAGE, PAGE + 1, 100])
+@pytest.mark.parametrize("heads", [(2, 1), (4, 2), (2, 2)], ids=str)
+def test_windows(window: int, heads: tuple[int, int]) -> None:
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1]}
+    config = tiny_config(VOCAB, layers=windowed(window), **shape)
+    params, rows = noisy_params(config), random_rows(13, 1, 18)
+    got = paged_logits(config, params, rows, chunk=5)
+    assert difference(got, dense_logits(config, params, rows)) < 1e-4
+    if window < 18:
+        wider = tiny_config(VOCAB, layers=windowed(window + 1), **shape)
+        assert difference(got, dense_logits(wider, params, rows)) > 1e-2, "control: a slot more matters"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("head_dim", [4, 256])
+def test_patterns_of_layers(name: str, head_dim: int) -> None:
+    """Layers that are one like another would be are seen: the pattern turned round gives other logits."""
+    config = tiny_config(VOCAB, layers=LAYERS[name], num_layers=4, head_dim=head_dim, embed_scale=3.0)
+    params, rows = noisy_params(config), random_rows(13, 2, 18)
+    got = paged_logits(config, params, rows, chunk=5)
+    assert difference(got, dense_logits(config, params, rows)) < 1e-3
+    if len(config.layers) > 1:
+        turned = dataclasses.replace(config, layers=config.layers[::-1])
+        assert difference(got, dense_logits(turned, params, rows)) > 1e-2, "control"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_row_that_leaves_a_shared_page_takes_a_copy(name: str) -> None:
+    """Two rows share five tokens; the second's part-filled page is copied as it goes another way."""
+    config = tiny_config(VOCAB, layers=LAYERS[name], num_layers=2)
+    params, (shared, *ends) = noisy_params(config), random_rows(5, 4, 3)
+    cache = create_cache(config, params, num_pages=8, page_size=PAGE)
+
+    def view(tokens: list[list[int]], start: int, table: list[list[int]], copies: Copies | None = None) -> BatchView:
+        positions = start + np.arange(len(tokens[0])) + 0 * np.array(tokens)
+        pages = np.take_along_axis(np.array(table), positions // PAGE, axis=1)
+        ends = jnp.asarray(positions[:, -1] + 1)
+        arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, table, pages))
+        return BatchView(*arrays, lengths=ends, num_immutable=ends, copies=copies, page_size=PAGE)
+
+    def run(cache: Any, view: BatchView) -> tuple[jax.Array, Any]:
+        return _paged(config, params, cache, view, plan_attention(config, params, view, columns=view.tokens.shape[1]))
+
+    _, cache = run(cache, view([shared], 0, [[3, 5, 0]]))
+    tokens = [ends[0][:3], ends[1]]
+    copies = Copies(jnp.asarray([TRASH, 5]), jnp.asarray([TRASH, 2]))
+    hidden, _ = run(cache, view(tokens, 5, [[3, 5, 0], [3, 2, 0]], copies))
+    want = dense_logits(config, params, [shared + new for new in tokens])
+    assert difference([*np.asarray(unembed(params, hidden))], [logits[5:] for logits in want]) < 1e-4
+    hidden, _ = run(cache, view(tokens, 5, [[3, 5, 0], [3, 2, 0]]))
+    assert difference([*np.asarray(unembed(params, hidden))], [logits[5:] for logits in want]) > 1e-2, "control"
+
+
+def test_pages_hold_whole_entries() -> None:
+    config = tiny_config(VOCAB, layers=LAYERS["means of blocks"])
+    assert config.kv_bytes_per_token == 4 * 4 * (2 + 1 + 2)
+    with pytest.raises(ValueError, match=r"page_size must be a multiple of 2, the stride of mean_keys, got 3\."):
+        create_cache(config, noisy_params(config), num_pages=2, page_size=3)
+
+
+def test_a_window_of_512() -> None:
+    """Prompts in chunks of 512, rows at unlike places."""
+    config = tiny_config(VOCAB, layers=windowed(512), num_layers=1, max_position_embeddings=2048)
+    params, rows = noisy_params(config), random_rows(1300, 700)
+    got = paged_logits(config, params, rows, chunk=512, page_size=16)
+    assert difference(got, dense_logits(config, params, rows)) < 1e-4
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    kinds=st.lists(
+        st.sampled_from([Full(), Full(0.3), *map(SlidingWindow, (1, 2, 3, 4, 5, 9))]), min_size=1, max_size=3
+    ),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    chunk=st.integers(1, 6),
+    page_size=st.integers(1, 6),
+)
+def test_any_layers_lengths_chunks_and_pages(kinds: list[Any], lengths: list[int], chunk: int, page_size: int) -> None:
+    config = tiny_config(VOCAB, layers=tuple(LayerSpec(kind) for kind in kinds), num_layers=3)
+    params, rows = noisy_params(config), random_rows(*lengths)
+    got = paged_logits(config, params, rows, chunk=chunk, page_size=page_size)
+    assert difference(got, dense_logits(config, params, rows)) < 1e-4
