@@ -118,8 +118,8 @@ def test_sampling_law(changes: dict[str, Any], top_k: int, top_p: float) -> None
     prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
     prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))
     requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))
-    state = init(program, PARAMS, prompts, requests, num_pages=samples * 3 + 1)
-    state, _ = run(program, PARAMS, state, 2)
+    state = init(program, PairParams(PARAMS), prompts, requests, num_pages=samples * 3 + 1)
+    state, _ = run(program, PairParams(PARAMS), state, 2)
     assert not state.running.any()
     seen = collections.Counter(rows(state))
 

@@ -15,8 +15,8 @@ from smcjax.bench import table as bench_table
 from smcjax.bench.acceptance import acceptance_cases, break_even, expected_tokens, markdown, rival, rows_of
 from smcjax.bench.cycle import CycleResult
 from smcjax.cli.main import main
+from smcjax.decoders import SMC, Autoregressive
 from smcjax.rejection import Rejection
-from smcjax.smc import SMC
 
 SHAPES = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
@@ -80,7 +80,7 @@ def test_the_rival() -> None:
 def test_cases() -> None:
     cases = acceptance_cases([4, 8, 4], [2, 3, 2], [1, 5], requests=2, context=300)
     assert [case.decoding for case in cases] == [
-        None,
+        Autoregressive(),
         *(Rejection(2), Rejection(2, n_candidates=5), SMC(4, 2), SMC(8, 2)),
         *(Rejection(3), Rejection(3, n_candidates=5), SMC(4, 3), SMC(8, 3)),
     ]
@@ -132,7 +132,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [row["break_even_particles"] for row in rows] == [None, 2, 2, None]
     assert markdown(rows) in out
     assert "a is assumed, not measured" in out
-    assert "N=2 K=2, rejection, 1 request, context 8: " in err
+    assert "rejection by token, K=2, 2 candidates, 1 request, context 8: " in err
     assert "<svg" in plot.read_text()
 
 

@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"take 37\.1 GB \(.*\) and the device has 16\.0 GB; use smaller ones"):
         small(SMC(2, 2), target="llama-3.1-8b", draft="llama-3.2-1b", context=1)
     with pytest.raises(ValueError, match=r"take 32\.1 GB"):
-        small(None, target="llama-3.1-8b", context=1)
+        small(Autoregressive(), target="llama-3.1-8b", context=1)
 
 
 def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from smcjax.bench import cycle, table
 from smcjax.bench.cycle import Bench, CycleResult, Models, described
 from smcjax.bench.table import markdown, run_cases, standard_cases
-from smcjax.smc import SMC
+from smcjax.decoders import SMC, Autoregressive
 
 
 def result(**changes: Any) -> CycleResult:
@@ -131,5 +131,5 @@ def test_a_case_names_its_decoding() -> None:
     from smcjax.bench.cycle import Case, described
 
     assert described(Case(SMC(4, 2), groups=3)) == "N=4 K=2, 3 requests, context 256"
-    assert described(Case(None)) == "target only, 1 request, context 256"
+    assert described(Case(Autoregressive())) == "target only, 1 request, context 256"
     assert described(Case(SMC(4, 2), private=16, synthetic_kv=True)).endswith("context 256, of which 16 private")

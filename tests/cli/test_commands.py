@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from smcjax import LLM, SMC, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench import table as bench_table
 from smcjax.bench.cycle import Case, CycleResult, Models
@@ -215,7 +215,7 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     named = dict(zip(("target", "draft"), shapes, strict=True))
     assert json.loads(smcjax(*arguments, "--json").out.splitlines()[-1]) == {**named, **figures}
     assert asked[0] == asked[1]
-    assert asked[0][1:] == (Case(None), 5e9)
+    assert asked[0][1:] == (Case(Autoregressive()), 5e9)
     assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
     assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6)), None)
     assert smcjax("bench", "cycle", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b").code == 0
