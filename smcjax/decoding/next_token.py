@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.decoding.sequences import Requests
 from smcjax.kv import Copies, KVCache
+from smcjax.matmul import is_packed, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states, plan_reads
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix
 from smcjax.numerics import words_of
 from smcjax.pallas import Sharing, decode_step, find_tasks, uses_kernels
 from smcjax.pallas.products import QUERIES
@@ -194,7 +194,7 @@ def plan(
         implementation=implementation,
     )
     total = block_table.shape[0]
-    by_kernel = uses_kernels() and not isinstance(params.unembed, QuantizedMatrix)
+    by_kernel = uses_kernels() and not is_packed(params.unembed)
     by_kernel &= law.truncation is None and not keeps_laws
     vocab, hidden = config.vocab_size, config.hidden_size
     by_kernel &= supports_sampled_head(rows=total, hidden=hidden, vocab=vocab, dtype=params.embed.dtype)
@@ -257,7 +257,7 @@ def norms_of(params: Params) -> Float[Array, "norms E"]:
 
 def scales_of(params: Params) -> Float[Array, "1 S"] | None:
     """Of quantised matrices, as `decode_step.Weights` wants them."""
-    if not isinstance(params.unembed, QuantizedMatrix):
+    if not is_packed(params.unembed):
         return None
     of_layers = [m.scale for layer in params.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     return jnp.concatenate([*of_layers, params.unembed.scale])[None]
@@ -267,19 +267,15 @@ def weights_of(
     params: Params, norms: Float[Array, "norms E"], scales: Float[Array, "1 S"] | None
 ) -> decode_step.Weights:
     """The one kernel's view of a decoder's parameters; `norms_of` and `scales_of` them."""
-
-    def values(matrix: Any) -> jax.Array:
-        return matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
-
     layers = params.layers
     return decode_step.Weights(
-        qkv=tuple(values(layer.qkv) for layer in layers),
-        o=tuple(values(layer.o) for layer in layers),
-        gate_up=tuple(values(layer.gate_up) for layer in layers),
-        down=tuple(values(layer.down) for layer in layers),
+        qkv=tuple(matrix(layer.qkv).values for layer in layers),
+        o=tuple(matrix(layer.o).values for layer in layers),
+        gate_up=tuple(matrix(layer.gate_up).values for layer in layers),
+        down=tuple(matrix(layer.down).values for layer in layers),
         norms=norms,
         embed=params.embed,
-        unembed=values(params.unembed),
+        unembed=matrix(params.unembed).values,
         scales=scales,
     )
 
@@ -468,9 +464,9 @@ def one_kernel_of(
 
     It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
     """
-    matrices = [getattr(layer, name) for layer in params.layers for name in FUSED_MATRICES] + [params.unembed]
-    quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
-    if not (is_plain(config, params) and len(quantized) == 1 and uses_kernels()):
+    leaves = [getattr(layer, name) for layer in params.layers for name in FUSED_MATRICES] + [params.unembed]
+    stored = {jnp.dtype(matrix(leaf).values.dtype).name for leaf in leaves}
+    if not (is_plain(config, params) and stored in ({"bfloat16"}, {"int8"}) and uses_kernels()):
         return None
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows
@@ -481,7 +477,7 @@ def one_kernel_of(
         columns=columns,
         page_size=page_size,
         prefetches=prefetches,
-        int8=quantized.pop(),
+        int8=stored == {"int8"},
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 
