@@ -22,7 +22,7 @@ import numpy as np
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.device import HOPPER
 from smcjax.engine.programs import CUBLAS_PRODUCTS
-from smcjax.numerics import product
+from smcjax.matmul import Dense
 from smcjax.pallas import uses_kernels
 
 CALLS, WINDOWS = 16, 9
@@ -40,7 +40,7 @@ def median_time(program: Any, *arguments: Any) -> float:
 
 
 def by_logits(x: Any, weight: Any, keys: Any, distribution: SamplingDistribution) -> tuple[jax.Array, jax.Array]:
-    drawn = sample(distribution, keys, jnp.ones(len(keys), jnp.int32), product(x, weight, jnp.float32))
+    drawn = sample(distribution, keys, jnp.ones(len(keys), jnp.int32), Dense(weight)(x, out=jnp.float32))
     return drawn.token, drawn.logprob
 
 

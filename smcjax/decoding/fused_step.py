@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from smcjax.matmul import is_packed, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix
 from smcjax.model.view import BatchView
 from smcjax.pallas import Sharing, decode_step, find_tasks
 from smcjax.pallas.dispatch import uses_kernels
@@ -65,9 +64,9 @@ def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, colum
 
     It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
     """
-    matrices = [getattr(layer, name) for layer in params.layers for name in MATRICES] + [params.unembed]
-    quantized = {isinstance(matrix, QuantizedMatrix) for matrix in matrices}
-    if not (accepts(config, params) and len(quantized) == 1 and uses_kernels()):
+    leaves = [getattr(layer, name) for layer in params.layers for name in MATRICES] + [params.unembed]
+    stored = {jnp.dtype(matrix(leaf).values.dtype).name for leaf in leaves}
+    if not (accepts(config, params) and stored in ({"bfloat16"}, {"int8"}) and uses_kernels()):
         return None
     total, rows = view.block_table.shape[0], view.rows
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
@@ -79,7 +78,7 @@ def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, colum
         columns=columns,
         page_size=view.page_size,
         prefetches=prefetches(view.block_table),
-        int8=quantized.pop(),
+        int8=stored == {"int8"},
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
 
@@ -132,7 +131,7 @@ def norms_of(params: Params) -> Float[Array, "norms E"]:
 
 def scales_of(params: Params) -> Float[Array, "1 S"] | None:
     """The scales of quantised matrices, as `decode_step.Weights` wants them."""
-    if not isinstance(params.unembed, QuantizedMatrix):
+    if not is_packed(params.unembed):
         return None
     of_layers = [getattr(layer, name).scale for layer in params.layers for name in MATRICES]
     return jnp.concatenate([*of_layers, params.unembed.scale])[None]
@@ -142,20 +141,9 @@ def weights_of(
     params: Params, norms: Float[Array, "norms E"], scales: Float[Array, "1 S"] | None
 ) -> decode_step.Weights:
     """The kernel's view of a decoder's parameters; `norms_of` and `scales_of` them."""
-
-    def values(matrix: Any) -> jax.Array:
-        return matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
-
-    layers = params.layers
+    of_layers = {name: tuple(matrix(getattr(layer, name)).values for layer in params.layers) for name in MATRICES}
     return decode_step.Weights(
-        qkv=tuple(values(layer.qkv) for layer in layers),
-        o=tuple(values(layer.o) for layer in layers),
-        gate_up=tuple(values(layer.gate_up) for layer in layers),
-        down=tuple(values(layer.down) for layer in layers),
-        norms=norms,
-        embed=params.embed,
-        unembed=values(params.unembed),
-        scales=scales,
+        **of_layers, norms=norms, embed=params.embed, unembed=matrix(params.unembed).values, scales=scales
     )
 
 

@@ -22,11 +22,11 @@ from smcjax.decoding.distribution import (
 )
 from smcjax.decoding.fused_step import FusedStepPlan, fused_step_shape, norms_of, plan_fused_steps, weights_of
 from smcjax.kv import KVCache
+from smcjax.matmul import is_packed
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix
 from smcjax.model.view import BatchView
 from smcjax.numerics import words_of
 from smcjax.pallas import decode_step
@@ -67,7 +67,7 @@ def plan_steps(
 ) -> Plan:
     """Plans steps of 1 to `columns` tokens a row over the tables of `view`, whose own tokens are not read."""
     attention = plan_attention(config, params, view, columns=columns)
-    by_kernel = uses_kernels() and not isinstance(params.unembed, QuantizedMatrix)
+    by_kernel = uses_kernels() and not is_packed(params.unembed)
     by_kernel &= distribution.truncation is None and not keep_logits
     by_kernel &= supports_sampled_head(
         rows=view.block_table.shape[0], hidden=config.hidden_size, vocab=config.vocab_size, dtype=params.embed.dtype

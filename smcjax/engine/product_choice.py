@@ -3,7 +3,7 @@
 XLA times every algorithm of a product once, and prefers the one with least scratch memory among those that are little
 slower than the fastest. For products of 10 to 60 µs that is nearly a draw: on an H200 Llama-3.1-8B's gate_up took 62.6
 or 59.2 µs for 72 rows, by process, 32 times a cycle. A precision that is asked of bfloat16 operands changes nothing
-but that XLA chooses anew for it. So several such *forms* of a product are compiled here, those that got different
+but that XLA chooses anew for it. So a product is compiled here with several such *hints*, those that got different
 algorithms are timed on the model's own weights, and the step is traced with the fastest.
 
 Choices are kept beside the compiled programs, a file each, so another process makes the same and finds them.
@@ -26,16 +26,16 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from smcjax.matmul import AlgorithmHint, Dense, Matmul, algorithm_hints, is_packed
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix
-from smcjax.numerics import Form, Product, key_of, product, product_forms
+from smcjax.numerics import key_of
 
 logger = logging.getLogger("smcjax")
 
 MOST_ROWS = 144  # more rows take longer to multiply than to stream the weights past them
-FORMS: tuple[Form, ...] = tuple(itertools.product(tuple(jax.lax.Precision), tuple(jax.lax.Precision)))
-TRIES = 5  # of these forms; the first is the product as it is
-GAIN = 0.98  # of the time without a form: what is not faster than that is not taken
+HINTS: tuple[AlgorithmHint, ...] = tuple(itertools.product(tuple(jax.lax.Precision), tuple(jax.lax.Precision)))
+TRIES = 5  # of these hints; the first is the product as it is
+GAIN = 0.98  # of the time without a hint: what is not faster than that is not taken
 REPEATS = 5  # timings of each algorithm, whose median counts
 CALLS = 8  # of the timed program each
 TOGETHER = 24  # products of a timed program, or as many as have results of
@@ -44,22 +44,22 @@ DIRECTORY = "products"  # in that of compiled programs
 
 
 class Candidate(Protocol):
-    """One form of a product, compiled."""
+    """A product with one hint, compiled."""
 
     @property
     def algorithm(self) -> str:
-        """What XLA chose for it."""
+        """Name of the algorithm that XLA chose."""
         ...
 
     def seconds(self) -> float:
-        """How long one product takes."""
+        """Seconds that one product takes."""
         ...
 
 
 class Choice(NamedTuple):
-    """What was found for one product."""
+    """The hint that is taken for one product, and why."""
 
-    form: int  # of FORMS
+    hint: int  # of HINTS
     algorithm: str
     microseconds: Mapping[str, float]  # by algorithm; empty if there was only one
 
@@ -67,52 +67,52 @@ class Choice(NamedTuple):
 _chosen: dict[str, Choice] = {}  # by this process
 
 
-def chosen_forms(params: Params, asked: Iterable[Product], options: Mapping[str, Any]) -> dict[Product, Form]:
-    """Forms of those of the products `asked` that are made with these weights and have at most `MOST_ROWS` rows.
+def chosen_hints(params: Params, asked: Iterable[Matmul], options: Mapping[str, Any]) -> dict[Matmul, AlgorithmHint]:
+    """Hints for those of the products `asked` that are made with these weights and have at most `MOST_ROWS` rows.
 
     For a program that XLA compiles with `options`. The first time it compiles and runs some small programs, which
     takes about a second for each product; calls side by side would disturb each other's timings.
     """
-    forms: dict[Product, Form] = {}
+    hints: dict[Matmul, AlgorithmHint] = {}
     for what in asked:
         weights = weights_of(params, what)
         if what.rows > MOST_ROWS or not weights:
             continue
 
-        def compiled(form: Form, what: Product = what, weights: list[jax.Array] = weights) -> Candidate:
-            return _Compiled(what, weights, form, options)
+        def compiled(hint: AlgorithmHint, what: Matmul = what, weights: list[jax.Array] = weights) -> Candidate:
+            return _Compiled(what, weights, hint, options)
 
         try:
-            form = _choice(what, options, compiled).form
+            hint = _choice(what, options, compiled).hint
         except Exception as error:  # no memory left, say: whatever it is, the program works without
             logger.info("%s stays as it is: %s", what, str(error).partition("\n")[0])
             continue
-        if form:
-            forms[what] = FORMS[form]
-    return forms
+        if hint:
+            hints[what] = HINTS[hint]
+    return hints
 
 
-def products_asked(function: Callable[..., Any], *arguments: Any) -> list[Product]:
+def matmuls_asked(function: Callable[..., Any], *arguments: Any) -> list[Matmul]:
     """The products that tracing the function comes by, each once."""
     asked = _Asked()
-    with product_forms(asked):
+    with algorithm_hints(asked):
         jax.eval_shape(lambda *arguments: function(*arguments), *arguments)  # not an earlier trace of the same function
     return list(asked.products)
 
 
-class _Asked(dict[Product, Form]):
-    """Forms that are none, and what they were asked for."""
+class _Asked(dict[Matmul, AlgorithmHint]):
+    """No hints at all; remembers the products that hints were asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products: dict[Product, None] = {}
+        self.products: dict[Matmul, None] = {}
 
-    def get(self, what: Product, default: Any = None) -> Any:
+    def get(self, what: Matmul, default: Any = None) -> Any:
         self.products[what] = None
         return default
 
 
-def weights_of(params: Params, what: Product) -> list[jax.Array]:
+def weights_of(params: Params, what: Matmul) -> list[jax.Array]:
     """The matrices that a forward makes this product with.
 
     Not those with a bias, which XLA adds within the product: that is another one.
@@ -133,17 +133,17 @@ def weights_of(params: Params, what: Product) -> list[jax.Array]:
     return [
         matrix
         for matrix in matrices
-        if not isinstance(matrix, QuantizedMatrix)
+        if not is_packed(matrix)
         and matrix.shape == (what.outputs, what.inputs)
         and jnp.dtype(matrix.dtype).name == what.dtype
     ]
 
 
-def choose(compiled: Callable[[Form], Candidate]) -> Choice:
-    """The fastest of some forms; of those with one algorithm the first."""
+def choose(compiled: Callable[[AlgorithmHint], Candidate]) -> Choice:
+    """Returns the fastest of some hints; of several with one algorithm the first."""
     candidates: dict[str, tuple[int, Candidate]] = {}
-    for number, form in enumerate(FORMS[:TRIES]):
-        candidate = compiled(form)
+    for number, hint in enumerate(HINTS[:TRIES]):
+        candidate = compiled(hint)
         candidates.setdefault(candidate.algorithm, (number, candidate))
     usual = next(iter(candidates))
     if len(candidates) == 1:
@@ -159,7 +159,7 @@ def choose(compiled: Callable[[Form], Candidate]) -> Choice:
     return Choice(candidates[best][0], best, medians)
 
 
-def _choice(what: Product, options: Mapping[str, Any], compiled: Callable[[Form], Candidate]) -> Choice:
+def _choice(what: Matmul, options: Mapping[str, Any], compiled: Callable[[AlgorithmHint], Candidate]) -> Choice:
     """This process's choice, or an earlier one's if XLA still has that algorithm for it, or a new one."""
     device = jax.devices()[0]
     version = getattr(device.client, "platform_version", "")
@@ -167,7 +167,7 @@ def _choice(what: Product, options: Mapping[str, Any], compiled: Callable[[Form]
     if key in _chosen:
         return _chosen[key]
     kept = _kept(key)
-    if kept is None or (kept.form and compiled(FORMS[kept.form]).algorithm != kept.algorithm):
+    if kept is None or (kept.hint and compiled(HINTS[kept.hint]).algorithm != kept.algorithm):
         choice = choose(compiled)
         took = ", ".join(f"{name}: {us:.1f} µs" for name, us in choice.microseconds.items())
         logger.debug("%s: algorithm %s. %s", what, choice.algorithm, took)
@@ -189,11 +189,11 @@ def _kept(key: str) -> Choice | None:
     """The choice on disk; None if there is none, or nothing that we would have written."""
     path = _file(key)
     try:
-        form, algorithm = json.loads(path.read_text()) if path else (-1, "")
+        hint, algorithm = json.loads(path.read_text()) if path else (-1, "")
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    whole = isinstance(form, int) and isinstance(algorithm, str) and 0 <= form < len(FORMS)
-    return Choice(form, algorithm, {}) if whole else None
+    whole = isinstance(hint, int) and isinstance(algorithm, str) and 0 <= hint < len(HINTS)
+    return Choice(hint, algorithm, {}) if whole else None
 
 
 def _keep(key: str, choice: Choice) -> None:
@@ -203,7 +203,7 @@ def _keep(key: str, choice: Choice) -> None:
     temporary = path.with_suffix(f".{time.time_ns()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps([choice.form, choice.algorithm]))
+        temporary.write_text(json.dumps([choice.hint, choice.algorithm]))
         temporary.replace(path)
     except OSError as error:
         logger.info("The choice of a product is not kept: %s", error)
@@ -214,20 +214,20 @@ def _keep(key: str, choice: Choice) -> None:
 class _Compiled:
     """A program of several such products, each with another matrix as long as there are any."""
 
-    def __init__(self, what: Product, weights: list[jax.Array], form: Form, options: Mapping[str, Any]) -> None:
+    def __init__(self, what: Matmul, weights: list[jax.Array], hint: AlgorithmHint, options: Mapping[str, Any]) -> None:
         size = what.rows * what.outputs * jnp.dtype(what.result).itemsize
         self._what, self._count = what, max(2, min(TOGETHER, RESULT_BYTES // size))
         self._weights = [weights[i % len(weights)] for i in range(self._count)]
 
         def products(operands: list[tuple[jax.Array, ...]], weights: list[jax.Array]) -> list[jax.Array]:
             return [
-                product(x, w, what.result, add_to=added[0] if added else None)
+                Dense(w)(x, out=what.result, add_to=added[0] if added else None)
                 for (x, *added), w in zip(operands, weights, strict=True)
             ]
 
         # Each has rows of its own, or XLA would make one product of them.
         shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self._operands())
-        with product_forms({what: form}):
+        with algorithm_hints({what: hint}):
             self._executable = jax.jit(products).lower([shapes] * self._count, self._weights).compile(dict(options))
         named = re.findall(r'"selected_algorithm":"(-?\d+)"', self._executable.as_text() or "")
         self.algorithm = "/".join(sorted(set(named)))

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 
 from smcjax.engine.memory import device_memory
-from smcjax.engine.product_choice import chosen_forms, products_asked
+from smcjax.engine.product_choice import chosen_hints, matmuls_asked
 from smcjax.engine.settings import own_settings
-from smcjax.numerics import Form, Product, product_forms
+from smcjax.matmul import AlgorithmHint, Matmul, algorithm_hints
 from smcjax.pallas import implementations, uses_kernels
 
 logger = logging.getLogger("smcjax")
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None  # XLA's
-    forms: Callable[[], Mapping[Product, Form]] = dict  # of its products; may take a while
+    hints: Callable[[], Mapping[Matmul, AlgorithmHint]] = dict  # of its products; may take a while
 
 
 def enable_compilation_cache() -> None:
@@ -157,14 +157,14 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     for number in lacking:
         logger.info("Compiling %s …", wanted[number].what)
 
-    forms = {key: job.forms() for key, job in missing.items()}  # timed, so nothing may run beside it
+    hints = {key: job.hints() for key, job in missing.items()}  # timed, so nothing may run beside it
 
     @own_settings()  # which are a thread's own
     def build(key: Any) -> Any:
         job = missing[key]
-        # A function of its own: JAX would reuse an earlier trace of the same one, made with other forms.
+        # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
         function = functools.wraps(job.function)(lambda *args: job.function(*args))
-        with product_forms(forms[key]):
+        with algorithm_hints(hints[key]):
             lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
         return lowered.compile(job.options)
 
@@ -235,14 +235,14 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
         by_kernels = uses_kernels()
     if few or jax.default_backend() != "gpu" or not by_kernels:
         return job
-    asked = products_asked(function, *job.arguments)
+    asked = matmuls_asked(function, *job.arguments)
     if any(what.dtype != "bfloat16" for what in asked):
         return job
 
-    def forms() -> dict[Product, Form]:
-        return chosen_forms(params.target, asked, CUBLAS_PRODUCTS)
+    def hints() -> dict[Matmul, AlgorithmHint]:
+        return chosen_hints(params.target, asked, CUBLAS_PRODUCTS)
 
-    return job._replace(options=CUBLAS_PRODUCTS, forms=forms)
+    return job._replace(options=CUBLAS_PRODUCTS, hints=hints)
 
 
 def delete(arrays: Any) -> None:

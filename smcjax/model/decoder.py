@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.matmul import matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix, quantized_product
-from smcjax.numerics import product
 from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
@@ -46,17 +45,13 @@ Attend = Callable[[int, Projection], jax.Array]
 
 def linear(
     x: Float[Array, "*shape I"],
-    weight: Float[Array, "O I"] | QuantizedMatrix,
+    weight: Any,
     bias: Float[Array, " O"] | None,
     *,
     add_to: Float[Array, "*shape O"] | None = None,
 ) -> Float[Array, "*shape O"]:
-    """add_to + weight · x + bias with f32 accumulation, in x's dtype."""
-    if isinstance(weight, QuantizedMatrix):
-        y = quantized_product(x, weight, x.dtype)
-        y = y if add_to is None else add_to + y
-    else:
-        y = product(x, weight, add_to=add_to)
+    """add_to + weight · x + bias with f32 accumulation, in x's dtype; `weight` [O, I] is a leaf of `Params`."""
+    y = matrix(weight)(x, add_to=add_to)
     return y if bias is None else y + bias
 
 
@@ -80,7 +75,7 @@ def hidden_states(
     angles = {rope: rope_angles(rope, config.head_dim, positions) for rope in {s.rope: None for s in config.layers}}
     eps, flat = config.rms_norm_eps, (*tokens.shape, -1)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
-    x = params.embed[tokens]
+    x = matrix(params.embed).rows(tokens)
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     leaves_pending = _leaves_pending(x)
@@ -144,9 +139,7 @@ def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:
     """Logits in f32, whatever the weights' dtype."""
-    if isinstance(params.unembed, QuantizedMatrix):
-        return quantized_product(hidden, params.unembed, jnp.float32)
-    return product(hidden, params.unembed, jnp.float32)
+    return matrix(params.unembed)(hidden, out=jnp.float32)
 
 
 def forward(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:

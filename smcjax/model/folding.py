@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from smcjax.matmul import is_packed
 from smcjax.model.params import LayerParams, Params
-from smcjax.model.quantize import QuantizedMatrix
 from smcjax.pallas.dispatch import uses_kernels
 
 
@@ -27,16 +27,16 @@ def fold_for_kernels(params: Params) -> Params:
 
 
 def fold_norms(params: Params, *, consume: bool = False) -> Params:
-    """The same decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
+    """Returns the decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
 
-    Those in front of a quantised matrix or of a product with a bias stay, as does the last norm, whose matrix may be
-    the embedding. `consume` frees each matrix as it is replaced.
+    Norms in front of a packed matrix or of a product with a bias stay, as does the last norm, whose matrix may be the
+    embedding. `consume` frees each matrix as it is replaced.
     """
     multiply = jax.jit(_scaled_columns, donate_argnums=0) if consume else jax.jit(_scaled_columns)
 
     def folded(layer: LayerParams, norm: str, matrix: str) -> LayerParams:
         weights, columns = getattr(layer, matrix), getattr(layer, norm)
-        if columns is None or isinstance(weights, QuantizedMatrix) or getattr(layer, f"{matrix}_bias") is not None:
+        if columns is None or is_packed(weights) or getattr(layer, f"{matrix}_bias") is not None:
             return layer
         changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: None}
         return dataclasses.replace(layer, **changed)

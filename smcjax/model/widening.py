@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from smcjax.matmul import is_packed, matrix
 from smcjax.model.params import Params
-from smcjax.model.quantize import QuantizedMatrix
-from smcjax.pallas.int8 import restore
 
 
 def widen_params(params: Params) -> Params:
@@ -22,17 +21,15 @@ def widen_params(params: Params) -> Params:
     convert = jax.jit(_wide)
 
     def widen(leaf: Any) -> jax.Array:
-        if leaf.dtype == jnp.float32 and not isinstance(leaf, QuantizedMatrix):
+        if all(part.dtype == jnp.float32 for part in jax.tree.leaves(leaf)):
             return leaf
         wide: jax.Array = convert(leaf).block_until_ready()
         for part in jax.tree.leaves(leaf):
             part.delete()
         return wide
 
-    return jax.tree.map(widen, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
+    return jax.tree.map(widen, params, is_leaf=is_packed)
 
 
 def _wide(leaf: Any) -> jax.Array:
-    if isinstance(leaf, QuantizedMatrix):
-        return restore(leaf.values).astype(jnp.float32) * leaf.scale[:, None]
-    return leaf.astype(jnp.float32)
+    return matrix(leaf).rows(slice(None), out=jnp.float32)

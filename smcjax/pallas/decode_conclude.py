@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.matmul import matrix
 from smcjax.pallas.decode_shape import padded_tokens
 from smcjax.pallas.gumbel_max import NO_ID, Found, decide
 from smcjax.pallas.products import MASKED, Ref
@@ -52,7 +53,7 @@ def padded_candidates(count: int) -> int:
 
 def embedded(embed: Any, norm: Float[Array, " E"], tokens: Int[Array, "*shape"]) -> Embedded:
     """The beginning of a step over these tokens, row by row; zeros beyond them. `embed` [V, E] as in `Weights`."""
-    x = embed[tokens.reshape(-1)]
+    x = matrix(embed).rows(tokens.reshape(-1))
     x = jnp.pad(x, ((0, padded_tokens(x.shape[0]) - x.shape[0]), (0, 0)))
     return Embedded(x, (x.astype(jnp.float32) * norm.astype(jnp.float32)).astype(x.dtype))
 

@@ -43,8 +43,8 @@ __all__ = [
 class Weights:
     """A decoder's weights, layer by layer, without biases and norms of heads.
 
-    All matrices are bf16, or int8 with columns in `int8.interleave`'s order. `embed` is what tokens are looked up in:
-    whatever gives their rows in bf16 by [] and says so by `dtype` and `shape`.
+    All matrices are bf16, or int8 with columns in the order of `smcjax.matmul.interleave`. `embed` is a leaf of
+    `Params`, whose rows tokens are looked up in, in bf16 (`smcjax.matmul.matrix`).
     """
 
     qkv: tuple[Num[Array, "qkv E"], ...]

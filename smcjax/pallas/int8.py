@@ -1,9 +1,9 @@
 """int8 weights as a tensor core's operand: the order of their columns, and their way through registers.
 
 A product of bfloat16 wants, of every 16 columns, 2q, 2q + 1, 2q + 8 and 2q + 9 in thread q of four. Matrices are stored
-so that these lie together (`interleave`), where the thread loads four bytes, and in the order in which it makes
-bfloat16 of them: the first and third, then the second and fourth. With low the lower seven bits of a byte and sign its
-highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bfloat16 that has these bits in it.
+so that these lie together (`smcjax.matmul.interleave`), where the thread loads four bytes, and in the order in which it
+makes bfloat16 of them: the first and third, then the second and fourth. With low the lower seven bits of a byte and
+sign its highest, (128 + low) − 128·(1 + sign) is its value, and both terms are a bfloat16 that has these bits in it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,9 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxtyping import Array, Shaped
 
+from smcjax.matmul import restore
 from smcjax.pallas.products import QUERIES, Ref
-
-COLUMNS = 16  # whose order changes: an instruction's
-
-
-def interleave(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
-    """Columns in the order that matrices are stored in: number habe of 16, in binary, becomes number baeh.
-
-    Thread ab loads from number 8b + 4a on, as Mosaic's `WGMMA_UPCAST_2X` has it. As they are where I is no multiple of
-    16, which kernels do not take.
-    """
-    return _reordered(x, (2, 1, 3, 0))
-
-
-def restore(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
-    """The reverse of `interleave`."""
-    return _reordered(x, (3, 1, 0, 2))
-
-
-def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
-    *shape, columns = x.shape
-    if columns % COLUMNS:
-        return x
-    first = len(shape) + 1
-    axes = (*range(first), *(first + bit for bit in bits))
-    return x.reshape(*shape, columns // COLUMNS, 2, 2, 2, 2).transpose(axes).reshape(x.shape)
 
 
 def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:

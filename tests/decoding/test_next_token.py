@@ -16,10 +16,10 @@ from smcjax.decoding import distribution, fused_step
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
+from smcjax.matmul import Dense
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, param_shapes
-from smcjax.numerics import product
 from smcjax.pallas import implementations
 from smcjax.pallas.sampled_head import sampled_head_reference
 
@@ -133,7 +133,7 @@ def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPa
     token_number = jnp.full(rows, 2)
     row_keys = jax.random.split(keys[4], rows)
     ours = sample_in_head(law, row_keys, token_number, x, weight, pack_bits(law.stops))
-    theirs = sample(law, row_keys, token_number, product(x, weight, jnp.float32))
+    theirs = sample(law, row_keys, token_number, Dense(weight)(x, out=jnp.float32))
     np.testing.assert_array_equal(ours.token, theirs.token)
     np.testing.assert_allclose(ours.logprob, theirs.logprob, rtol=1e-5, atol=1e-5)
     within = np.asarray(law.minimum) >= 2

@@ -1,4 +1,4 @@
-"""Which form of a product a step is traced with: forms compute the same, and the fastest algorithm is found."""
+"""Which hint of a product a step is traced with: hints compute the same, and the fastest algorithm is found."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from smcjax import smc
 from smcjax.bench.shapes import SHAPES
 from smcjax.engine import product_choice
 from smcjax.engine import programs as programs_module
-from smcjax.engine.product_choice import FORMS, Choice, choose, chosen_forms, products_asked, weights_of
+from smcjax.engine.product_choice import HINTS, Choice, choose, chosen_hints, matmuls_asked, weights_of
 from smcjax.engine.programs import CUBLAS_PRODUCTS, Job, Programs, step_job
+from smcjax.matmul import AlgorithmHint, Dense, Matmul, algorithm_hints
 from smcjax.model.decoder import logits
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
-from smcjax.numerics import Form, Product, product, product_forms
 from tests.helpers import Ask, batch
 
 ROWS = 6
-PRODUCT = Product(ROWS, 32, 16, "bfloat16", "bfloat16")
+PRODUCT = Matmul(ROWS, 32, 16, "bfloat16", "bfloat16")
 
 
 @pytest.fixture
@@ -49,58 +49,15 @@ class Fake:
 
 
 def fakes(*algorithms: str, **microseconds: float) -> tuple[Any, list[Fake]]:
-    """What compiles the forms, in their order, to these algorithms; and all that it made."""
+    """What compiles the hints, in their order, to these algorithms; and all that it made."""
     made: list[Fake] = []
 
-    def compiled(form: Form) -> Fake:
-        name = algorithms[FORMS.index(form)] if FORMS.index(form) < len(algorithms) else algorithms[-1]
+    def compiled(hint: AlgorithmHint) -> Fake:
+        name = algorithms[HINTS.index(hint)] if HINTS.index(hint) < len(algorithms) else algorithms[-1]
         made.append(Fake(name, microseconds[name]))
         return made[-1]
 
     return compiled, made
-
-
-def test_every_form_gives_the_same_bits(operands: tuple[jax.Array, jax.Array]) -> None:
-    plain = product(*operands)
-    assert plain.shape == (2, 3, 32)
-    assert plain.dtype == jnp.bfloat16
-    for form in FORMS:
-        with product_forms({PRODUCT: form}):
-            np.testing.assert_array_equal(product(*operands), plain)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_what_is_added_makes_it_another_product(operands: tuple[jax.Array, jax.Array], dtype: Any) -> None:
-    x, weight = (operand.astype(dtype) for operand in operands)
-    residual = jax.random.normal(jax.random.key(3), (2, 3, 32), dtype)
-    got = product(x, weight, add_to=residual)
-    assert got.dtype == dtype
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), np.asarray(residual + product(x, weight), np.float64), rtol=2**-7, atol=2**-7
-    )
-    asked = products_asked(lambda: (product(x, weight), product(x, weight, add_to=residual)))
-    assert [what.added for what in asked] == [False, True]
-
-
-def test_a_form_is_for_its_product_only(operands: tuple[jax.Array, jax.Array]) -> None:
-    x, weight = operands
-
-    def precisions(x: jax.Array, result: Any = None) -> Any:
-        jaxpr = jax.make_jaxpr(lambda x: product(x, weight, result))(x)
-        return jaxpr.eqns[-1].params["precision"]
-
-    form = FORMS[5]
-    with product_forms({PRODUCT: form}):
-        assert precisions(x) == form
-        assert precisions(x[:1]) is None
-        assert precisions(x, jnp.float32) is None
-    assert precisions(x) is None
-
-
-def test_float32_products_are_full_float32() -> None:
-    x = jnp.ones((2, 16))
-    jaxpr = jax.make_jaxpr(lambda x: product(x, jnp.ones((32, 16))))(x)
-    assert jaxpr.eqns[-1].params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 
 
 def test_a_program_is_traced_with_the_forms_of_its_job(operands: tuple[jax.Array, jax.Array]) -> None:
@@ -108,16 +65,16 @@ def test_a_program_is_traced_with_the_forms_of_its_job(operands: tuple[jax.Array
     asked = []
 
     def function(x: jax.Array, weight: jax.Array) -> jax.Array:
-        jaxpr = jax.make_jaxpr(lambda x, weight: product(x, weight))(x, weight)
+        jaxpr = jax.make_jaxpr(lambda x, weight: Dense(weight)(x))(x, weight)
         asked.append(jaxpr.eqns[-1].params["precision"])
-        return product(x, weight)
+        return Dense(weight)(x)
 
     jax.eval_shape(function, *operands)
     programs = Programs()
-    for number, form in enumerate((FORMS[3], FORMS[7])):
-        programs.compile("a product", {number: Job(function, (), operands, forms=lambda form=form: {PRODUCT: form})})
-        np.testing.assert_array_equal(programs[number](*operands), product(*operands))
-    assert asked == [None, FORMS[3], FORMS[7]]
+    for number, hint in enumerate((HINTS[3], HINTS[7])):
+        programs.compile("a product", {number: Job(function, (), operands, hints=lambda hint=hint: {PRODUCT: hint})})
+        np.testing.assert_array_equal(programs[number](*operands), Dense(operands[1])(operands[0]))
+    assert asked == [None, HINTS[3], HINTS[7]]
 
 
 def test_the_fastest_algorithm_is_chosen() -> None:
@@ -148,13 +105,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def chosen(compiled: Any, what: Product = PRODUCT, **options: Any) -> Choice:
+def chosen(compiled: Any, what: Matmul = PRODUCT, **options: Any) -> Choice:
     return product_choice._choice(what, options, compiled)
 
 
 def test_another_process_makes_the_same_choice(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0])
-    assert first.form == 1
+    assert first.hint == 1
     compiled, made = fakes("9", **{"9": 1.0})
     assert chosen(compiled) == first
     assert not made  # this process knows
@@ -186,7 +143,7 @@ def test_the_product_as_it_is_needs_no_look(kept: Path, monkeypatch: pytest.Monk
     chosen(fakes("0", **{"0": 60.0})[0])
     monkeypatch.setattr(product_choice, "_chosen", {})
     compiled, made = fakes("1", **{"1": 60.0})
-    assert chosen(compiled).form == 0
+    assert chosen(compiled).hint == 0
     assert not made
 
 
@@ -198,14 +155,14 @@ def test_a_file_that_is_not_ours_is_none(kept: Path, monkeypatch: pytest.MonkeyP
     (path,) = kept.iterdir()
     path.write_text(content)
     monkeypatch.setattr(product_choice, "_chosen", {})
-    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).form == 1
+    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).hint == 1
     assert json.loads(path.read_text()) == [1, "1"]
 
 
 @pytest.mark.parametrize("directory", [None, "gs://bucket/cache", "/proc/nowhere"])
 def test_choices_need_no_disk(kept: Path, directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", directory)
-    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).form == 1
+    assert chosen(fakes("0", "1", **{"0": 60.0, "1": 50.0})[0]).hint == 1
     assert not kept.exists()
 
 
@@ -218,28 +175,28 @@ def test_forms_of_what_a_program_asks_for(kept: Path, monkeypatch: pytest.Monkey
     def forward(params: Params, tokens: jax.Array) -> jax.Array:
         return logits(config, params, tokens)
 
-    asked = products_asked(forward, params, tokens)
+    asked = matmuls_asked(forward, params, tokens)
     assert len(asked) == len(set(asked)) >= 4
     assert {what.rows for what in asked} == {6}
     assert sum(len(weights_of(params, what)) for what in asked) == 4 * config.num_layers + 1
 
-    tried: list[Product] = []
+    tried: list[Matmul] = []
 
-    def compiled(what: Product, weights: Any, form: Form, options: Any) -> Fake:
+    def compiled(what: Matmul, weights: Any, hint: AlgorithmHint, options: Any) -> Fake:
         assert options == CUBLAS_PRODUCTS
         assert all(matrix.shape == (what.outputs, what.inputs) for matrix in weights)
         tried.append(what)
         if what.result == "float32":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand much more")
-        return Fake(*(("1", 50.0) if form == FORMS[2] else ("0", 60.0)))
+        return Fake(*(("1", 50.0) if hint == HINTS[2] else ("0", 60.0)))
 
     monkeypatch.setattr(product_choice, "_Compiled", compiled)
     others = [what._replace(rows=product_choice.MOST_ROWS + 1) for what in asked]
     others += [what._replace(outputs=what.outputs + 1) for what in asked]
-    forms = chosen_forms(params, [*asked, *others], CUBLAS_PRODUCTS)
-    assert forms == {what: FORMS[2] for what in asked if what.result != "float32"}
+    hints = chosen_hints(params, [*asked, *others], CUBLAS_PRODUCTS)
+    assert hints == {what: HINTS[2] for what in asked if what.result != "float32"}
     assert set(tried) == set(asked)
-    assert products_asked(forward, params, tokens) == asked  # whatever was traced before
+    assert matmuls_asked(forward, params, tokens) == asked  # whatever was traced before
 
     layers = tuple(dataclasses.replace(layer, qkv_bias=layer.qkv[:, 0]) for layer in params.layers)
     biased = dataclasses.replace(params, layers=layers)
@@ -247,7 +204,7 @@ def test_forms_of_what_a_program_asks_for(kept: Path, monkeypatch: pytest.Monkey
     assert not any(weights_of(quantize_params(params), what) for what in asked)
 
 
-def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_compiled_with_cublas_and_chosen_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES["tiny-target"]
     program = smc.Program(smc.SMC(n_particles=8, gamma=2), config, config, max_model_len=32)
     one = init_params(config, jax.random.key(0), jnp.bfloat16)
@@ -259,13 +216,13 @@ def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.Mon
         return smc.step(program, params, state)
 
     plain = step_job(step, program, params, state)
-    assert (plain.options, plain.forms()) == (None, {})  # on a CPU
+    assert (plain.options, plain.hints()) == (None, {})  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(programs_module, "uses_kernels", lambda: True)
-    monkeypatch.setattr(programs_module, "chosen_forms", lambda params, asked, options: dict.fromkeys(asked, options))
+    monkeypatch.setattr(programs_module, "chosen_hints", lambda params, asked, options: dict.fromkeys(asked, options))
     job = step_job(step, program, params, state)
     assert job.options == CUBLAS_PRODUCTS
-    assert {what.rows for what in job.forms()} >= {8 * 3}
+    assert {what.rows for what in job.hints()} >= {8 * 3}
     assert step_job(step, program, smc.PairParams(quantize_params(one), one), state).options is None
     # Int8 that kernels multiply is none of XLA's business.
     of_target = step_job(lambda params, _: logits(config, params.target, prompts), program, params, state)
@@ -276,29 +233,29 @@ def test_a_step_is_compiled_with_cublas_and_chosen_forms(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("added", [False, True])
 def test_candidates_are_compiled_and_timed(added: bool) -> None:
-    what = Product(ROWS, 32, 16, "bfloat16", "bfloat16", added)
+    what = Matmul(ROWS, 32, 16, "bfloat16", "bfloat16", added)
     weights = [jax.random.normal(jax.random.key(i), (32, 16), jnp.bfloat16) for i in range(3)]
-    candidate = product_choice._Compiled(what, weights, FORMS[1], {})
+    candidate = product_choice._Compiled(what, weights, HINTS[1], {})
     assert 0 < candidate.seconds() < 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("added", [False, True])
-def test_a_form_is_chosen_on_a_gpu(kept: Path, added: bool) -> None:
-    what = Product(72, 4096, 2048, "bfloat16", "bfloat16", added)
+def test_a_hint_is_chosen_on_a_gpu(kept: Path, added: bool) -> None:
+    what = Matmul(72, 4096, 2048, "bfloat16", "bfloat16", added)
     weights = [jax.random.normal(jax.random.key(i), (4096, 2048), jnp.bfloat16) for i in range(16)]
 
-    def compiled(form: Form) -> product_choice._Compiled:
-        return product_choice._Compiled(what, weights, form, CUBLAS_PRODUCTS)
+    def compiled(hint: AlgorithmHint) -> product_choice._Compiled:
+        return product_choice._Compiled(what, weights, hint, CUBLAS_PRODUCTS)
 
     choice = chosen(compiled, what)
     assert choice.algorithm.isdigit()
-    assert compiled(FORMS[choice.form]).algorithm == choice.algorithm
-    assert 3e-6 < compiled(FORMS[choice.form]).seconds() < 1e-3
+    assert compiled(HINTS[choice.hint]).algorithm == choice.algorithm
+    assert 3e-6 < compiled(HINTS[choice.hint]).seconds() < 1e-3
     x = jax.random.normal(jax.random.key(99), (72, 2048), jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(weights[0], np.float64).T
-    for form in FORMS[: product_choice.TRIES]:
-        with product_forms({what: form}):
-            got = jax.jit(lambda x, w: product(x, w)).lower(x, weights[0]).compile(CUBLAS_PRODUCTS)(x, weights[0])
+    for hint in HINTS[: product_choice.TRIES]:
+        with algorithm_hints({what: hint}):
+            got = jax.jit(lambda x, w: Dense(w)(x)).lower(x, weights[0]).compile(CUBLAS_PRODUCTS)(x, weights[0])
         # f32 sums of 2,048 terms, then one rounding to bf16
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-8, atol=2048 * 2.0**-24 * 64)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from smcjax.bench.shapes import SHAPES
+from smcjax.matmul import is_packed, restore
 from smcjax.model import init_params, logits
 from smcjax.model.decoder import linear
-from smcjax.model.quantize import QuantizedMatrix, check_quantization, quantize_matrix, quantize_params
-from smcjax.pallas.int8 import restore
+from smcjax.model.quantize import check_quantization, quantize_matrix, quantize_params
 
 
 def test_rounding_by_hand() -> None:
@@ -22,7 +22,7 @@ def test_rounding_by_hand() -> None:
     np.testing.assert_array_equal(quantised.values, [[127, -64, 0, 0], [0, 0, 0, 0], [-127, 64, 1, 2]])
     np.testing.assert_allclose(quantised.scale, [0.01, 1.0, 2.0], rtol=1e-6)
     assert quantised.values.dtype == jnp.int8
-    np.testing.assert_allclose(quantised[jnp.asarray([2, 0])], [[-254, 128, 2, 4], [1.27, -0.64, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(quantised.rows(jnp.asarray([2, 0])), [[-254, 128, 2, 4], [1.27, -0.64, 0, 0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -50,8 +50,8 @@ def test_a_decoder_in_int8(shape: str) -> None:
     config = SHAPES[shape]
     params = init_params(config, jax.random.key(1))
     quantised = quantize_params(params)
-    assert isinstance(quantised.unembed, QuantizedMatrix)
-    assert isinstance(quantised.embed, QuantizedMatrix) == config.tie_embeddings
+    assert is_packed(quantised.unembed)
+    assert is_packed(quantised.embed) == config.tie_embeddings
     assert quantised.embed.dtype == jnp.float32
     assert quantised.final_norm is params.final_norm
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, config.vocab_size)

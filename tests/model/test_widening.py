@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.matmul import is_packed
 from smcjax.model import ModelConfig, init_params, logits
-from smcjax.model.quantize import QuantizedMatrix, quantize_params
+from smcjax.model.quantize import quantize_params
 from smcjax.model.widening import widen_params
 
 CONFIG = ModelConfig(512, 512, 768, 2, 8, 2, 64, 256)  # widths at which roundings differ
@@ -37,10 +38,7 @@ def test_int8_weights_are_multiplied_out() -> None:
     quantised = quantize_params(params)
     expected = np.asarray(logits(CONFIG, quantised, tokens))
     wide = widen_params(quantised)
-    assert not any(
-        isinstance(leaf, QuantizedMatrix)
-        for leaf in jax.tree.leaves(wide, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
-    )
+    assert not any(map(is_packed, jax.tree.leaves(wide, is_leaf=is_packed)))
     got = np.asarray(logits(CONFIG, wide, tokens))
     scale = np.abs(plain).max()
     np.testing.assert_allclose(got, expected, atol=2e-6 * scale)

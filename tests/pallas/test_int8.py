@@ -1,4 +1,4 @@
-"""int8 weights on their way to the tensor core: the order of columns by hand, products exactly, lowering for CUDA."""
+"""int8 weights on their way to the tensor core: products exactly, lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -13,28 +13,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.int8 import interleave, operands, restore
+from smcjax.matmul import interleave
+from smcjax.pallas.int8 import operands
 from smcjax.pallas.products import SWIZZLED, SWIZZLED_INT8, Ref
 
 ROWS, COLUMNS = 16, 256
-
-
-def test_the_order_by_hand() -> None:
-    """Thread q finds its columns 2q, 2q + 1, 2q + 8, 2q + 9 in four bytes: the first, third, second and fourth."""
-    stored = np.asarray(interleave(jnp.arange(32)))
-    for block in (0, 16):
-        words = stored[block : block + 16].reshape(4, 4)[[0, 2, 1, 3]] - block  # by thread
-        for thread, word in enumerate(words):
-            assert word[[0, 2, 1, 3]].tolist() == [2 * thread, 2 * thread + 1, 2 * thread + 8, 2 * thread + 9]
-
-
-def test_it_is_undone_and_leaves_other_widths_alone() -> None:
-    x = jax.random.normal(jax.random.key(0), (3, 5, 48))
-    np.testing.assert_array_equal(restore(interleave(x)), x)
-    np.testing.assert_array_equal(interleave(restore(x)), x)
-    assert not np.array_equal(interleave(x), x)
-    odd = x[..., :20]
-    np.testing.assert_array_equal(interleave(odd), odd)
 
 
 def multiply(values: jax.Array, x: jax.Array, interpret: Any = None) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.decoding.distribution import pack_bits
 from smcjax.device import HOPPER
-from smcjax.numerics import product
+from smcjax.matmul import Dense
 from smcjax.pallas.sampled_head import IDS, NARROW, ROWS, sampled_head, sampled_head_reference, supports
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -83,7 +83,7 @@ def test_of_equal_ids_the_lowest_is_drawn() -> None:
     weight = jnp.tile(weight[:NARROW], (2 * IDS // NARROW, 1))
     arguments = (x, weight, keys, inverse, 0 * noise, flags, forbids & False)
     token, _ = sampled_head(*arguments, interpret=INTERPRET)
-    np.testing.assert_array_equal(token, jnp.argmax(product(x, weight[:NARROW], jnp.float32), axis=-1))
+    np.testing.assert_array_equal(token, jnp.argmax(Dense(weight[:NARROW])(x, out=jnp.float32), axis=-1))
 
 
 def test_applies_where_it_says() -> None:

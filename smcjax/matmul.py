@@ -1,0 +1,210 @@
+"""The one door from activations to weights: x · Wᵀ and the lookup of rows, however a matrix is kept.
+
+    matrix(layer.qkv)(x)                             # x · Wᵀ in x's dtype
+    matrix(layer.o)(x, add_to=residual)              # residual + x · Wᵀ
+    matrix(params.unembed)(x, out=jnp.float32)       # logits
+    matrix(params.embed).rows(tokens)
+
+Leaves of `Params` are plain arrays [out, in], or of a packed kind; `matrix` gives both the interface of `Matrix`. A new
+kind (sharded over devices, float8) is a frozen dataclass that is registered as a pytree, stands in `PACKED` and
+implements `Matrix`; everything else goes by that. A sharded one sums over devices in `__call__`, and nowhere else does
+anybody. Kernels read `values` by themselves and take the dtypes of it that they know.
+
+Int8 keeps half the bytes of bfloat16, with one scale a row and arithmetic as before:
+
+    W ≈ diag(scale) · values,   scale[o] = max |W[o]| / 127,   values = round(W / scale)
+    x · Wᵀ ≈ (x · valuesᵀ) ∘ scale
+
+int8 values are exact in bfloat16, so the only error is the rounding of the weights; the conversion is fused into the
+product's load. Columns are stored in the order that kernels want (`interleave`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from smcjax.numerics import product_precision
+
+COLUMNS = 16  # whose order `interleave` changes: those of a tensor core's instruction
+
+AlgorithmHint = tuple[jax.lax.Precision, jax.lax.Precision]  # asked of the two operands
+
+
+class Matmul(NamedTuple):
+    """x · Wᵀ by its shapes and dtypes: what XLA chooses an algorithm by, unless it adds a bias within."""
+
+    rows: int  # of x
+    outputs: int
+    inputs: int
+    dtype: str  # of both operands, or of the weights where these are converted within
+    result: str
+    added: bool = False  # to another array, within the product
+
+
+_hints: contextvars.ContextVar[Mapping[Matmul, AlgorithmHint]] = contextvars.ContextVar("hints", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def algorithm_hints(hints: Mapping[Matmul, AlgorithmHint]) -> Iterator[None]:
+    """Gives the products that are traced within these hints.
+
+    Precision is asked of float32 operands only, so a bfloat16 product with a hint says the same; but XLA chooses an
+    algorithm for each by itself (`smcjax.engine.product_choice`), which may add up in another order.
+    """
+    token = _hints.set(hints)
+    try:
+        yield
+    finally:
+        _hints.reset(token)
+
+
+def hint_for(what: Matmul, usual: Any = None) -> Any:
+    """The hint for this product, else `usual`. Whoever traces within `algorithm_hints` sees that it was asked for."""
+    return _hints.get().get(what, usual)
+
+
+class Matrix(Protocol):
+    """W [out, in], as activations see it."""
+
+    @property
+    def values(self) -> Any:
+        """Stored numbers [out, in], of a dtype that may be narrower than the one that the matrix stands for."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the matrix that it stands for: activations and KV follow it."""
+        ...
+
+    def __call__(
+        self, x: Float[Array, "*shape I"], *, add_to: Float[Array, "*shape O"] | None = None, out: Any = None
+    ) -> Float[Array, "*shape O"]:
+        """x · Wᵀ, accumulated in f32, in the dtype `out` (None: that of x); plus `add_to`, of that dtype."""
+        ...
+
+    def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
+        """Rows `ids` [...] of W as [..., in], in the dtype `out` (None: `dtype`)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A plain array [out, in] as a `Matrix`. A GPU adds `add_to` within the product's kernel."""
+
+    values: Any  # Float[Array, "O I"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self.values.dtype
+
+    def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
+        """x · Wᵀ, as `Matrix` says."""
+        result = jnp.dtype(x.dtype if out is None else out)
+        what = _matmul(x, self, jnp.dtype(x.dtype).name, result, added=add_to is not None)
+        y = _contract(x, self.values, hint_for(what, product_precision(x.dtype)), None if out is None else result)
+        return y if add_to is None else add_to + y
+
+    def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
+        """Rows of W, as `Matrix` says."""
+        found = self.values[ids]
+        return found if out is None else found.astype(out)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """A `Matrix` kept as int8 rows with a scale each."""
+
+    values: Any  # Int8[Array, "O I"], columns as `interleave` orders them
+    scale: Any  # Float32[Array, " O"]
+    compute_dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype that products and rows have."""
+        return jnp.dtype(self.compute_dtype)
+
+    def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
+        """x · Wᵀ, accumulated and scaled in f32, as `Matrix` says."""
+        result = jnp.dtype(x.dtype if out is None else out)
+        hint_for(_matmul(x, self, "int8", result))  # has but one; so that whoever lists products sees it
+        # The order is the matrix's, beside which a step's x is small.
+        y = _contract(interleave(x), self.values.astype(x.dtype), product_precision(x.dtype), jnp.dtype(jnp.float32))
+        y = (y * self.scale).astype(result)
+        return y if add_to is None else add_to + y
+
+    def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
+        """Rows of W, multiplied out in f32, as `Matrix` says."""
+        wide = restore(self.values[ids]).astype(jnp.float32) * self.scale[ids][..., None]
+        return wide.astype(self.dtype if out is None else out)
+
+
+PACKED = (Int8,)  # kinds that are leaves of `Params` by themselves
+
+
+def is_packed(leaf: Any) -> bool:
+    """True for a leaf of `Params` that keeps its matrix otherwise than as one plain array."""
+    return isinstance(leaf, PACKED)
+
+
+def matrix(leaf: Any) -> Matrix:
+    """A leaf of `Params` [out, in] as a `Matrix`."""
+    return leaf if is_packed(leaf) else Dense(leaf)
+
+
+def _matmul(x: jax.Array, weight: Matrix, dtype: str, result: Any, added: bool = False) -> Matmul:
+    *shape, inputs = x.shape
+    return Matmul(math.prod(shape), weight.shape[0], inputs, dtype, result.name, added)
+
+
+def _contract(x: jax.Array, values: jax.Array, precision: Any, result: Any) -> jax.Array:
+    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, values, dimensions, precision=precision, preferred_element_type=result)
+
+
+def interleave(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
+    """Columns in the order that int8 matrices are stored in: number habe of 16, in binary, becomes number baeh.
+
+    Thread ab of a tensor core's four loads from number 8b + 4a on, as Mosaic's `WGMMA_UPCAST_2X` has it. Columns are
+    as they are where I is no multiple of 16, which kernels do not take.
+    """
+    return _reordered(x, (2, 1, 3, 0))
+
+
+def restore(x: Shaped[Array, "*shape I"]) -> Shaped[Array, "*shape I"]:
+    """Columns that `interleave` has ordered, in their own order."""
+    return _reordered(x, (3, 1, 0, 2))
+
+
+def _reordered(x: jax.Array, bits: tuple[int, ...]) -> jax.Array:
+    *shape, columns = x.shape
+    if columns % COLUMNS:
+        return x
+    first = len(shape) + 1
+    axes = (*range(first), *(first + bit for bit in bits))
+    return x.reshape(*shape, columns // COLUMNS, 2, 2, 2, 2).transpose(axes).reshape(x.shape)

@@ -1,0 +1,144 @@
+"""The door from activations to weights: every kind of matrix computes x · Wᵀ of the rows that it looks up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from smcjax.engine.product_choice import HINTS, matmuls_asked
+from smcjax.matmul import Dense, Matmul, algorithm_hints, interleave, is_packed, matrix, restore
+from smcjax.model.quantize import quantize_matrix
+
+PRODUCT = Matmul(6, 32, 16, "bfloat16", "bfloat16")
+KINDS = {"dense": lambda weight: weight, "int8": quantize_matrix}
+BFLOAT16 = 2.0**-7  # relative, of a rounded sum to which something is added
+
+
+@pytest.fixture
+def operands() -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return jax.random.normal(keys[0], (2, 3, 16), jnp.bfloat16), jax.random.normal(keys[1], (32, 16), jnp.bfloat16)
+
+
+def close(got: jax.Array, want: Any, dtype: Any) -> None:
+    assert got.dtype == dtype
+    tolerance = BFLOAT16 if dtype == jnp.bfloat16 else 1e-5
+    want = np.asarray(want, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    shape=st.lists(st.integers(1, 3), max_size=3).map(tuple),
+    sizes=st.tuples(st.integers(1, 9), st.sampled_from([5, 16, 48])),
+    dtypes=st.tuples(*[st.sampled_from([jnp.bfloat16, jnp.float32])] * 2),
+    seed=st.integers(0, 99),
+)
+def test_a_product_is_that_with_the_rows(
+    kind: str, shape: tuple[int, ...], sizes: tuple[int, int], dtypes: tuple[Any, Any], seed: int
+) -> None:
+    """Alone, in a dtype that is asked for, and added to something; whatever the leading axes are."""
+    (outputs, inputs), (dtype, out) = sizes, dtypes
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x, residual = (
+        jax.random.normal(keys[0], (*shape, inputs), dtype),
+        jax.random.normal(keys[1], (*shape, outputs), out),
+    )
+    weight = matrix(KINDS[kind](jax.random.normal(keys[2], (outputs, inputs), dtype)))
+    assert (weight.shape, weight.dtype) == ((outputs, inputs), dtype)
+    wide = weight.rows(slice(None), out=jnp.float32)
+    exact = np.asarray(x, np.float64) @ np.asarray(wide, np.float64).T
+    close(weight(x), exact, dtype)
+    close(weight(x, out=out), exact, out)
+    close(weight(x, add_to=residual, out=out), np.asarray(residual, np.float64) + exact, out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rows_are_looked_up_in_the_dtype_of_the_matrix(kind: str, dtype: Any) -> None:
+    weight = jax.random.normal(jax.random.key(1), (7, 32), dtype)
+    ids = jnp.asarray([[3, 0], [6, 3]])
+    kept = matrix(KINDS[kind](weight))
+    rows = kept.rows(ids)
+    assert (rows.shape, rows.dtype) == ((2, 2, 32), dtype)
+    np.testing.assert_array_equal(rows, kept.rows(slice(None))[ids])
+    step = np.abs(np.asarray(weight, np.float64)).max(axis=1, keepdims=True) / 127  # of int8
+    error = np.abs(np.asarray(rows, np.float64) - np.asarray(weight[ids], np.float64))
+    assert (error <= (0 if kind == "dense" else 0.51 * step[ids] + 2.0**-8 * np.abs(rows))).all()
+
+
+def test_a_packed_leaf_is_its_own_matrix(operands: tuple[jax.Array, jax.Array]) -> None:
+    weight, packed = operands[1], quantize_matrix(operands[1])
+    assert matrix(packed) is packed
+    assert matrix(weight) == Dense(weight)
+    assert [is_packed(leaf) for leaf in (weight, packed)] == [False, True]
+    both = jax.tree.leaves({"a": weight, "b": packed}, is_leaf=is_packed)
+    assert [leaf is kept for leaf, kept in zip(both, (weight, packed), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_lists_products_sees_every_kind(kind: str, operands: tuple[jax.Array, jax.Array]) -> None:
+    x, weight = operands[0], matrix(KINDS[kind](operands[1]))
+    (what,) = matmuls_asked(lambda: weight(x))
+    assert what == PRODUCT._replace(dtype="bfloat16" if kind == "dense" else "int8")
+
+
+def test_every_hint_gives_the_same_bits(operands: tuple[jax.Array, jax.Array]) -> None:
+    x, weight = operands
+    plain = Dense(weight)(x)
+    assert plain.shape == (2, 3, 32)
+    assert plain.dtype == jnp.bfloat16
+    for hint in HINTS:
+        with algorithm_hints({PRODUCT: hint}):
+            np.testing.assert_array_equal(Dense(weight)(x), plain)
+
+
+def test_what_is_added_makes_it_another_product(operands: tuple[jax.Array, jax.Array]) -> None:
+    x, weight = operands[0], Dense(operands[1])
+    asked = matmuls_asked(lambda: (weight(x), weight(x, add_to=weight(x))))
+    assert [what.added for what in asked] == [False, True]
+
+
+def test_a_hint_is_for_its_product_only(operands: tuple[jax.Array, jax.Array]) -> None:
+    x, weight = operands
+
+    def precisions(x: jax.Array, result: Any = None) -> Any:
+        jaxpr = jax.make_jaxpr(lambda x: Dense(weight)(x, out=result))(x)
+        return jaxpr.eqns[-1].params["precision"]
+
+    hint = HINTS[5]
+    with algorithm_hints({PRODUCT: hint}):
+        assert precisions(x) == hint
+        assert precisions(x[:1]) is None
+        assert precisions(x, jnp.float32) is None
+    assert precisions(x) is None
+
+
+def test_float32_products_are_full_float32() -> None:
+    x = jnp.ones((2, 16))
+    jaxpr = jax.make_jaxpr(Dense(jnp.ones((32, 16))))(x)
+    assert jaxpr.eqns[-1].params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+def test_the_order_by_hand() -> None:
+    """Thread q finds its columns 2q, 2q + 1, 2q + 8, 2q + 9 in four bytes: the first, third, second and fourth."""
+    stored = np.asarray(interleave(jnp.arange(32)))
+    for block in (0, 16):
+        words = stored[block : block + 16].reshape(4, 4)[[0, 2, 1, 3]] - block  # by thread
+        for thread, word in enumerate(words):
+            assert word[[0, 2, 1, 3]].tolist() == [2 * thread, 2 * thread + 1, 2 * thread + 8, 2 * thread + 9]
+
+
+def test_it_is_undone_and_leaves_other_widths_alone() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 5, 48))
+    np.testing.assert_array_equal(restore(interleave(x)), x)
+    np.testing.assert_array_equal(interleave(restore(x)), x)
+    assert not np.array_equal(interleave(x), x)
+    odd = x[..., :20]
+    np.testing.assert_array_equal(interleave(odd), odd)
