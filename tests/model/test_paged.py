@@ -117,7 +117,7 @@ def paged_logits(
             positions=jnp.asarray(np.maximum(positions, np.arange(chunk)), jnp.int32),
             block_table=jnp.asarray(table, jnp.int32),
             write_pages=jnp.asarray(np.where(new, np.take_along_axis(table, places // page_size, axis=1), TRASH)),
-            lengths=jnp.asarray(np.max(np.where(new, positions + 1, 0), axis=1), jnp.int32),
+            lengths=jnp.asarray(lengths[:, 0], jnp.int32),  # at the plan's end: a forward reads what it has itself
             num_immutable=jnp.asarray(np.maximum(positions[:, 0], 0), jnp.int32),
             page_size=page_size,
         )
