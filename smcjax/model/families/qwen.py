@@ -24,7 +24,7 @@ def _read_qwen3(keys: HFKeys, config: ModelConfig) -> ModelConfig:
 
 
 def _with_windows(keys: HFKeys, config: ModelConfig, layer: LayerSpec) -> ModelConfig:
-    """With use_sliding_window, layers attend locally from max_window_layers on, or where layer_types says so."""
+    """Adds the layers; with use_sliding_window they are local from max_window_layers on, or by layer_types."""
     used = keys.flag("use_sliding_window") and not keys.is_null("sliding_window")
     keys.raw("sliding_window"), keys.raw("max_window_layers")  # without effect otherwise
     if not used:
