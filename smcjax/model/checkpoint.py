@@ -18,8 +18,8 @@ from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, require_file, shortened
 from smcjax.model.config import ModelConfig
-from smcjax.model.families import Family, Layout
-from smcjax.model.gguf import GGUF, read_gguf
+from smcjax.model.families import Family
+from smcjax.model.gguf import GGUF_NAMES, read_gguf
 from smcjax.model.hf_config import read_config
 from smcjax.model.hub import INDEX_BYTES, PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
@@ -89,43 +89,45 @@ class _TensorFile:
         return rows
 
 
-def tensor_names(config: ModelConfig, layout: Layout) -> Params:
-    """A tree like `param_shapes(config)`, whose leaves say which tensors of a file make up each array."""
+def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: float = 0.0) -> Params:
+    """A tree like `param_shapes(config)`, whose leaves say which tensors of a file make up each array.
+
+    `names` are a family's (`smcjax.model.families`) or GGUF's; `norm_offset` is added to the stored norms.
+    """
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d
 
-    def layer(index: int) -> LayerParams:
-        def stack(*parts: tuple[str, int], suffix: str = "weight", offset: float = 0.0) -> Stack:
-            at = f"{layout.layers}.{index}"
-            return Stack(tuple((f"{at}.{layout.parts[part]}.{suffix}", rows) for part, rows in parts), offset)
+    def stack(index: int, *parts: tuple[str, int], suffix: str = "weight", offset: float = 0.0) -> Stack:
+        return Stack(tuple((f"{names[part].format(index)}.{suffix}", rows) for part, rows in parts), offset)
 
-        def norm(part: str, rows: int) -> Stack:
-            return stack((part, rows), offset=layout.norm_offset)
+    def norm(index: int, part: str, rows: int) -> Stack:
+        return stack(index, (part, rows), offset=norm_offset)
 
-        spec = config.layer(index)
+    def layer(i: int) -> LayerParams:
+        spec = config.layer(i)
         qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
         return LayerParams(
-            attn_norm=norm("attn_norm", e),
-            qkv=stack(*qkv),
-            qkv_bias=stack(*qkv, suffix="bias") if spec.qkv_bias else None,
-            q_norm=norm("q_norm", d) if spec.qk_norm else None,
-            k_norm=norm("k_norm", d) if spec.qk_norm else None,
-            o=stack(o),
-            o_bias=stack(o, suffix="bias") if spec.o_bias else None,
-            mlp_norm=norm("mlp_norm", e),
-            gate_up=stack(*gate_up),
-            gate_up_bias=stack(*gate_up, suffix="bias") if spec.mlp_bias else None,
-            down=stack(down),
-            down_bias=stack(down, suffix="bias") if spec.mlp_bias else None,
-            attn_post_norm=norm("attn_post_norm", e) if spec.post_norms else None,
-            mlp_post_norm=norm("mlp_post_norm", e) if spec.post_norms else None,
+            attn_norm=norm(i, "attn_norm", e),
+            qkv=stack(i, *qkv),
+            qkv_bias=stack(i, *qkv, suffix="bias") if spec.qkv_bias else None,
+            q_norm=norm(i, "q_norm", d) if spec.qk_norm else None,
+            k_norm=norm(i, "k_norm", d) if spec.qk_norm else None,
+            o=stack(i, o),
+            o_bias=stack(i, o, suffix="bias") if spec.o_bias else None,
+            mlp_norm=norm(i, "mlp_norm", e),
+            gate_up=stack(i, *gate_up),
+            gate_up_bias=stack(i, *gate_up, suffix="bias") if spec.mlp_bias else None,
+            down=stack(i, down),
+            down_bias=stack(i, down, suffix="bias") if spec.mlp_bias else None,
+            attn_post_norm=norm(i, "attn_post_norm", e) if spec.post_norms else None,
+            mlp_post_norm=norm(i, "mlp_post_norm", e) if spec.post_norms else None,
         )
 
     return Params(
-        embed=Stack(((f"{layout.embed}.weight", config.vocab_size),)),
+        embed=stack(0, ("embed", config.vocab_size)),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=Stack(((f"{layout.final_norm}.weight", e),), layout.norm_offset),
-        lm_head=None if config.tie_embeddings else Stack(((f"{layout.lm_head}.weight", config.vocab_size),)),
+        final_norm=norm(0, "final_norm", e),
+        lm_head=None if config.tie_embeddings else stack(0, ("lm_head", config.vocab_size)),
     )
 
 
@@ -208,12 +210,12 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
     if path.is_dir():
         (family, config), tensors = _read_directory(path), _open_tensors(path)
         config, aliases = _resolve_tying(config, tensors)
-        layout = family.layout
+        named = family.names, family.norm_offset
     else:
         config, file = read_gguf(path)
-        tensors, layout = dict.fromkeys(file.shapes, file), GGUF
+        tensors, named = dict.fromkeys(file.shapes, file), (GGUF_NAMES, 0.0)
     config = dataclasses.replace(config, dtype=target.name)
-    stacks, treedef = jax.tree.flatten(tensor_names(config, layout))
+    stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
     shapes = jax.tree.leaves(param_shapes(config, target))
     _account_for_names(path, stacks, shapes, aliases, tensors)
 

@@ -133,7 +133,7 @@ class ModelConfig:
         return sum(spec.token_bytes(self.itemsize) for spec in specs)
 
     def with_layers(self, layers: Iterable[LayerSpec]) -> ModelConfig:
-        """The same decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""
+        """Returns the decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""
         specs = tuple(layers)
         sizes = (size for size in range(1, len(specs)) if specs[size:] == specs[: len(specs) - size])
         return dataclasses.replace(self, num_layers=len(specs), layers=specs[: next(sizes, len(specs))])

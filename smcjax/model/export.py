@@ -103,7 +103,7 @@ def save_checkpoint(
         raise ValueError(f"dtype is {dtype!r}, but weights are written as one of {', '.join(_DTYPES)}; choose one")
     family, written = written_config(dataclasses.replace(config, dtype=dtype))
     shapes = jax.tree.leaves(param_shapes(config, dtype))
-    stacks, leaves = jax.tree.leaves(tensor_names(config, family.layout)), jax.tree.leaves(params)
+    stacks, leaves = jax.tree.leaves(tensor_names(config, family.names, family.norm_offset)), jax.tree.leaves(params)
     if [leaf.shape for leaf in leaves] != [shape.shape for shape in shapes]:
         raise ValueError("the shapes of params are not those that config calls for; pass the two that belong together")
 

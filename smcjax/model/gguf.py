@@ -15,33 +15,30 @@ import numpy as np
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.families import FAMILIES, Layout
+from smcjax.model.families import FAMILIES
 from smcjax.model.gguf_keys import ROPE_FACTORS, GGUFKeys
 
 _EMBED, _HEAD = "token_embd.weight", "output.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _FAMILIES = {name: family for family in FAMILIES for name in family.gguf}
-GGUF = Layout(
-    embed="token_embd",
-    layers="blk",
-    final_norm="output_norm",
-    lm_head="output",
-    parts={
-        "attn_norm": "attn_norm",
-        "q": "attn_q",
-        "k": "attn_k",
-        "v": "attn_v",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "o": "attn_output",
-        "attn_post_norm": "post_attention_norm",
-        "mlp_norm": "ffn_norm",
-        "gate": "ffn_gate",
-        "up": "ffn_up",
-        "down": "ffn_down",
-        "mlp_post_norm": "post_ffw_norm",
-    },
-)
+GGUF_NAMES = {  # by part of `Params`, as in `smcjax.model.families`
+    "embed": "token_embd",
+    "attn_norm": "blk.{}.attn_norm",
+    "q": "blk.{}.attn_q",
+    "k": "blk.{}.attn_k",
+    "v": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "o": "blk.{}.attn_output",
+    "attn_post_norm": "blk.{}.post_attention_norm",
+    "mlp_norm": "blk.{}.ffn_norm",
+    "gate": "blk.{}.ffn_gate",
+    "up": "blk.{}.ffn_up",
+    "down": "blk.{}.ffn_down",
+    "mlp_post_norm": "blk.{}.post_ffw_norm",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
 
 
 def read_config(config: Any, generation_config: Any = None) -> tuple[Family, ModelConfig]:
-    """The family of a parsed config.json beside `config_from_hf` of it."""
+    """Returns the family of a parsed config.json, and its `config_from_hf`."""
     if not isinstance(config, Mapping):
         raise ValueError(f"the model's config must be a JSON object, but it is a {type(config).__name__}")
     keys = HFKeys(config)

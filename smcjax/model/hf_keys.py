@@ -141,7 +141,7 @@ def read_rope(
     if keys.raw(theta) is not None:
         thetas[theta] = keys.number(theta)
     for inner in objects:
-        if len(inner):
+        if inner:
             if inner.raw("rope_theta") is not None:
                 thetas[f"{inner.prefix}rope_theta"] = inner.number("rope_theta")
             scalings.append(_rope_scaling(inner, config, kinds))

@@ -146,6 +146,11 @@ def test_gemma_3_loads_as_from_safetensors(tmp_path: Path) -> None:
     assert_loads_alike(path, tmp_path / "hf")
     config = load_config(path)
     assert [config.layer(index).attention for index in range(7)] == [SlidingWindow(8)] * 5 + [FULL, SlidingWindow(8)]
+    raw = config_of("gemma3_text", num_hidden_layers=62)  # the 27B model, whose queries have a scale of their own
+    largest = load_config(write_gguf(tmp_path / "27b.gguf", raw, random_weights(raw), Kind.F32, more))
+    assert largest.layer(0).attention == SlidingWindow(8, (32 // 4) ** -0.5)
+    raw = config_of("gemma3_text")
+    weights = random_weights(raw)
     assert "gemma3.attention.sliding_window is None" in refused(write_gguf(tmp_path / "b.gguf", raw, weights))
 
 

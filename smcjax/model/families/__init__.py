@@ -1,6 +1,6 @@
 """The families of models that are read and written: one file each, and one line here."""
 
-from smcjax.model.families.family import HUGGING_FACE, Family, Layout
+from smcjax.model.families.family import Family
 from smcjax.model.families.gemma import GEMMA3
 from smcjax.model.families.llama import LLAMA
 from smcjax.model.families.mistral import MISTRAL
@@ -8,4 +8,4 @@ from smcjax.model.families.qwen import QWEN2, QWEN3
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)  # in the order in which one is sought to write a config
 
-__all__ = ["FAMILIES", "HUGGING_FACE", "Family", "Layout"]
+__all__ = ["FAMILIES", "Family"]

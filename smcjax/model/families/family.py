@@ -10,41 +10,23 @@ from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.gguf_keys import GGUFKeys
 from smcjax.model.hf_keys import HFKeys
 
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Names of the tensors in one kind of file. A layer's are f"{layers}.{index}.{parts[part]}.weight" or ".bias".
-
-    `norm_offset` is added to the stored weights of norms.
-    """
-
-    embed: str
-    layers: str
-    final_norm: str
-    lm_head: str
-    parts: Mapping[str, str]
-    norm_offset: float = 0.0
-
-
-HUGGING_FACE = Layout(
-    embed="model.embed_tokens",
-    layers="model.layers",
-    final_norm="model.norm",
-    lm_head="lm_head",
-    parts={
-        "attn_norm": "input_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "q_norm": "self_attn.q_norm",
-        "k_norm": "self_attn.k_norm",
-        "o": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    },
-)
+# Names of tensors, without ".weight" or ".bias", by part of `Params`; "{}" is a layer's index.
+HUGGING_FACE = {
+    "embed": "model.embed_tokens",
+    "attn_norm": "model.layers.{}.input_layernorm",
+    "q": "model.layers.{}.self_attn.q_proj",
+    "k": "model.layers.{}.self_attn.k_proj",
+    "v": "model.layers.{}.self_attn.v_proj",
+    "q_norm": "model.layers.{}.self_attn.q_norm",
+    "k_norm": "model.layers.{}.self_attn.k_norm",
+    "o": "model.layers.{}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "gate": "model.layers.{}.mlp.gate_proj",
+    "up": "model.layers.{}.mlp.up_proj",
+    "down": "model.layers.{}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +43,8 @@ class Family:
         max_position_embeddings, bos_token_id, eos_token_id, tie_embeddings: what an absent key means.
         num_kv_heads: likewise; None: as many as query heads.
         head_dim: likewise; None: hidden_size / num_attention_heads.
+        names: of the tensors in Hugging Face's files, like `HUGGING_FACE`.
+        norm_offset: added there to the stored weights of norms.
     """
 
     architecture: str
@@ -76,4 +60,5 @@ class Family:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     tie_embeddings: bool = False
-    layout: Layout = HUGGING_FACE
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: HUGGING_FACE)
+    norm_offset: float = 0.0

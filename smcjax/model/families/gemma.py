@@ -26,7 +26,7 @@ _LAYERS_OF_27B = 62  # the one size whose queries are scaled by another width th
 def _completed(
     config: ModelConfig, layer: LayerSpec, local: list[bool], ropes: tuple[Rope, Rope], window: int, scalar: int
 ) -> ModelConfig:
-    """`ropes` are the global layers' and the local ones'; queries are divided by √`scalar`."""
+    """Adds Gemma's layers; `ropes` are the global ones' and the local ones', queries are divided by √`scalar`."""
     scale = None if scalar == config.head_dim else scalar**-0.5
     layer = dataclasses.replace(layer, qk_norm=True, post_norms=True, activation="gelu_tanh")
     attentions = Full(scale), windowed(window, config.max_position_embeddings, scale)
@@ -100,14 +100,11 @@ GEMMA3 = Family(
     bos_token_id=2,
     eos_token_id=1,
     tie_embeddings=True,
-    layout=dataclasses.replace(
-        HUGGING_FACE,
-        parts={
-            **HUGGING_FACE.parts,
-            "attn_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        },
-        norm_offset=1.0,
-    ),
+    names={
+        **HUGGING_FACE,
+        "attn_post_norm": "model.layers.{}.post_attention_layernorm",
+        "mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
+        "mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
+    norm_offset=1.0,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from smcjax.model.config import LayerSpec, ModelConfig
@@ -24,7 +25,7 @@ def _read_qwen3(keys: HFKeys, config: ModelConfig) -> ModelConfig:
 
 
 def _with_windows(keys: HFKeys, config: ModelConfig, layer: LayerSpec) -> ModelConfig:
-    """With use_sliding_window, layers attend locally from max_window_layers on, or where layer_types says so."""
+    """Adds the layers; with use_sliding_window they are local from max_window_layers on, or by layer_types."""
     used = keys.flag("use_sliding_window") and not keys.is_null("sliding_window")
     keys.raw("sliding_window"), keys.raw("max_window_layers")  # without effect otherwise
     if not used:
@@ -49,10 +50,9 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {**_write_qwen2(config), "attention_bias": layer.qkv_bias and layer.o_bias}
 
 
-def _read_gguf(keys: GGUFKeys, config: ModelConfig, layer: LayerSpec) -> ModelConfig:
+def _read_gguf(keys: GGUFKeys, config: ModelConfig, layer: LayerSpec, **variant: Any) -> ModelConfig:
     if keys.window(config) is not None:
         raise keys.refusal("attention.sliding_window", "the file does not say of which layers; use another model")
-    variant: dict[str, Any] = {"qkv_bias": True} if keys.architecture == "qwen2" else {"qk_norm": True}
     layer = dataclasses.replace(layer, rope=keys.rope(config), **variant)
     return config.with_layers([layer] * config.num_layers)
 
@@ -63,7 +63,7 @@ QWEN2 = Family(
     read=_read_qwen2,
     write=_write_qwen2,
     gguf=("qwen2",),
-    read_gguf=_read_gguf,
+    read_gguf=functools.partial(_read_gguf, qkv_bias=True),
     max_position_embeddings=32768,
     num_kv_heads=32,
 )
@@ -74,5 +74,6 @@ QWEN3 = dataclasses.replace(
     read=_read_qwen3,
     write=_write_qwen3,
     gguf=("qwen3",),
+    read_gguf=functools.partial(_read_gguf, qk_norm=True),
     head_dim=128,
 )
