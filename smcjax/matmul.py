@@ -73,17 +73,14 @@ def hint_for(what: Matmul, usual: Any = None) -> Any:
 
 
 class Matrix(Protocol):
-    """W [out, in], as activations see it."""
+    """W [out, in], as activations see it. `values` are the stored numbers [out, in], perhaps of a narrower dtype."""
 
-    @property
-    def values(self) -> Any:
-        """Stored numbers [out, in], of a dtype that may be narrower than the one that the matrix stands for."""
-        ...
+    values: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[out, in]."""
-        ...
+        return self.values.shape
 
     @property
     def dtype(self) -> Any:
@@ -102,15 +99,10 @@ class Matrix(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Dense(Matrix):
     """A plain array [out, in] as a `Matrix`. A GPU adds `add_to` within the product's kernel."""
 
     values: Any  # Float[Array, "O I"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[out, in]."""
-        return self.values.shape
 
     @property
     def dtype(self) -> Any:
@@ -132,17 +124,12 @@ class Dense:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(Matrix):
     """A `Matrix` kept as int8 rows with a scale each."""
 
     values: Any  # Int8[Array, "O I"], columns as `interleave` orders them
     scale: Any  # Float32[Array, " O"]
     compute_dtype: str = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[out, in]."""
-        return self.values.shape
 
     @property
     def dtype(self) -> Any:

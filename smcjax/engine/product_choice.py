@@ -1,4 +1,4 @@
-"""Which of cuBLAS's algorithms multiplies a verify's rows: the fastest of those that XLA comes upon.
+"""Choice of cuBLAS's algorithm for products with a verify's rows: the fastest of those that XLA comes upon.
 
 XLA times every algorithm of a product once, and prefers the one with least scratch memory among those that are little
 slower than the fastest. For products of 10 to 60 µs that is nearly a draw: on an H200 Llama-3.1-8B's gate_up took 62.6
@@ -160,7 +160,7 @@ def choose(compiled: Callable[[AlgorithmHint], Candidate]) -> Choice:
 
 
 def _choice(what: Matmul, options: Mapping[str, Any], compiled: Callable[[AlgorithmHint], Candidate]) -> Choice:
-    """This process's choice, or an earlier one's if XLA still has that algorithm for it, or a new one."""
+    """Returns the process's own choice, or an earlier one's if XLA still has that algorithm for it, or a new one."""
     device = jax.devices()[0]
     version = getattr(device.client, "platform_version", "")
     key = str((device.device_kind, version, jax.__version__, sorted(options.items()), *what))

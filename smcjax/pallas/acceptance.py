@@ -33,7 +33,7 @@ LOADS = 16  # pairs of ids that a thread has asked for before it looks at the fi
 
 
 class Acceptance(NamedTuple):
-    """What the scan of drafted and predicted tokens gives."""
+    """Result of scanning drafted and predicted tokens."""
 
     lengths: Int[Array, " b"]  # k, from 0 to γ
     has_mismatch: Bool[Array, " b"]  # k < γ
@@ -157,7 +157,7 @@ def write_acceptance(
     count: int,
     warpgroups: int,
 ) -> None:
-    """What is known of rows first … first + count − 1, by all warpgroups of a block."""
+    """Writes the results of rows first … first + count − 1, by all warpgroups of a block."""
     rows, gamma = ids
     for turn in range(-(-count // (warpgroups * WARPGROUP))):
         local = t.minimum(t.index + warpgroup * WARPGROUP + turn * warpgroups * WARPGROUP, count - 1)
@@ -284,5 +284,5 @@ acceptance_scan.register(Kernel("sm90", acceptance_scan_mosaic, supports_scan))
 
 
 def acceptance_type(rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Of the fields of `Acceptance`."""
+    """Shapes and dtypes of the fields of `Acceptance`."""
     return [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]

@@ -88,7 +88,7 @@ def _ancestors(
 
 
 def supports_ancestors(n: int, dtype: Any) -> bool:
-    """Whether the kernel applies to populations of N = `n`."""
+    """True for populations of N = `n` that the kernel resamples."""
     return n <= MOST_PARTICLES and jnp.dtype(dtype) == jnp.float32
 
 

@@ -1,4 +1,4 @@
-"""What kernels need of JAX that is not public: the only module that imports `jax._src` or changes what JAX does.
+"""Private parts of JAX, for kernels: the only module that imports `jax._src` or changes what JAX does.
 
 JAX may move or drop any of it in a minor version. It was checked in JAX 0.11.2; the package takes JAX from 0.11.2 to
 before 0.13. Other MLIR bindings come from `jax.extend.mlir`, Mosaic's own from `jax.experimental.mosaic.gpu`.

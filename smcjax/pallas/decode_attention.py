@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, lanes, online_softmax
 from smcjax.pallas.decode_operands import BlockPart
-from smcjax.pallas.decode_shape import CHUNK, Which
+from smcjax.pallas.decode_shape import CHUNK, StageIndex
 from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, Ref, product_of
 
@@ -42,7 +42,7 @@ class Attention(BlockPart):
         return lanes.exp2(x, interpret=self._interpret)
 
     def _unit(self) -> Unit:
-        """What this block reads.
+        """Slots that this block reads.
 
         Chunks go round the splits, and the chunks of pieces go on where they stop.
         """
@@ -70,7 +70,7 @@ class Attention(BlockPart):
         return unit, self._pages(unit, jnp.int32(0))
 
     def _pages(self, unit: Unit, number: jax.Array) -> list[jax.Array]:
-        """Of the block's `number`-th chunk."""
+        """Pages of the block's `number`-th chunk."""
         _, group, _, split, own, _ = unit
         at = split + lax.clamp(0, number, lax.max(own - 1, 0)) * self._shape.splits
         at = jnp.where(own > 0, at, 0)
@@ -79,7 +79,7 @@ class Attention(BlockPart):
     def send(
         self,
         layer: jax.Array,
-        half: Which,
+        half: StageIndex,
         start: tuple[Unit, list[jax.Array]],
         t: jax.Array,
         arrived: jax.Array,

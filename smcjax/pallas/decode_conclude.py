@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.matmul import matrix
 from smcjax.pallas.decode_shape import padded_tokens
-from smcjax.pallas.gumbel_max import NO_ID, Found, decide
+from smcjax.pallas.gumbel_max import NO_ID, Candidates, reduce_candidates
 from smcjax.pallas.products import MASKED, Ref
 
 VECTOR = 4  # candidates that each of 128 threads loads at once
@@ -39,7 +39,7 @@ class Embedded(NamedTuple):
 
 
 class Concluded(NamedTuple):
-    """What a step comes to."""
+    """Tokens that a step draws, and where the next one begins."""
 
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]
@@ -59,10 +59,10 @@ def embedded(embed: Any, norm: Float[Array, " E"], tokens: Int[Array, "*shape"])
 
 
 def conclude_reference(
-    found: Found, embed: Any, norm: Float[Array, " E"], *, count: int, rows: int, columns: int
+    found: Candidates, embed: Any, norm: Float[Array, " E"], *, count: int, rows: int, columns: int
 ) -> Concluded:
-    """As `conclude`, by XLA."""
-    token, logprob = decide(Found(*(x[columns - 1 : rows * columns : columns, :count] for x in found)))
+    """Computes `conclude` by XLA."""
+    token, logprob = reduce_candidates(Candidates(*(x[columns - 1 : rows * columns : columns, :count] for x in found)))
     return Concluded(token, logprob, embedded(embed, norm, token))
 
 
@@ -119,7 +119,7 @@ def _kernel(
 
 
 def conclude(
-    found: Found,
+    found: Candidates,
     embed: Float[Array, "V E"],
     norms: Float[Array, "norms E"],
     *,

@@ -1,4 +1,4 @@
-"""What becomes of a product's sums inside the persistent decode step (`decode_kernel.py`): its epilogues.
+"""Epilogues of products, which take their sums inside the persistent decode step (`decode_kernel.py`).
 
 By the product: norm scale, rotary and KV write (qkv); norm scale and SwiGLU (gate_up); the residual, and that times the
 next norm's weight (o, down); norm scale and what a token is drawn by (head). A unit's sums come as tiles of 16 features
@@ -18,15 +18,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
 from smcjax.pallas.decode_operands import BlockPart
-from smcjax.pallas.decode_shape import TILE, Which, when
-from smcjax.pallas.gumbel_max import Draw, Found, nothing, seen
+from smcjax.pallas.decode_shape import TILE, StageIndex, when
+from smcjax.pallas.gumbel_max import Candidates, Draw, initial, update
 from smcjax.pallas.products import Ref
 
 
 class Epilogue(BlockPart):
     """One block's, of every product."""
 
-    def early_of_x(self, half: Which, unit: jax.Array) -> Any:
+    def early_from_residual(self, half: StageIndex, unit: jax.Array) -> Any:
         """The angles that a unit of qkv is rotated by."""
         if isinstance(half, int) and half == 1:
             return None
@@ -35,10 +35,17 @@ class Epilogue(BlockPart):
         row = self._step * self._shape.tokens
         return self._gather(self._g.cos, row, 1, column), self._gather(self._g.sin, row, 1, column)
 
-    def finish_of_x(
-        self, layer: Any, half: Which, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    def finish_from_residual(
+        self,
+        layer: Any,
+        half: StageIndex,
+        unit: jax.Array,
+        first: jax.Array,
+        loaded: Any,
+        tiles: list[jax.Array],
+        _: None,
     ) -> None:
-        """Of qkv: rotated, to the queries or the KV pages. Of gate_up: SwiGLU."""
+        """Rotates sums of qkv into the queries or the KV pages; takes SwiGLU of those of gate_up."""
         a, b = (_round(tile) for tile in self._scaled(unit, first, tiles))
         when(half == 0, lambda: self._finish_qkv(layer, unit, loaded, a, b))
         when(half == 1, lambda: self._finish_gate_up(unit, a, b))
@@ -75,23 +82,25 @@ class Epilogue(BlockPart):
     def _finish_gate_up(self, unit: jax.Array, gate: jax.Array, up: jax.Array) -> None:
         self._scatter(self._g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
-    def early_of_stage(self, layer: Any, half: Which, unit: jax.Array) -> Any:
+    def early_from_stage(self, layer: Any, half: StageIndex, unit: jax.Array) -> Any:
         """For each tile its first row, the residual and the next norm's weight."""
         norm = 2 * layer + 1 + half
-        starts = self._sites["of_stage"].products[0].tiles(unit)
+        starts = self._sites["from_stage"].products[0].tiles(unit)
         return [
             (start, self._gather(self._g.x, 0, 1, start), self._gather(self._g.norms, norm, 0, start))
             for start in starts
         ]
 
-    def finish_of_stage(self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None) -> None:
-        """Of o and down: added to the residual, which is then times the next norm's weight, too."""
+    def finish_from_stage(
+        self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
+    ) -> None:
+        """Adds sums of o or down to the residual; writes that times the next norm's weight, too."""
         for tile, (start, x, weight) in zip(tiles, loaded, strict=True):
             x = _round(x.astype(jnp.float32) + _round(tile))
             self._scatter(self._g.x, 0, 1, start, x)
             self._scatter(self._g.xg, 0, 1, start, x * weight.astype(jnp.float32))
 
-    def sampling(self) -> tuple[Found, Callable[..., Any], Callable[..., Any]]:
+    def sampling(self) -> tuple[Candidates, Callable[..., Any], Callable[..., Any]]:
         """What the head starts from, loads early and does with a unit: what decides the token, and its log-probability.
 
         Each tile element keeps a candidate of its own.
@@ -111,15 +120,17 @@ class Epilogue(BlockPart):
         def early(unit: jax.Array) -> jax.Array:
             return self._gather(g.forbidden, 0, 1, unit, column_step=0) & forbids
 
-        def finish(unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], found: Found) -> Found:
+        def finish(
+            unit: jax.Array, first: jax.Array, words: jax.Array, tiles: list[jax.Array], found: Candidates
+        ) -> Candidates:
             feature = plgpu.broadcasted_iota(jnp.int32, (TILE, shape.tokens), 0, layout=layout)
             for piece, tile in enumerate(self._scaled(unit, first, tiles)):
-                found = seen(found, tile, feature + piece * TILE, unit * 32, words, draw)
+                found = update(found, tile, feature + piece * TILE, unit * 32, words, draw)
             return found
 
-        return nothing(tile_of), early, finish
+        return initial(tile_of), early, finish
 
-    def found(self, state: Found) -> None:
+    def found(self, state: Candidates) -> None:
         """Writes what `sampling` ended with."""
         for ref, value in zip(self._g.found, state, strict=True):
             self._scatter(ref, 0, 1, self._block * TILE, value)
@@ -146,7 +157,7 @@ class Epilogue(BlockPart):
 
     def _place_in_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head, column of its first half) of a unit of the qkv product."""
-        first, _ = self._sites["of_x"].products[0].tiles(unit)
+        first, _ = self._sites["from_residual"].products[0].tiles(unit)
         return lax.div(first, self._shape.dim), lax.rem(first, self._shape.dim)
 
 

@@ -46,7 +46,7 @@ from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_epilogue import Epilogue
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_products import Products
-from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, Site, Which, when
+from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, StageIndex, StagePair, when
 from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
 
 WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
@@ -100,7 +100,7 @@ class _Body:
 
     # Order of stages, the same for all.
 
-    def _over_halves(self, do: Callable[[Any, Which, Any], Any], carry: Any) -> Any:
+    def _over_halves(self, do: Callable[[Any, StageIndex, Any], Any], carry: Any) -> Any:
         """`do(layer, half, carry)` for both halves of each layer, as many as there are stages of."""
         halves = [half for half, names in enumerate(HALVES) if set(names) & set(self.stages)]
         if len(halves) == 1:
@@ -109,8 +109,8 @@ class _Body:
             return carry
         return lax.fori_loop(0, 2 * self.layers, lambda i, carry: do(i >> 1, i & 1, carry), carry)
 
-    def _has(self, site: str, half: Which) -> bool:
-        """Whether this site's product of a half is among the stages."""
+    def _has(self, site: str, half: StageIndex) -> bool:
+        """True where the launch has this stage."""
         names = self.sites[site].names
         return (names[half] if isinstance(half, int) else names[0]) in self.stages
 
@@ -121,7 +121,7 @@ class _Body:
             return shape.attention_blocks
         return min(shape.blocks, shape.products()[name].units)
 
-    def _await(self, layer: Any, site: str, half: Which = 0) -> None:
+    def _await(self, layer: Any, site: str, half: StageIndex = 0) -> None:
         """Until every block has finished the stages before this one.
 
         Signals count for any stage. But a block takes part in one only after this wait, so none is given before all
@@ -141,7 +141,7 @@ class _Body:
         lanes.proxy_fence(interpret=self.interpret)
 
     def _finish(self, takes_part: jax.Array) -> None:
-        """This block has finished a stage, if it took part."""
+        """Says that this block has finished a stage, if it took part."""
         if self.alone:
             return
         with jax.named_scope("signal"):
@@ -163,13 +163,13 @@ class _Body:
         attends = self.shape.prefetches and "attend" in self.stages
         prefetched = self.attention.first_chunk() if attends else None
 
-        def half_layer(layer: Any, half: Which, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            if self._has("of_x", half):
-                carry = self._stream("of_x", (self.g.qkv, self.g.gate_up), layer, half, *carry)
+        def half_layer(layer: Any, half: StageIndex, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            if self._has("from_residual", half):
+                carry = self._stream("from_residual", (self.g.qkv, self.g.gate_up), layer, half, *carry)
             if prefetched is not None:
                 carry = self.attention.send(layer, half, prefetched, *carry, self._claim)
-            if self._has("of_stage", half):
-                carry = self._stream("of_stage", (self.g.o, self.g.down), layer, half, *carry)
+            if self._has("from_stage", half):
+                carry = self._stream("from_stage", (self.g.o, self.g.down), layer, half, *carry)
             return carry
 
         carry = self._over_halves(half_layer, (jnp.int32(0), jnp.int32(0)))
@@ -189,7 +189,7 @@ class _Body:
         site: str,
         matrices: Sequence[Sequence[Ref]],
         layer: jax.Array,
-        half: Which,
+        half: StageIndex,
         t: jax.Array,
         arrived: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +209,7 @@ class _Body:
             # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
             late = i >= shape.ring
             if site != "head":
-                late &= jnp.bool_(site == "of_x") & (half == 1)
+                late &= jnp.bool_(site == "from_residual") & (half == 1)
             arrived = self._claim(t, arrived, jnp.where(late, shape.in_flight, shape.in_flight_early))
             with lanes.of_layer(refs, index, interpret=self.interpret) as ref:
                 for target, row, column in self._tile(products, half, steps, first, i):
@@ -239,7 +239,7 @@ class _Body:
         return arrived
 
     def _tile(
-        self, site: Site, half: Which, steps: Any, first: jax.Array, number: jax.Array
+        self, site: StagePair, half: StageIndex, steps: Any, first: jax.Array, number: jax.Array
     ) -> list[tuple[int, jax.Array, jax.Array]]:
         """The four parts of 16 rows of a block's weight tile: row among the 64, row and column in the matrix."""
         unit, step = first + lax.div(number, steps), lax.rem(number, steps)
@@ -253,19 +253,19 @@ class _Body:
     # The loader's warpgroup.
 
     def _loader(self) -> None:
-        def half_layer(layer: Any, half: Which, _: None) -> None:
-            if self._has("of_x", half):
+        def half_layer(layer: Any, half: StageIndex, _: None) -> None:
+            if self._has("from_residual", half):
                 with jax.named_scope("barrier before qkv or gate_up"):
-                    self._await(layer, "of_x", half)
+                    self._await(layer, "from_residual", half)
                 with jax.named_scope("load for qkv or gate_up"):
-                    self._load_x("of_x", (self.g.xg, self.g.xg), half, scaled=True)
+                    self._load_x("from_residual", (self.g.xg, self.g.xg), half, scaled=True)
             if "attend" in self.stages:
                 when(half == 0, functools.partial(attend, layer))
-            if self._has("of_stage", half):
+            if self._has("from_stage", half):
                 with jax.named_scope("barrier before o or down"):
-                    self._await(layer, "of_stage", half)
+                    self._await(layer, "from_stage", half)
                 with jax.named_scope("load for o or down"):
-                    self._load_x("of_stage", (self.g.attended, self.g.h), half, scaled=False)
+                    self._load_x("from_stage", (self.g.attended, self.g.h), half, scaled=False)
 
         def attend(layer: Any) -> None:
             start = self.attention.first_pieces()  # loads that take as long as a barrier
@@ -280,7 +280,7 @@ class _Body:
                 self._await(jnp.int32(self.layers), self.stages[0])
             self._load_x("head", (self.g.xg,), 0, scaled=True)
 
-    def _load_x(self, site: str, sources: tuple[Ref, ...], half: Which, *, scaled: bool) -> None:
+    def _load_x(self, site: str, sources: tuple[Ref, ...], half: StageIndex, *, scaled: bool) -> None:
         """The activations of a product, in tiles that face the weight tiles; and 1/rms."""
         products = self.sites[site]
         first, last = self.products.units(site, half)
@@ -321,24 +321,24 @@ class _Body:
     def _consumer(self) -> None:
         attention, epilogue = self.attention, self.epilogue
 
-        def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
-            if self._has("of_x", half):
+        def half_layer(layer: Any, half: StageIndex, t: jax.Array) -> jax.Array:
+            if self._has("from_residual", half):
                 with jax.named_scope("qkv or gate_up"):
-                    finish = functools.partial(epilogue.finish_of_x, layer, half)
-                    early = functools.partial(epilogue.early_of_x, half)
-                    t, _ = self.products.multiply("of_x", layer, half, finish, t, None, early)
-                first, last = self.products.units("of_x", half)
+                    finish = functools.partial(epilogue.finish_from_residual, layer, half)
+                    early = functools.partial(epilogue.early_from_residual, half)
+                    t, _ = self.products.multiply("from_residual", layer, half, finish, t, None, early)
+                first, last = self.products.units("from_residual", half)
                 self._finish(first < last)
             if "attend" in self.stages:
                 when(half == 0, lambda: attend(layer, t))
                 t = t + jnp.where(half == 0, attention.places(), 0)
             if "merge" in self.stages:  # of its own where there are no semaphores
                 attention.merge()
-            if self._has("of_stage", half):
+            if self._has("from_stage", half):
                 with jax.named_scope("o or down"):
-                    early = functools.partial(epilogue.early_of_stage, layer, half)
-                    t, _ = self.products.multiply("of_stage", layer, half, epilogue.finish_of_stage, t, None, early)
-                first, last = self.products.units("of_stage", half)
+                    early = functools.partial(epilogue.early_from_stage, layer, half)
+                    t, _ = self.products.multiply("from_stage", layer, half, epilogue.finish_from_stage, t, None, early)
+                first, last = self.products.units("from_stage", half)
                 self._finish(first < last)
             return t
 
@@ -367,9 +367,9 @@ class _Body:
     def _assist(self) -> None:
         """Multiplies the second half of each tile's columns."""
 
-        def half_layer(layer: Any, half: Which, t: jax.Array) -> jax.Array:
-            if self._has("of_x", half):
-                t = self.products.leave_halves("of_x", half, t)
+        def half_layer(layer: Any, half: StageIndex, t: jax.Array) -> jax.Array:
+            if self._has("from_residual", half):
+                t = self.products.leave_halves("from_residual", half, t)
             if "attend" in self.stages:
                 # Whoever frees a place of the ring must know that it was filled, which KV does, too.
                 chunks = jnp.where(half == 0, self.attention.places(), 0)
@@ -381,8 +381,8 @@ class _Body:
 
                 lax.fori_loop(0, chunks, pass_by, None)
                 t = t + chunks
-            if self._has("of_stage", half):
-                t = self.products.leave_halves("of_stage", half, t)
+            if self._has("from_stage", half):
+                t = self.products.leave_halves("from_stage", half, t)
             return t
 
         t = self._over_halves(half_layer, jnp.int32(0))

@@ -1,4 +1,4 @@
-"""What a launch of the persistent decode step reads and writes, and what a block's parts in it know of that."""
+"""Operands of the persistent decode step, and what the parts of a block know of them."""
 
 from __future__ import annotations
 

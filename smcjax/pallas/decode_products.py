@@ -22,14 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import int8, lanes
 from smcjax.pallas.decode_operands import BlockPart
-from smcjax.pallas.decode_shape import DEPTH, TILE, Site, Which, when
+from smcjax.pallas.decode_shape import DEPTH, TILE, StageIndex, StagePair, when
 from smcjax.pallas.products import Ref, of_part
 
 
 class Products(BlockPart):
     """One block's."""
 
-    def units(self, site: str, half: Which) -> tuple[jax.Array, jax.Array]:
+    def units(self, site: str, half: StageIndex) -> tuple[jax.Array, jax.Array]:
         """The block's: the first, and the one behind the last.
 
         To give the first blocks one each took a step longer (docs/performance.md).
@@ -45,7 +45,7 @@ class Products(BlockPart):
         self,
         site: str,
         layer: Any,
-        half: Which,
+        half: StageIndex,
         finish: Callable[..., Any],
         t: jax.Array,
         state: Any,
@@ -74,7 +74,7 @@ class Products(BlockPart):
 
         return lax.fori_loop(first, last, unit, (t, state))
 
-    def _accumulate(self, site: str, half: Which, fresh: Any, t: jax.Array, part: int) -> jax.Array:
+    def _accumulate(self, site: str, half: StageIndex, fresh: Any, t: jax.Array, part: int) -> jax.Array:
         """[64, s·M] sums of a unit's product, `t` places into the ring; of int8 those of a half of each tile's columns.
 
         `fresh`: of the first unit, before which x comes.
@@ -150,8 +150,8 @@ class Products(BlockPart):
         body = accumulate_int8 if self._shape.int8 else accumulate
         return pl.run_scoped(body, plgpu.ACC((64, rows), jnp.float32))
 
-    def _scales(self, site: str, layer: Any, half: Which, unit: jax.Array) -> list[jax.Array]:
-        """Of the rows of each of a unit's tiles."""
+    def _scales(self, site: str, layer: Any, half: StageIndex, unit: jax.Array) -> list[jax.Array]:
+        """Scales of the rows of each of a unit's tiles."""
         shape, product = self._shape, self._sites[site]
         places = shape.scale_places()
         starts = [places[name] for name in product.names]
@@ -162,7 +162,7 @@ class Products(BlockPart):
             for row in product.rows(half, unit)
         ]
 
-    def _fold(self, product: Site, sums: jax.Array) -> list[jax.Array]:
+    def _fold(self, product: StagePair, sums: jax.Array) -> list[jax.Array]:
         """Adds the diagonal blocks of [64, s·M], of int8 those of both halves: the unit's tiles [16, M]."""
         self._s["fold_smem"][...] = self._diagonal(product, sums)
         scratch = [self._s["fold_smem"]]
@@ -179,14 +179,14 @@ class Products(BlockPart):
             tiles.append(functools.reduce(jnp.add, parts))
         return tiles
 
-    def _diagonal(self, product: Site, sums: jax.Array) -> jax.Array:
-        """Of [64, s·M] the diagonal blocks, [64, M]."""
+    def _diagonal(self, product: StagePair, sums: jax.Array) -> jax.Array:
+        """Takes the diagonal blocks [64, M] of [64, s·M]."""
         tokens = self._shape.tokens
         row = plgpu.broadcasted_iota(jnp.int32, (64, tokens), 0, layout=plgpu.Layout.WGMMA)
         blocks = [sums[:, part * tokens : (part + 1) * tokens] for part in range(product.split)]
         return of_part(row, blocks, 64 // product.split)
 
-    def leave_halves(self, site: str, half: Which, t: jax.Array) -> jax.Array:
+    def leave_halves(self, site: str, half: StageIndex, t: jax.Array) -> jax.Array:
         """Sums of this block's units, each where `_fold` finds it."""
         product = self._sites[site]
         first, last = self.units(site, half)

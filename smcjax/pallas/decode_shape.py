@@ -87,7 +87,7 @@ class Shape:
 
     @property
     def paired(self) -> bool:
-        """Whether two prefetched chunks are multiplied at once, each by its half of the 64 rows."""
+        """True where two prefetched chunks are multiplied at once, each by its half of the 64 rows."""
         return self.prefetches and self.query_rows <= QUERIES // 2
 
     @property
@@ -154,11 +154,11 @@ class Shape:
         sizes = [*rows.values(), self.hidden]
         return dict(zip((*rows, "down", "head"), itertools.accumulate(sizes, initial=0), strict=True))
 
-    def sites(self) -> dict[str, Site]:
+    def sites(self) -> dict[str, StagePair]:
         """The same by what they read: the normed residual, what the stage before leaves, the last residual."""
         products = self.products()
-        sites = {"of_x": ("qkv", "gate_up"), "of_stage": ("o", "down"), "head": ("head",)}
-        return {site: Site(names, tuple(products[name] for name in names)) for site, names in sites.items()}
+        sites = {"from_residual": ("qkv", "gate_up"), "from_stage": ("o", "down"), "head": ("head",)}
+        return {site: StagePair(names, tuple(products[name] for name in names)) for site, names in sites.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +192,11 @@ class Product:
         return self.part // DEPTH
 
 
-Which = Any  # an int, or a jax.Array of a number that is known when the kernel runs
+StageIndex = Any  # an int, or a jax.Array of a number that is known when the kernel runs
 
 
 def when(condition: Any, do: Callable[[], None]) -> None:
-    """`do()` where a condition holds, which may be known when this is traced, as of an int `Which`."""
+    """`do()` where a condition holds, which may be known when this is traced, as of an int `StageIndex`."""
     if isinstance(condition, bool):
         if condition:
             do()
@@ -205,7 +205,7 @@ def when(condition: Any, do: Callable[[], None]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class StagePair:
     """A place in the code: one or two products of a layer that run through it, which divide their units the same way.
 
     A step's machine code passes through the instruction caches once a layer, which is why there is one for both.
@@ -227,7 +227,7 @@ class Site:
         """Of both."""
         return self.products[0].split
 
-    def pick(self, which: Which, of: Callable[[Product], Any]) -> Any:
+    def pick(self, which: StageIndex, of: Callable[[Product], Any]) -> Any:
         """`of` the product that is meant."""
         values = [of(product) for product in self.products]
         if isinstance(which, int):
@@ -236,12 +236,12 @@ class Site:
             return values[0]
         return jnp.where(which == 0, *values)
 
-    def rows(self, which: Which, unit: Any) -> list[Any]:
+    def rows(self, which: StageIndex, unit: Any) -> list[Any]:
         """First rows of a unit's tiles."""
         return [self.pick(which, lambda product: product.tiles(unit)[i]) for i in range(self.pieces)]  # noqa: B023
 
     def single(self, blocks: int) -> bool:
-        """Whether no block has more than one unit of either."""
+        """True where no block has more than one unit of either product."""
         return max(product.units for product in self.products) <= blocks
 
 
@@ -257,7 +257,7 @@ def _plain(depths: tuple[int, ...], columns: int, out: int, blocks: int) -> list
 
 
 def supports(shape: Shape, dtype: Any) -> bool:
-    """Whether the kernel applies."""
+    """True for shapes and dtypes that the kernel computes."""
     products = shape.products().values()
     return (
         jnp.dtype(dtype) == jnp.bfloat16
@@ -276,7 +276,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
     )
 
 
-def _x_fits(shape: Shape, site: Site) -> bool:
+def _x_fits(shape: Shape, site: StagePair) -> bool:
     """Activations stay in shared memory, or stream through it past a single unit (then by two slots at least).
 
     With two tiles to one of weights each of them has slots of its own.

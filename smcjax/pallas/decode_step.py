@@ -15,7 +15,7 @@ from smcjax.pallas.decode_conclude import Embedded, conclude, conclude_reference
 from smcjax.pallas.decode_kernel import LAYER_STAGES, launch
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_shape import CHUNK, TILE, Shape, make_shape, supports
-from smcjax.pallas.gumbel_max import DTYPES, Found, whole_words
+from smcjax.pallas.gumbel_max import DTYPES, Candidates, whole_words
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.sharing import Sharing, query_limits
 
@@ -72,7 +72,7 @@ class Draws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """What K steps need that is known before the first: `decode_operands.Operands` says what each is."""
+    """Operands of K steps that are known before the first (`decode_operands.Operands`)."""
 
     cos: Float[Array, "KM half"]
     sin: Float[Array, "KM half"]
@@ -87,7 +87,7 @@ class Tables:
 
 
 class Stepped(NamedTuple):
-    """What a step gives."""
+    """Results of a step."""
 
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]
@@ -176,7 +176,7 @@ def decode_step(
     else:
         _launch_by_stage(shape, operands, interpret)
     rows, columns = shape.groups * shape.rows, shape.group_tokens // shape.rows
-    found = Found(*(ref[...] for ref in operands.found))
+    found = Candidates(*(ref[...] for ref in operands.found))
     sizes = {"count": shape.blocks * TILE, "rows": rows, "columns": columns}
     if isinstance(weights.embed, jax.Array):
         token, logprob, following = conclude(found, weights.embed, weights.norms, **sizes, interpret=interpret)
@@ -202,7 +202,7 @@ def make_operands(
     keys: tuple[Float[Array, "P B Hkv D"], ...],
     values: tuple[Float[Array, "P B Hkv D"], ...],
 ) -> Operands:
-    """What a launch reads and writes, for the arguments of `decode_step`."""
+    """Makes what a launch reads and writes of the arguments of `decode_step`."""
     padded = shape.tokens
     bf16, f32 = weights.embed.dtype, jnp.float32
     candidates = padded_candidates(shape.blocks * TILE)

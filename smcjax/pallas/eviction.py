@@ -1,4 +1,4 @@
-"""What the L2 is told of copies by the copy engine (TMA) inside a Mosaic kernel: which lines it gives up first or last.
+"""Policies for the L2 of copies by the copy engine (TMA) in a Mosaic kernel: which lines it gives up first or last.
 
 Weights of a step stream through the L2 once and, taken for as good as anything else, drive out what is read again:
 activations, small KV, tables, code. And what a kernel leaves for the next one may be written to memory for nothing when

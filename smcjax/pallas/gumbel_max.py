@@ -23,7 +23,7 @@ from smcjax.pallas.products import MASKED
 NO_ID = jnp.iinfo(jnp.int32).max
 
 
-class Found(NamedTuple):
+class Candidates(NamedTuple):
     """Candidates of M tokens: n each, and then perhaps whatever was there. In a kernel: an array of places."""
 
     best: Float[Array, "M n"]  # largest perturbed logit
@@ -33,12 +33,12 @@ class Found(NamedTuple):
     mass: Float[Array, "M n"]  # Σ exp(logit − top)
 
 
-DTYPES = Found(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
+DTYPES = Candidates(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
 
 
-def nothing(full: Callable[[float | int, Any], jax.Array]) -> Found:
-    """Before the first logit; `full(value, dtype)` is an array of places."""
-    return Found(
+def initial(full: Callable[[float | int, Any], jax.Array]) -> Candidates:
+    """Candidates before the first logit; `full(value, dtype)` is an array of places."""
+    return Candidates(
         full(-jnp.inf, jnp.float32),
         full(0, jnp.int32),
         full(-jnp.inf, jnp.float32),
@@ -48,7 +48,7 @@ def nothing(full: Callable[[float | int, Any], jax.Array]) -> Found:
 
 
 def whole_words(forbids: Bool[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """What words of flags are masked with: all bits where they count, none where they do not."""
+    """`0xFFFFFFFF` where `forbids` is true, else 0: switches a row's packed stop bits on or off."""
     return jnp.where(forbids, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
 
 
@@ -61,8 +61,10 @@ class Draw(NamedTuple):
     noise_scale: jax.Array  # 1, or 0 to take the likeliest
 
 
-def seen(found: Found, product: jax.Array, at: jax.Array, first: jax.Array, flags: jax.Array, draw: Draw) -> Found:
-    """After one id more in every place: number `at` of a word of ids that begins with `first`, x · Wᵀ its `product`."""
+def update(
+    found: Candidates, product: jax.Array, at: jax.Array, first: jax.Array, flags: jax.Array, draw: Draw
+) -> Candidates:
+    """Counts one id more in every place: number `at` of a word of ids from `first` on, x · Wᵀ its `product`."""
     best, best_id, best_logit, top, mass = found
     ids = at + first
     bit = lax.shift_right_logical(flags, at.astype(jnp.uint32)) & jnp.uint32(1)
@@ -74,11 +76,11 @@ def seen(found: Found, product: jax.Array, at: jax.Array, first: jax.Array, flag
     best = jnp.where(better, perturbed, best)
     new_top = jnp.maximum(top, logit)
     mass = mass * jnp.exp(top - new_top) + jnp.exp(logit - new_top)
-    return Found(best, best_id, best_logit, new_top, mass)
+    return Candidates(best, best_id, best_logit, new_top, mass)
 
 
-def decide(found: Found) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    """Token and log-probability of each, by one reduction of all five."""
+def reduce_candidates(found: Candidates) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """Reduces each row's candidates, all five numbers at once, to its token and log-probability."""
 
     def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (best_a, id_a, logit_a, top_a, mass_a), (best_b, id_b, logit_b, top_b, mass_b) = a, b

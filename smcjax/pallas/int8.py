@@ -54,7 +54,7 @@ def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.A
 
 
 def _to_bfloat16(word: ir.Value) -> list[ir.Value]:
-    """Of a word's bytes the first and third, then the others, two to a word."""
+    """Converts a word's bytes, the first and third, then the others, two to a word."""
     terms = "lop3.b32 a, w, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w, 0x00800080, 0x43004300, 0xea;"  # w & m | 128s
     ptx = f"{{.reg .b32 w, a, b; %s {terms} sub.bf16x2 $0, a, b;}}"
     return [mu.inline_ptx(ptx % of, word, result_types=word.type) for of in ("mov.b32 w, $1;", "shr.u32 w, $1, 8;")]

@@ -1,4 +1,4 @@
-"""What kernels need of single threads and Pallas does not offer, most of them the one of the decode step.
+"""Operations of single threads that Pallas does not offer, most of them for the decode step.
 
 Strided gathers and scatters of a [16, M] tile (16 features of M tokens), a row statistic, copies whose source is chosen
 at run time, slots to clear, a proxy fence, a quick exponential. What computes has a twin in plain Pallas for interpret

@@ -29,7 +29,7 @@ MOST_ROWS = 512  # beyond, plain XLA is at the memory's speed
 
 
 class PendingNorm(NamedTuple):
-    """What a product of x lacks where one of x / rms(x) is meant."""
+    """A norm that a product of x still lacks, where one of x / rms(x) is meant."""
 
     x: Float[Array, "*shape E"]
     eps: float

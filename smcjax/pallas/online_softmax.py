@@ -1,4 +1,4 @@
-"""What attention kernels do with a chunk's scores, in the registers of one warpgroup: softmax as they come, and masks.
+"""Softmax of scores as chunks of them come, in the registers of one warpgroup, and masks of scores.
 
     m' = max(m, s),  p = 2^(s − m'),  Σ' = Σ·2^(m − m') + Σ p,  O' = O·2^(m − m') + p·V
 
@@ -22,7 +22,7 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value a query, as products leave their 
 
 
 class Softmax(NamedTuple):
-    """What is known of the softmax of 64 queries so far."""
+    """Softmax of 64 queries over the scores so far."""
 
     acc: jax.Array  # [64, D] f32: O
     m: jax.Array  # [64] f32

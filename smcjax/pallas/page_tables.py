@@ -34,7 +34,7 @@ IN_FLIGHT = 4  # words of a row that a thread has asked for before it stores the
 
 
 def supports_page_tables(*, rows: int, group: int) -> bool:
-    """Whether the kernels apply to R = `rows` rows in groups of N = `group`."""
+    """True for R = `rows` rows in groups of N = `group` that the kernels take."""
     return rows <= MOST_ROWS and group <= MOST_OF_A_GROUP
 
 

@@ -1,4 +1,4 @@
-"""What attention kernels share: tensor-core products of one warpgroup, and the shapes that these want."""
+"""Tensor-core products of one warpgroup, for attention kernels, and the shapes that they want."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tensor_core_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref,
 
 
 def _interpreted_product(acc: jax.Array | None, *factors: tuple[jax.Array | Ref, Ref]) -> jax.Array:
-    """The same for interpret mode, which knows no product with `a` in registers."""
+    """acc + Σ a·b for interpret mode, which knows no product with `a` in registers."""
     terms = [jnp.dot(a[...], b[...], preferred_element_type=jnp.float32) for a, b in factors]
     return functools.reduce(jnp.add, terms if acc is None else [acc, *terms])
 

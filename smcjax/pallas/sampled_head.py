@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.device import HOPPER
 from smcjax.numerics import key_from
-from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Draw, Found, decide, nothing, seen, whole_words
+from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates, Draw, initial, reduce_candidates, update, whole_words
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
 from smcjax.pallas.products import SWIZZLED, Ref, across
 
@@ -188,17 +188,17 @@ def _kernel(
         forbids = of_rows(forbids_ref)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
-        def tile(number: jax.Array, found: Found) -> Found:
+        def tile(number: jax.Array, found: Candidates) -> Candidates:
             plgpu.barrier_wait(made.at[half])
 
-            def word(c: jax.Array, found: Found) -> Found:
+            def word(c: jax.Array, found: Candidates) -> Candidates:
                 start = first_id(number) + half * id_step + c * WORD
                 flags = across(of_rows(forbidden_ref.at[lax.div(start, WORD)]) & forbids, shape)
 
-                def part(number: jax.Array, found: Found) -> Found:
+                def part(number: jax.Array, found: Candidates) -> Candidates:
                     place = logits_smem.at[half, c * (WORD // NARROW) + number]
                     product = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
-                    return seen(found, product, column + number * NARROW, start, flags, draw)
+                    return update(found, product, column + number * NARROW, start, flags, draw)
 
                 return lax.fori_loop(0, WORD // NARROW, part, found)
 
@@ -209,7 +209,7 @@ def _kernel(
         def full_of(value: float | int, dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA)
 
-        best, ids, logit, top, mass = lax.fori_loop(0, tiles, tile, nothing(full_of))
+        best, ids, logit, top, mass = lax.fori_loop(0, tiles, tile, initial(full_of))
         most = best.max(axis=1)
         first = best == across(most, shape)
         token = jnp.where(first, ids, NO_ID).min(axis=1)
@@ -223,7 +223,7 @@ def _kernel(
 
 
 def supports(*, rows: int, hidden: int, vocab: int, dtype: Any) -> bool:
-    """Whether the kernel applies to x [rows, hidden] and W [vocab, hidden], and is not slower than whole logits."""
+    """True for x [rows, hidden] and W [vocab, hidden] that the kernel takes, not slower than whole logits."""
     fits = jnp.dtype(dtype) == jnp.bfloat16 and hidden % DEPTH == 0 and vocab % IDS == 0
     few_padded = Tiling.of(rows, vocab).padded - rows <= MOST_PADDING
     return fits and LEAST_ROWS <= rows <= MOST_ROWS and few_padded
@@ -238,7 +238,7 @@ def sampled_head_reference(
     forbidden: UInt[Array, "words R"],
     forbids: Bool[Array, " R"],
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """As `sampled_head`, by whole logits."""
+    """Computes `sampled_head` by whole logits."""
     logits = jnp.dot(x, weight.T, preferred_element_type=jnp.float32) / temperature[:, None]
     flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
     flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
@@ -306,4 +306,4 @@ def sampled_head(
         padded(1.0 / temperature),
         padded(noise_scale),
     )
-    return decide(Found(*(each.T[:rows] for each in found)))
+    return reduce_candidates(Candidates(*(each.T[:rows] for each in found)))

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.pallas import eviction, online_softmax
 from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part, product_of
-from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Dealing, dealings, extra_of
+from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Assignment, assignments, skipped_rounds_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, PACKED, Sharing, query_limits
@@ -57,7 +57,7 @@ def _kernel(
     values_ref: Ref,  # [P, B, Hkv, D] GMEM
     chunks_ref: Ref,  # [G, parts, chunks, W + 2] int32 GMEM: pages, number, rows
     pieces_ref: Ref,  # [G, parts, pieces, 3] int32 GMEM: page, number, rows
-    dealings_ref: Ref,  # [G, shares, F] int32 GMEM: what `dealings` says
+    assignments_ref: Ref,  # [G, shares, F] int32 GMEM: what `assignments` says
     limits_ref: Ref,  # [G, parts·tiles·64] int32 GMEM: slots that a query sees · 32 + its row in the group
     lengths_ref: Ref,  # [R] int32 GMEM
     parts_ref: Ref,  # [G, shares, subs, Hkv, tiles of a block, 64, D] f16 GMEM
@@ -97,21 +97,21 @@ def _kernel(
         index = jnp.where(beyond, share - first, index)
         splits = jnp.where(beyond, tuning.splits[p], splits)
 
-    def read_dealing() -> Dealing:
+    def read_assignment() -> Assignment:
         """The share's tasks."""
-        fields = {name: dealings_ref[group, share, AHEAD * fields_of_chunk + i] for i, name in enumerate(FIELDS)}
-        return Dealing(block=index, splits=splits, **fields, extra=extra_of(chunk))
+        fields = {name: assignments_ref[group, share, AHEAD * fields_of_chunk + i] for i, name in enumerate(FIELDS)}
+        return Assignment(block=index, splits=splits, **fields, skipped_rounds=skipped_rounds_of(chunk))
 
     def ahead(number: jax.Array | int, field: int) -> jax.Array:
         """A field of one of the share's first chunks; -1 where there is none."""
-        return dealings_ref[group, share, number * fields_of_chunk + field]
+        return assignments_ref[group, share, number * fields_of_chunk + field]
 
-    def place_of(own: Dealing, number: jax.Array) -> jax.Array:
+    def place_of(own: Assignment, number: jax.Array) -> jax.Array:
         """Where in its part's list the share's `number`-th chunk is; where there is none, that of one there is."""
         within = own.chunk(lax.clamp(0, number, lax.max(own.chunks - 1, 0)))
         return jnp.where(own.chunks > 0, within, 0)
 
-    def piece_of(own: Dealing, number: jax.Array, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def piece_of(own: Assignment, number: jax.Array, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(page, number, rows) of a piece of the share's `number`-th task; nobody reads what lies behind the last."""
         at = own.packed_at(number) * packed + place
         valid = (at >= 0) & (at < own.pieces)
@@ -135,7 +135,7 @@ def _kernel(
             number = field(per_chunk) * per_chunk
             return [Place(name, number + j) for j, name in enumerate(names)]
 
-        own = read_dealing()
+        own = read_assignment()
         settled_stop, stop = own.chunks, own.all
 
         def look_up_chunk(number: jax.Array) -> list[Place]:
@@ -165,8 +165,8 @@ def _kernel(
             for buffer in buffers_of(number):
                 plgpu.barrier_wait(used.at[buffer])
 
-        # What comes with the dealing is sent for before anything is looked up. Whether it is there is asked of all its
-        # fields, as the compiler would else load these behind the answer.
+        # What comes with the assignment is sent for before anything is looked up. Whether it is there is asked of all
+        # its fields, as the compiler would else load these behind the answer.
         first = [[ahead(n, j) for j in range(per_chunk + 1)] for n in range(AHEAD)]
         sent = functools.reduce(jnp.add, [jnp.where(functools.reduce(jnp.bitwise_or, x) >= 0, 1, 0) for x in first])
 
@@ -204,7 +204,7 @@ def _kernel(
             source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, q_rows.at[warpgroup, j], q_ready.at[warpgroup])
         # What is read from here to the queries' arrival takes as long as they do.
-        own = read_dealing()
+        own = read_assignment()
         settled_stop, stop = own.chunks, own.all
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
@@ -220,7 +220,7 @@ def _kernel(
         total = jnp.where(idle, 0, turns(stop))
 
         def number_of(turn: jax.Array) -> jax.Array:
-            """Which of the share's tasks a turn is."""
+            """Number of a turn among the share's tasks."""
             return turn * subs + sub
 
         def members(turn: jax.Array) -> jax.Array:
@@ -312,7 +312,7 @@ def _merge_kernel(parts_ref: Ref, lse_ref: Ref, out_ref: Ref, *, tuning: Tuning)
 def applies(
     *, rows: int, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
 ) -> bool:
-    """Whether the kernels apply to these static shapes: groups of N = `rows` rows of T = `columns` new tokens."""
+    """True for groups of N = `rows` rows of T = `columns` new tokens that the kernels take."""
     group = num_heads // num_kv_heads
     return (
         jnp.dtype(dtype) == jnp.bfloat16
@@ -332,7 +332,7 @@ def padded(group: int) -> int:
 
 
 def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
-    """Whether this plan's parts are those of T = `columns` tokens a row, `group` query heads to a key-value head."""
+    """True for a plan of T = `columns` tokens a row and `group` query heads to a key-value head."""
     queries = columns * padded(group)
     parts = -(-sharing.rows * queries // (tiles_of(sharing.rows * queries) * QUERIES))
     same = sharing.queries == queries
@@ -384,7 +384,7 @@ def shared_attention_mosaic(
     limits = query_limits(positions, lengths, rows=rows, group=group_heads, size=size)
     shares = tuning.shares
     place = (groups, shares, tuning.subs, kv_heads, tuning.tiles, QUERIES)
-    dealt = dealings(sharing, tuning.splits)
+    dealt = assignments(sharing, tuning.splits)
     pairs = q.reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
         pairs = jnp.pad(pairs, ((0, size // group_heads), (0, 0), (0, 0)))

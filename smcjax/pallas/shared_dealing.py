@@ -1,10 +1,10 @@
-"""Which tasks of a part each of its blocks takes in the kernel of `shared_attention.py`, so that all take as long.
+"""Assignment of a part's tasks to its blocks in the kernel of `shared_attention.py`, so that all take as long.
 
 Of S blocks, block i takes every S-th chunk, then every S-th of those 64 slots into which pieces are packed, of which
 some blocks have one more than the others: the last ones, which are the first to have a chunk less. For their masks and
-look-ups they take as long as 128 other slots or longer. So where chunks are no wider, those blocks sit out `extra`
-rounds of chunks, all but the first: chunk i is always block i's, which may so send for it before it knows how many
-there are.
+look-ups they take as long as 128 other slots or longer. So where chunks are no wider, those blocks sit out
+`skipped_rounds` rounds of chunks, all but the first: chunk i is always block i's, which may so send for it before it
+knows how many there are.
 
 Tables change once a cycle, so that is worked out once, by XLA, and all layers' blocks read it.
 """
@@ -23,22 +23,22 @@ from jaxtyping import Array, Int
 from smcjax.pallas.sharing import PACKED, Sharing
 
 
-def extra_of(chunk: int) -> int:
+def skipped_rounds_of(chunk: int) -> int:
     """How much longer packed pieces take than a chunk of so many slots, in chunks: of 64, 1.3 measured."""
     return 1 if chunk <= PACKED else 0
 
 
-class Dealing(NamedTuple):
+class Assignment(NamedTuple):
     """The tasks of one block, by their numbers among its own."""
 
     block: jax.Array  # i
     splits: jax.Array  # S
-    more: jax.Array  # blocks that have a task of packed pieces more than the others: the last ones
+    blocks_with_extra_piece: jax.Array  # blocks that have a task of packed pieces more than the others: the last ones
     chunks: jax.Array  # how many it takes
     packed: jax.Array  # how many tasks of packed pieces it takes
     first_packed: jax.Array  # the first of them
     pieces: jax.Array  # how many pieces the part has
-    extra: int
+    skipped_rounds: int
 
     @property
     def all(self) -> jax.Array:
@@ -46,48 +46,58 @@ class Dealing(NamedTuple):
         return self.chunks + self.packed
 
     def chunk(self, number: jax.Array) -> jax.Array:
-        """Which of the part's chunks is its `number`-th."""
-        turn = jnp.where((self.block >= self.splits - self.more) & (number > 0), number + self.extra, number)
-        return self.block + turn * self.splits - lax.clamp(0, turn - 1, self.extra) * self.more
+        """Number, in the part, of its `number`-th chunk."""
+        turn = jnp.where(
+            (self.block >= self.splits - self.blocks_with_extra_piece) & (number > 0),
+            number + self.skipped_rounds,
+            number,
+        )
+        return (
+            self.block + turn * self.splits - lax.clamp(0, turn - 1, self.skipped_rounds) * self.blocks_with_extra_piece
+        )
 
     def packed_at(self, number: jax.Array) -> jax.Array:
-        """Which of the part's packed pieces is its `number`-th task, which comes behind its chunks."""
+        """Number, among the part's packed pieces, of its `number`-th task, which comes behind its chunks."""
         return self.first_packed + (number - self.chunks) * self.splits
 
 
-def deal(block: Array, splits: Array, chunks: Array, pieces: Array, *, in_task: int, extra: int) -> Dealing:
-    """What one block of `splits` takes of a part's `chunks` and `pieces`, `in_task` a task; or arrays of them."""
+def assign_tasks(
+    block: Array, splits: Array, chunks: Array, pieces: Array, *, in_task: int, skipped_rounds: int
+) -> Assignment:
+    """Assigns a part's `chunks` and `pieces`, `in_task` a task, to one block of `splits`; or to arrays of blocks."""
     packed = -(-pieces // in_task)
-    more = packed % splits
-    if extra:
-        more = jnp.where(chunks >= (1 + extra) * splits, more, 0)
-    first_packed = (block + more) % splits
+    extra_piece = packed % splits
+    if skipped_rounds:
+        extra_piece = jnp.where(chunks >= (1 + skipped_rounds) * splits, extra_piece, 0)
+    first_packed = (block + extra_piece) % splits
 
     def own(count: Array, place: Array) -> Array:
         """How many of `count` things in turn are those of the block in this place."""
         return jnp.maximum((count - place + splits - 1) // splits, 0)
 
-    mine = own(chunks + extra * more, block) - jnp.where(block >= splits - more, extra, 0)
-    return Dealing(block, splits, more, mine, own(packed, first_packed), first_packed, pieces, extra)
+    mine = own(chunks + skipped_rounds * extra_piece, block) - jnp.where(
+        block >= splits - extra_piece, skipped_rounds, 0
+    )
+    return Assignment(block, splits, extra_piece, mine, own(packed, first_packed), first_packed, pieces, skipped_rounds)
 
 
-FIELDS = ("more", "chunks", "packed", "first_packed", "pieces")  # of a dealing, what `dealings` has
+FIELDS = ("blocks_with_extra_piece", "chunks", "packed", "first_packed", "pieces")  # those that `assignments` has
 AHEAD = 2  # chunks, before them
 
 
-def dealings(sharing: Sharing, splits: Sequence[int]) -> Int[Array, "G shares F"]:
-    """What kernels read, so that one load finds it: for all blocks, those of a part behind those of the part before.
+def assignments(sharing: Sharing, splits: Sequence[int]) -> Int[Array, "G shares F"]:
+    """Assignments of all blocks, those of a part behind those of the part before, as one load of a kernel finds them.
 
     A block's first `AHEAD` chunks as they are in the plan, or -1; its `FIELDS`; zeros, so that all begin at 16 bytes.
     """
     part = np.repeat(np.arange(len(splits)), splits)
-    own = deal(
+    own = assign_tasks(
         jnp.asarray(np.concatenate([np.arange(count) for count in splits])),
         jnp.asarray(np.repeat(splits, splits)),
         sharing.num_chunks[:, part],
         sharing.num_pieces[:, part],
         in_task=PACKED // sharing.piece,
-        extra=extra_of(sharing.chunk),
+        skipped_rounds=skipped_rounds_of(sharing.chunk),
     )
     group = np.arange(own.chunks.shape[0])[:, None]
     ahead = []

@@ -19,7 +19,7 @@ MOST_TILES_OF_A_BLOCK = 3
 
 
 class Registers(NamedTuple):
-    """Of a thread, when those of the loading warpgroup have been dealt to the others."""
+    """Registers of a thread, when those of the loading warpgroup have been dealt to the others."""
 
     computing: int
     loading: int
@@ -55,7 +55,7 @@ class Tuning:
         return REGISTERS.get(self.warpgroups)
 
     def holds_queries(self, *, dim: int, chunk: int) -> bool:
-        """Whether a warpgroup has room for its queries in registers, where products read them more cheaply."""
+        """True where a warpgroup has room for its queries in registers, where products read them more cheaply."""
         needed = dim // 2 + chunk // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
         return self.registers is not None and needed + OTHER_REGISTERS <= self.registers.computing
 

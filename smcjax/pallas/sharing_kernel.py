@@ -25,7 +25,7 @@ MOST_ROWS = 16  # of a group: pairs of them are compared in line
 
 
 def supports_sharing(*, rows: int) -> bool:
-    """Whether the kernel applies to groups of N = `rows`."""
+    """True for groups of N = `rows` that the kernel takes."""
     return rows <= MOST_ROWS
 
 

@@ -102,7 +102,7 @@ def word(value: ir.Value) -> Word:
 
 
 def thread() -> ir.Value:
-    """This thread's number in its warpgroup."""
+    """Number of the thread in its warpgroup."""
     return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32()), mu.c(WARPGROUP, i32()))
 
 
@@ -220,7 +220,7 @@ class _OnGPU:
 
 
 class _Interpreted:
-    """The same operations on vectors over the threads of a warpgroup."""
+    """Operations of `_OnGPU` on vectors over the threads of a warpgroup."""
 
     @property
     def index(self) -> Word:

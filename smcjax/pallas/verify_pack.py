@@ -138,7 +138,7 @@ class _Packing:
         self.is_last_block = lax.axis_index("block") == tuning.blocks - 1  # which has the fewest tiles
 
     def prepare(self) -> None:
-        """What does not depend on the lengths."""
+        """Prepares all that does not depend on the lengths."""
         bulk.initialize(self.ready, self._slot(0), self.tuning.slots, interpret=self.interpret)
 
         @pl.when(self.warpgroup == 0)

@@ -82,7 +82,7 @@ def ancestors(method: str, uniforms: Float[Array, " U"], log_weights: Float[Arra
 
 
 class Resampling(NamedTuple):
-    """What becomes of G populations."""
+    """Outcome of resampling G populations."""
 
     ess: Float[Array, " G"]
     resampled: Bool[Array, " G"]

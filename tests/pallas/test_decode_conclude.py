@@ -19,13 +19,13 @@ from smcjax.pallas.decode_conclude import (
     padded_candidates,
 )
 from smcjax.pallas.decode_shape import padded_tokens
-from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Found
+from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates
 
 INTERPRET = plgpu.InterpretGPUParams()
 VOCABULARY = 5000
 
 
-def candidates(tokens: int, count: int) -> Found:
+def candidates(tokens: int, count: int) -> Candidates:
     """Of each token different ids; two share the largest perturbed logit; poison behind the last."""
     rng = np.random.default_rng(count)
     best, logit, top = rng.normal(size=(3, tokens, count)).astype(np.float32)
@@ -39,7 +39,9 @@ def candidates(tokens: int, count: int) -> Found:
         return jnp.asarray(np.pad(x, ((0, 0), (0, missing)), constant_values=poison))
 
     nan = np.float32(np.nan)
-    return Found(behind(best, nan), behind(ids.astype(np.int32), -7), *(behind(x, nan) for x in (logit, top, mass)))
+    return Candidates(
+        behind(best, nan), behind(ids.astype(np.int32), -7), *(behind(x, nan) for x in (logit, top, mass))
+    )
 
 
 def model(hidden: int) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +76,7 @@ def test_equals_one_reduction(rows: int, columns: int, count: int, hidden: int) 
 
 def test_a_row_that_is_no_law_has_no_probability_and_harms_no_other() -> None:
     found, (embed, norms) = candidates(8, 64), model(128)
-    broken = Found(
+    broken = Candidates(
         found.best.at[1].set(-jnp.inf),
         found.ids.at[1].set(0),
         found.logit.at[1].set(-jnp.inf),
@@ -94,7 +96,7 @@ def test_a_row_that_is_no_law_has_no_probability_and_harms_no_other() -> None:
 def test_lowers_for_cuda(rows: int, columns: int, hidden: int) -> None:
     count = 132 * 16
     place = (padded_tokens(rows * columns), padded_candidates(count))
-    found = Found(*(jax.ShapeDtypeStruct(place, dtype) for dtype in DTYPES))
+    found = Candidates(*(jax.ShapeDtypeStruct(place, dtype) for dtype in DTYPES))
     embed, norms = (jax.ShapeDtypeStruct((n, hidden), jnp.bfloat16) for n in (128_256, 33))
     run = functools.partial(conclude, count=count, rows=rows, columns=columns)
     text = jax.jit(run).trace(found, embed, norms).lower(lowering_platforms=("cuda",)).as_text()
