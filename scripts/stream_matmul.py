@@ -1,6 +1,6 @@
 """An experiment: x·Wᵀ for few tokens as one Mosaic GPU kernel (Hopper), made to stream W. Reference: `lax.dot_general`.
 
-Nothing uses it: cuBLASLt was faster wherever both were timed (docs/performance.md). `bench_gemm.py` times it.
+Nothing uses it: cuBLASLt was faster wherever both were timed (dev/LOG.md). `bench_gemm.py` times it.
 
 A block takes `rows` rows of W, or with `splits` its share of their K, and all tokens. One warpgroup fetches by TMA,
 step by step, a tile of W and the same columns of x into a ring in shared memory; the others multiply. Rows of W are

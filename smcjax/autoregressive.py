@@ -32,7 +32,7 @@ begin, prefill = admission.begin, admission.prefill
 
 @by_implementation
 def start(program: TargetProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
-    """Draws the first token."""
+    """Draws each request's first token."""
     keys, number = _draw(state, Purpose.FIRST)
     distribution = distribution_of(state.requests, rows=1, truncates=program.truncates)
     return _append(state, sample(distribution, keys, number, unembed(params.target, last_hidden)))
@@ -61,7 +61,7 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
 
 
 def run(program: TargetProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
-    """`num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
+    """Takes `num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
 
 
@@ -87,7 +87,7 @@ def _append(state: State, drawn: Drawn) -> State:
 
 
 def conclude(program: TargetProgram, state: State) -> tuple[Population, Memory]:
-    """The ended sequences, and the memory with every page given back."""
+    """Returns the ended sequences, and the memory with every page given back."""
     groups = state.running.shape[0]
     ended = population(
         state.sequences,
@@ -100,7 +100,7 @@ def conclude(program: TargetProgram, state: State) -> tuple[Population, Memory]:
 
 
 class AutoregressiveDecoder(Decoder[Autoregressive, State, Info]):
-    """The target alone."""
+    """Decoding by the target alone, as the engine holds it."""
 
     begin = begin
     start = start

@@ -79,12 +79,12 @@ class Matrix(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in]."""
+        """The matrix's [out, in]."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the matrix that it stands for: activations and KV follow it."""
+        """Dtype of the matrix as activations see it: they and KV have it."""
         ...
 
     def __call__(

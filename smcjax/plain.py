@@ -19,7 +19,7 @@ def use_plain_numbers(options: Any) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text is free of lone surrogates, which stand for undecodable bytes of a command line."""
+    """True for a text free of lone surrogates, which stand for undecodable bytes of a command line."""
     try:
         text.encode()
     except UnicodeEncodeError:

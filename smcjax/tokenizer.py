@@ -46,7 +46,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Tokenizer:
-    """What the package needs of a tokenizer; `load` makes one."""
+    """A tokenizer as the package needs it; `load` makes one."""
 
     def __init__(self, inner: Any, vocab: dict[str, int]) -> None:
         self._inner = inner

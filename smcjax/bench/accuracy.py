@@ -33,7 +33,7 @@ class Evaluation:
         return sum(self.correct) / len(self.correct)
 
     def report(self) -> dict[str, float]:
-        """What `smcjax eval --json` prints: accuracy with its 95% Wilson interval, speed, tokens per cycle."""
+        """Figures that `smcjax eval --json` prints: accuracy with its 95% Wilson interval, speed, tokens a cycle."""
         low, high = wilson_interval(sum(self.correct), len(self.correct))
         return {
             "accuracy": self.accuracy,

@@ -58,12 +58,12 @@ class Models:
 
     @property
     def target_config(self) -> ModelConfig:
-        """Of the target."""
+        """The target's shape."""
         return SHAPES[self.target]
 
     @property
     def draft_config(self) -> ModelConfig:
-        """Of the draft."""
+        """The draft's shape."""
         return SHAPES[self.draft]
 
     def require_room(self, *, with_draft: bool) -> None:
@@ -78,7 +78,7 @@ class Models:
         return prepared(random_params(self.target_config, 0), self.quantization, implementation)
 
     def draft_params(self, implementation: str) -> Params:
-        """Random weights of the draft, likewise."""
+        """Random weights of the draft, as `LLM` keeps them for this implementation."""
         return prepared(random_params(self.draft_config, 1), self.draft_quantization, implementation)
 
 
@@ -121,12 +121,12 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of a request."""
+        """N, rows of a request."""
         return self.decoding.rows
 
     @property
     def num_pages(self) -> int:
-        """What the requests can need from their prompts on, the trash page included."""
+        """Pages that the requests can need from their prompts on, and the trash page."""
         shared = self.context - self.private
         return 1 + self.groups * worst_case_pages(shared, self.max_model_len, self.rows, self.page_size)
 
@@ -167,14 +167,14 @@ class CycleResult:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the device can do: the roofline's two slopes."""
+    """The roofline's two slopes on one device."""
 
     bandwidth: float  # bytes/s, of the datasheet where it is known
     flops: float  # FLOP/s, measured
 
     @classmethod
     def measure(cls, dtype: str, bandwidth: float | None = None) -> Rates:
-        """Of the default device; `bandwidth` overrides the datasheet."""
+        """Measures the default device, in products of `dtype`; `bandwidth` overrides the datasheet's."""
         return cls(bandwidth or this_device().bandwidth or measure_bandwidth(), measure_flop_rate(dtype))
 
 
@@ -215,7 +215,7 @@ def described(case: Case) -> str:
 
 
 def budget_of(models: Models, case: Case) -> Budget:
-    """What the case's weights and KV will take."""
+    """Counts the bytes that the case's weights and KV will take of the default device."""
     weights = {models.target: weight_bytes(models.target_config, models.quantization)}
     kv_bytes_per_token = models.target_config.kv_bytes_per_token
     if case.decoding.drafts:
@@ -264,7 +264,7 @@ class Bench:
         compile_together([self.wanted()])
 
     def measure(self, rates: Rates) -> CycleResult:
-        """All windows, and what they mean."""
+        """Times all windows and returns their result."""
         return self.result([self.time_window() for _ in range(self.case.windows)], rates)
 
     def time_window(self) -> float:
@@ -316,7 +316,7 @@ class Bench:
         )
 
     def result(self, window_ms: list[float], rates: Rates) -> CycleResult:
-        """What these windows mean."""
+        """Makes the result of windows that took `window_ms` milliseconds a cycle, beside the rooflines at `rates`."""
         models, case, phases = self.models, self.case, self._phases()
         budget = budget_of(models, case)
         ms = statistics.median(window_ms)

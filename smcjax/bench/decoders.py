@@ -34,7 +34,7 @@ class Contender:
 
     @property
     def exact(self) -> bool:
-        """Whether its answers have the target's own law."""
+        """True where the contender's answers are distributed exactly as the target's."""
         return self.model is None and self.decoding.exact
 
 

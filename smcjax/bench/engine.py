@@ -24,7 +24,7 @@ WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then recor
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """Of a number of requests at once; milliseconds."""
+    """One measurement of the engine with a number of requests at once; times in milliseconds."""
 
     device: str
     requests: int

@@ -36,7 +36,7 @@ PERCENTILES = (95, 99)
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is asked of the engine. `request_rate` requests a second on average, infinite: all at once."""
+    """A load on the engine: `request_rate` requests arrive a second on average, at infinity all at once."""
 
     decoding: Decoding
     num_prompts: int = 32
@@ -51,12 +51,12 @@ class Load:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and answer."""
+        """Tokens of a prompt and its answer together."""
         return self.input_len + self.output_len
 
     @property
     def rows(self) -> int:
-        """Of a request."""
+        """N, rows of a request."""
         return self.decoding.rows
 
 
@@ -71,12 +71,12 @@ class Served:
 
 
 def make_engine(models: Models, load: Load) -> Engine:
-    """`build_engine`, its programs compiled and run."""
+    """Builds an engine (`build_engine`), compiles it and serves one batch, as first runs are slower."""
     engine = build_engine(models, load)
     engine.warm_up(use_tqdm=True)
     # Other prompts than those that are measured: their KV would be in the prefix cache.
     short = dataclasses.replace(load, num_prompts=load.max_num_seqs, request_rate=math.inf, seed=load.seed + 1)
-    serve(engine, make_requests(models, short))  # the first runs of a program are slower
+    serve(engine, make_requests(models, short))
     return engine
 
 

@@ -120,7 +120,7 @@ def run_cases(
 
 
 def _but_context(case: Case) -> tuple[object, ...]:
-    """What cases have in common whose times are compared."""
+    """Everything but the context of a case: cases that are compared agree in this."""
     return case.decoding.name, case.groups, case.rows, case.advance, case.windows
 
 
@@ -167,7 +167,7 @@ def markdown(results: Sequence[CycleResult]) -> str:
 
 
 def _comparable(result: CycleResult, first: CycleResult) -> bool:
-    """Whether only the context differs."""
+    """True where the two results differ in their contexts only."""
     fields = ("decoding", "groups", "n_particles", "gamma")
     return all(getattr(result, field) == getattr(first, field) for field in fields)
 

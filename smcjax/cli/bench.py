@@ -205,7 +205,7 @@ def _bandwidth(args: argparse.Namespace) -> float | None:
 
 
 def _how(args: argparse.Namespace) -> dict[str, Any]:
-    """What all cases of a run have in common."""
+    """Arguments that all cases of a run have in common."""
     names = ("page_size", "implementation", "windows", "cycles")
     return {name: getattr(args, name) for name in names}
 
@@ -222,7 +222,7 @@ def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, lis
 
 
 def _conditions(result: CycleResult, models: Models) -> str:
-    """What the rows of a table share."""
+    """One line with the conditions that all rows of a table share."""
     return (
         f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s; "
         f"{_models_named(result, models.draft, models.target)}, random weights, synthetic KV, "

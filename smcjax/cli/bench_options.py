@@ -23,7 +23,7 @@ LENGTH, COUNT, CYCLES = whole(1, 1 << 20), whole(1, 1_000_000), whole(1, 100_000
 
 
 def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) -> None:
-    """Whose shapes, held how, and, with `sizes`, how many rows and drafts."""
+    """Adds options for the models' shapes and how they are held; with `sizes`, for rows and drafts as well."""
     for which, on_gpu, on_cpu in zip(("target", "draft"), ON_GPU, ON_CPU, strict=True):
         parser.add_argument(f"--{which}-shape", choices=SHAPES, help=f"({on_gpu} on a GPU, {on_cpu} on a CPU)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's weights (default: bfloat16)")

@@ -105,7 +105,7 @@ def _kernels() -> Finding:
 
 
 def _donation() -> Finding:
-    """Whether a donated buffer is reused: the cycle updates KV in place."""
+    """Finds out if a donated buffer is reused: the cycle updates KV in place."""
     import jax
     import jax.numpy as jnp
 

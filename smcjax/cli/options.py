@@ -79,12 +79,12 @@ def check_models(args: argparse.Namespace) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which models, and how they are held."""
+    """Adds options for the models and how they are held."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--model",
         metavar="MODEL",
-        help="target: a Hugging Face directory, a GGUF file, a hub id or smollm2 (default: the bundled pair)",
+        help="target: a directory, a GGUF file, a hub id, smollm2 or gemma3-270m (default: the bundled pair)",
     )
     group.add_argument(
         "--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer; or ngram (rejection)"
@@ -109,7 +109,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
-    """How tokens are chosen."""
+    """Adds options for the decoder."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--decoding", choices=DECODINGS, default="smc", help="smc (default); exact: rejection, or the target alone"
@@ -126,12 +126,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, g
 
 
 def add_debug_option(parser: argparse.ArgumentParser) -> None:
-    """--debug after the command as well as before it."""
+    """Adds --debug, so that it may stand after the command as well as before it."""
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="errors with their traceback")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    """What a request asks for."""
+    """Adds options for the sampling parameters of a request."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.7, help="0.7")
     group.add_argument("--top-p", type=float, default=1.0, help="likeliest tokens of this sum; exact decoders only (1)")
@@ -149,7 +149,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
 
 
 def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | None = None) -> SamplingParams:
-    """What the sampling options ask for; raises ValueError for what is out of range or not for this decoder."""
+    """Returns the sampling parameters of the options; raises ValueError for values that `decoding` cannot honour."""
     params = SamplingParams(
         max_tokens=args.max_tokens,
         min_tokens=args.min_tokens,

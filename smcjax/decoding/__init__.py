@@ -1,1 +1,1 @@
-"""What all decoders share: rows of tokens, drawing tokens, and writing a prompt's KV."""
+"""Parts that all decoders share: rows of tokens, sampling, proposers of drafts, prefill, the target's scores."""

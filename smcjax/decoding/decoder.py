@@ -36,7 +36,7 @@ class Report:
 
 
 class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
-    """begin → prefill (chunk by chunk) → start → step … step → conclude.
+    """A decoder's functions: begin → prefill (chunk by chunk) → start → step … step → conclude.
 
     Every function is pure and has shapes that depend on the program only; nothing reads a value on the host.
 
@@ -48,7 +48,7 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
 
     @abc.abstractmethod
     def begin(self, memory: Memory, prompts: Any, requests: Requests, present: Any, prefix: Any = None) -> S:
-        """Groups for prompts [G, L] int32: `smcjax.decoding.admission.begin`."""
+        """Makes groups for prompts [G, L] int32: `smcjax.decoding.admission.begin`."""
 
     def prefill(
         self, params: PairParams, state: S, start_at: Any, chunk: int, last_hidden: Any, cached: Any = None

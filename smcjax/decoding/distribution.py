@@ -78,12 +78,12 @@ class DeferredLogits(NamedTuple):
         return cls(operand, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps))
 
     def logits(self, params: Params) -> Float[Array, "*shape V"]:
-        """Makes all of them by one product."""
+        """Makes all logits by one product."""
         return unembed(params, self.operand) * self.scale[..., None]
 
 
 class Drawn(NamedTuple):
-    """A token a row."""
+    """One drawn token a row."""
 
     token: Int[Array, " R"]
     logprob: Float[Array, " R"]  # under the distribution; of rows that are greedy at temperature 1

@@ -154,7 +154,7 @@ def _joined(
     """The drafts by row: the first column before the others, which come by column."""
 
     def with_logits(drawn: Drawn, first_column: int) -> Drawn:
-        """Makes logits that were deferred, of columns [C, R, …], by one product."""
+        """Makes the deferred logits of columns [C, R, …] by one product."""
         if drawn.deferred is None:
             return drawn
         number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]

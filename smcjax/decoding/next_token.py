@@ -84,7 +84,7 @@ def plan_steps(
 def prepare(
     config: ModelConfig, params: Params, view: BatchView, steps: Steps, distribution: SamplingDistribution, plan: Plan
 ) -> Steps:
-    """The same steps, with tables for the fused kernel where that takes them; a few launches for all K."""
+    """Returns `steps` with tables for the fused kernel where that takes them, made in a few launches for all K."""
     if plan.fused is None or plan.stop_words is None:
         return steps
     columns = steps.positions.shape[2]
@@ -144,7 +144,7 @@ def next_token(
 
 
 def beginning(params: Params, steps: Steps, drawn: Drawn) -> decode_step.Embedded | None:
-    """Where those of `steps` begin whose only new tokens were drawn so; None where they go layer by layer."""
+    """The beginning of fused `steps` whose only new tokens are `drawn`; None where steps go layer by layer."""
     if steps.fused is None:
         return None
     if drawn.following is not None:

@@ -40,14 +40,14 @@ class NGram:
         """Drafts for any vocabulary."""
 
     def create_memory(self, params: Any, num_pages: int, page_size: int) -> None:
-        """Nothing is kept: rows hold their tokens already."""
+        """None: rows hold their tokens already."""
 
     def prefills_by_kernels(self, memory: Any, columns: int) -> bool:
-        """True: prompts are not read."""
+        """True: no model reads the prompts."""
         return True
 
     def prefill(self, params: Any, memory: Any, leaders: Sequences, start: Any, chunk: int, cached: Any) -> None:
-        """Reads nothing."""
+        """Does nothing: `propose` reads the rows' own tokens."""
 
     @jax.named_scope("propose")
     def propose(

@@ -16,7 +16,7 @@ from smcjax.device import on_cpu
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for; two draws of one row and cycle differ at least here.
+    """The purpose of a draw, folded into its key; two draws of one row and cycle differ at least in this.
 
     Group draws fold their purpose in where row draws fold the row, so theirs lie beyond every row index: else the key
     of a resampling would be the parent of some row's keys.

@@ -1,4 +1,4 @@
-"""What decoders keep of requests and of the token rows that serve them, on the device.
+"""Requests in flight and the token rows that serve them, as every decoder keeps them on the device.
 
 A *group* is one request in flight; a *row* is one sequence of it (one particle, or the only one). Rows of a group are
 consecutive: R = G·N, group of row r = r // N.
@@ -19,7 +19,7 @@ from smcjax.kv import TRASH, page_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What each group was asked for. All of it is traced: no value here ever recompiles a program."""
+    """The parameters of each group's request. All are traced: no value here ever recompiles a program."""
 
     prompt_length: Int[Array, " G"]  # ≥ 1
     limit: Int[Array, " G"]  # prompt + generated tokens at which a row is cut: min(max_model_len, prompt + max_tokens)
@@ -58,14 +58,14 @@ class Requests:
         )
 
     def within(self, max_model_len: int) -> Requests:
-        """These requests, cut at `max_model_len`: no row may outgrow its buffers."""
+        """Returns the requests with limits of at most `max_model_len` tokens: no row may outgrow its buffers."""
         return dataclasses.replace(self, limit=jnp.minimum(self.limit, max_model_len))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """The rows. T_max holds the longest sequence and one block beyond it, so a block is always written whole."""
+    """Token rows. T_max holds the longest sequence and one block beyond it, so a block is always written whole."""
 
     tokens: Int[Array, "R T_max"]  # prompt and generated tokens; beyond `length` stale
     length: Int[Array, " R"]  # committed tokens, the frontier (newest, no KV yet) included
@@ -99,7 +99,7 @@ class Sequences:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """What is left when groups have ended: N weighted rows each (N = 1 and weight 1 without weights)."""
+    """The weighted rows of ended groups: N each (N = 1 and weight 1 for decoders without weights)."""
 
     tokens: Int[Array, "G N T_max"]
     length: Int[Array, "G N"]
@@ -138,7 +138,7 @@ def population(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How far each row gets with a block of C new tokens."""
+    """The part of a block of C new tokens that each row keeps."""
 
     counted: Bool[Array, "R C"]  # columns that belong to the row: up to its first stop token or its cap
     ended: Bool[Array, " R"]  # a stop token or the cap is among them
@@ -155,7 +155,7 @@ def cut_block(
     """Cuts blocks at the first stop token or at the cap, whichever is earlier in the row.
 
     `length` is the rows' length before the block, so column j makes the row `length + j + 1` long. Tokens past the
-    cut are neither part of the output nor of the weight (ALGORITHM.md, "Ends"); nor are those past column `last`.
+    cut are neither part of the output nor of the weight (docs/algorithm.md, "Ends"); nor are those past column `last`.
     """
     columns = tokens.shape[1]
     is_stop = jnp.take_along_axis(stops, tokens, axis=1)

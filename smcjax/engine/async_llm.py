@@ -164,7 +164,7 @@ class _Inbox:
         self._queue: asyncio.Queue[list[StreamChunk] | Exception] = asyncio.Queue()
 
     def put(self, item: list[StreamChunk] | Exception) -> bool:
-        """Whether the loop is still there to take it. For any thread."""
+        """Hands `item` to the reader, from any thread; False where the reader's event loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:
@@ -208,21 +208,21 @@ class _Chunks(Claim, AsyncIterator[StreamChunk]):
         return chunk
 
     async def aclose(self) -> None:
-        """No more chunks, neither for others that wait for one. Waits for nothing."""
+        """Ends the stream, for others that wait for a chunk too. Waits for nothing."""
         self._ready.clear()
         self.give_up()
         if self._inbox is not None:
             self._inbox.put([])
 
     def give_up(self) -> None:
-        """Nobody reads any more."""
+        """Notes that nobody reads any more."""
         if self._inbox is not None:
             self._inbox.left = True  # should it not have been taken in yet
         super().give_up()
 
 
 def _told(error: BaseException, name: str) -> Exception:
-    """What the reader of a request gets of an error that he shares with others: one of his own."""
+    """Makes an error for the reader of `name`, who shares `error` with others: a copy, or RequestsLost from it."""
     if isinstance(error, Exception):
         try:
             told = copy.copy(error)

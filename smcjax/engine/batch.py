@@ -1,4 +1,4 @@
-"""What requests ask for as host arrays: a row for each lane that a group may join."""
+"""Parameters of joining requests as host arrays: a row for each lane that a group may join."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from smcjax.tokenizer import Tokenizer
 
 @dataclasses.dataclass(eq=False)
 class _Running:
-    """What the host keeps of an admitted group."""
+    """The host's record of an admitted group."""
 
     group: Group
     certain: StablePrefixStream | None  # of requests that stream
@@ -115,17 +115,17 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """True while a step has anything to do."""
         self._settle()
         return bool(self._scheduler or self._reported or self._outputs)
 
     @property
     def all_started(self) -> bool:
-        """Whether every request that was added has had its prompt read, as far as it is enqueued."""
+        """True where every added request's whole prompt has been enqueued for reading."""
         return not self._scheduler.waiting and all(group.started for group in self._scheduler.groups)
 
     def request_ids(self) -> list[str]:
-        """Of the requests that wait or run."""
+        """The ids of the requests that wait or run."""
         scheduler = self._scheduler
         return [r.request_id for r in (*scheduler.waiting, *(group.request for group in scheduler.groups))]
 
@@ -157,7 +157,7 @@ class Engine:
             self._leave(running)
 
     def chunks(self, request_id: str) -> list[StreamChunk]:
-        """What a streaming request has for its reader since the last call; nothing for unknown ids."""
+        """Takes the chunks that a streaming request has gathered since the last call; none for unknown ids."""
         self._settle()
         if not self._streams.get(request_id):
             return []
@@ -165,17 +165,17 @@ class Engine:
         return chunks
 
     def follows(self, request_id: str) -> bool:
-        """Whether this request's stream is kept: from `add_request` until `forget`, if no error comes between."""
+        """True while this request's stream is kept: from `add_request` until `forget`, if no error comes between."""
         self._settle()
         return request_id in self._streams
 
     def holds(self, request_id: str) -> bool:
-        """Whether this request's output is to come: from `add_request` on, if no error comes between."""
+        """True while this request's output is to come: from `add_request` on, if no error comes between."""
         self._settle()
         return request_id in self._arrivals
 
     def forget(self, request_id: str) -> None:
-        """Nobody reads this request's stream any more."""
+        """Drops the stream of a request that nobody reads any more."""
         self._streams.pop(request_id, None)
 
     def metrics(self) -> dict[str, float]:
@@ -217,7 +217,7 @@ class Engine:
 
     @whole
     def step(self) -> list[RequestOutput]:
-        """One round; returns what has ended."""
+        """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended."""
         self._round += 1
         schedule = self._scheduler.schedule()
         self._enqueue(schedule)
@@ -309,7 +309,7 @@ class Engine:
             self._leave(running)
 
     def _admitted(self, group: Group) -> _Running:
-        """What to keep of a group that joins. One that was preempted begins again; its reader and clock go on."""
+        """Makes the record of a group that joins. A preempted group begins again; its reader and clock go on."""
         name = group.request.request_id
         if name in self._preempted:
             return dataclasses.replace(self._preempted.pop(name), group=group, infos=[], last_cycle=None)
@@ -319,7 +319,7 @@ class Engine:
         return _Running(group, certain, stops, Times(self._arrivals[name], began=self._clock.at()))
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
-        """What is missing, at no cost to the times of those that wait or run.
+        """Compiles the missing programs of these sizes; the clocks of requests stand still meanwhile.
 
         Sizes that are ready have all moves between them, so none of these waits for a compilation.
         """
@@ -372,7 +372,7 @@ class Engine:
         return outputs
 
     def _follow(self, kind: str, running: _Running, value: Any) -> None:
-        """What a chunk of prefill or a cycle says of one group."""
+        """Follows one group by a report, of a chunk of prefill or a cycle: streams, stop strings, its end."""
         if kind == "cycle" and not value.ran:
             return
         if kind == "cycle":
@@ -401,7 +401,7 @@ class Engine:
             self._conclude(running)
 
     def _settled(self, running: _Running, kind: str, value: Any) -> bool:
-        """Whether every row that may still answer holds a stop string now, or has ended."""
+        """True where every row that may still answer holds a stop string now, or has ended."""
         assert running.stops is not None
         if kind == "first":
             return running.stops.begin(value.tokens.tolist())
@@ -460,7 +460,7 @@ class Engine:
         return aborted_in_the_queue(request, running.times, text, token_ids, running.preemptions)
 
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
-        """The last chunk, if anybody reads."""
+        """Adds the last chunk to the request's stream, if anybody reads it."""
         if output.request_id in self._streams:
             self._streams[output.request_id].append(StreamChunk(text, token_ids, finished=True, output=output))
 

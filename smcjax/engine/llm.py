@@ -39,8 +39,8 @@ class LLM:
 
     Args:
         model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
-            downloaded unless huggingface_hub has it in its cache) or "smollm2", the model of that extra; None for the
-            bundled pair.
+            downloaded unless huggingface_hub has it in its cache), or a model that an extra installs, "smollm2" (extra
+            smollm2) or "gemma3-270m" (extra gemma); None for the bundled pair.
         draft_model: likewise the draft, of the same tokenizer; or "ngram", which looks the newest tokens up in the text
             before them, for `Rejection`. `Autoregressive` does not read it.
         revision, draft_revision: branch, tag or commit of a hub id; None: the latest of its main branch. A draft from
@@ -299,7 +299,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs the requests. Raises ValueError once closed."""
+        """The engine that runs the requests. Raises ValueError once the LLM is closed."""
         if self._closed or self._engine is None:
             raise ValueError("this LLM is closed; make a new one.")
         return self._engine
@@ -347,7 +347,7 @@ class LLM:
         )
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """All of them at once, as lanes and memory allow."""
+        """Answers all `requests`, at once as far as lanes and memory allow."""
         ids = [request.request_id for request in requests]
         claim = Claim(self, ids)
         try:
@@ -367,14 +367,14 @@ class LLM:
             claim.close()
 
     def advance(self, engine: Engine) -> None:
-        """A step of everything in flight. The caller has the `turn`."""
+        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`."""
         self._let_go()
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
 
     def advance_for(self, engine: Engine, awaited: set[str]) -> None:
-        """The same on behalf of those who wait for these. Raises RequestsLost for those that an error has ended."""
+        """Steps for whoever awaits these requests. Raises RequestsLost if an error has ended some of them."""
         lost = {request_id for request_id in awaited if not engine.holds(request_id)}
         if lost:
             raise RequestsLost(lost)
@@ -405,14 +405,14 @@ class Claim:
         self.held = True
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Aborts the requests that have not ended, once it has the turn."""
         if self.held:
             self.give_up()
             with self._llm.turn:
                 self._llm._let_go()
 
     def give_up(self) -> None:
-        """The same, without a wait for the turn: only noted, for whoever has the next one."""
+        """Notes, without waiting for the turn, that nobody waits: who has it next aborts the requests."""
         if self.held:
             self._llm.give_up(self._request_ids)
             self.held = False
@@ -449,5 +449,5 @@ class _Chunks(Claim, Iterator[StreamChunk]):
 
 
 def _bytes_of(params: Any) -> int:
-    """Of every array once."""
+    """Bytes of the arrays, each distinct array counted once."""
     return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())

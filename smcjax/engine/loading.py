@@ -71,11 +71,11 @@ class Models:
 
     @property
     def proposer(self) -> Proposer | ModelConfig | None:
-        """Whatever drafts."""
+        """The proposer, or the config of the draft model; None where nothing drafts."""
         return self.draft if self.proposes is None else self.proposes
 
     def keeping(self, dtype: str) -> Models:
-        """These models, whose configs say that weights and KV are kept in `dtype`."""
+        """Returns the models with configs that say that weights and KV are kept in `dtype`."""
         target = dataclasses.replace(self.target, dtype=dtype)
         draft = None if self.draft is None else dataclasses.replace(self.draft, dtype=dtype)
         return dataclasses.replace(self, target=target, draft=draft)
@@ -88,7 +88,7 @@ class Models:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Those of the target's configs and the tokenizer's own; ids that no logit stands for are left out.
+        """The EOS ids of the target's configs and of the tokenizer; ids that no logit stands for are left out.
 
         They may differ: of chat models the config often names what ends a text, the tokenizer what ends a turn.
         """

@@ -1,4 +1,4 @@
-"""What the device's memory goes to: weights, KV pages, scratch. Host arithmetic, done before any of it is taken."""
+"""The plan of the device's memory: weights, KV pages, scratch. Host arithmetic, done before any of it is taken."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def require_room_for_weights(weights: dict[str, int], mend: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What weights and KV take of the device's memory, in bytes, and what that leaves to programs as scratch."""
+    """Bytes that weights and KV take of the device's memory, and that they leave to programs as scratch."""
 
     device: int
     weights: dict[str, int]  # by model
@@ -79,7 +79,7 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """For the temporaries of programs; negative where weights and KV do not fit."""
+        """Bytes left to the temporaries of programs; negative where weights and KV do not fit."""
         return self.device - sum(self.weights.values()) - self.kv
 
     def __str__(self) -> str:

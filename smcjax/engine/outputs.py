@@ -1,4 +1,4 @@
-"""What a request returns. Plain host data: nothing here holds on to the device."""
+"""The results of requests, as plain host data: nothing here holds on to the device."""
 
 from __future__ import annotations
 

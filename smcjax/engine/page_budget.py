@@ -53,7 +53,7 @@ class Footprint:
 
 
 class Mark(NamedTuple):
-    """What had been taken when a program was enqueued that reports the number of free pages after it."""
+    """Pages taken when a program was enqueued that reports the number of free pages after it."""
 
     taken: int
     worst: int  # pages of the running groups' worst cases

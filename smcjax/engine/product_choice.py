@@ -101,7 +101,7 @@ def matmuls_asked(function: Callable[..., Any], *arguments: Any) -> list[Matmul]
 
 
 class _Asked(dict[Matmul, AlgorithmHint]):
-    """No hints at all; remembers the products that hints were asked for."""
+    """A mapping without hints that remembers the products that hints were asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _Compiled:
         return [*rows, ((what.rows, what.outputs), what.result)] if what.added else rows
 
     def seconds(self) -> float:
-        """How long one product takes, among others."""
+        """Seconds that one product takes, among others."""
         keys = [jax.random.fold_in(key_of(0), i) for i in range(self._count)]
         operands = [tuple(jax.random.normal(key, *described) for described in self._operands()) for key in keys]
         jax.block_until_ready(self._executable(operands, self._weights))

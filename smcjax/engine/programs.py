@@ -24,7 +24,7 @@ from smcjax.pallas import implementations, uses_kernels
 logger = logging.getLogger("smcjax")
 
 
-# XLA's option to leave bf16 products to cuBLAS: which of the two is faster, and where, says docs/performance.md.
+# XLA's option to leave bf16 products to cuBLAS: which of the two is faster, and where, says docs/kernels.md.
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -140,7 +140,7 @@ class Wanted(NamedTuple):
 
 
 def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None) -> None:
-    """`Programs.compile` of each, all side by side; `seconds` of each are those of all.
+    """Calls `Programs.compile` for each, all side by side; `seconds` of each are those of all.
 
     Raises ValueError, and keeps none of any, where a program would need more memory than the device has.
     """
@@ -226,7 +226,7 @@ def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any
     """A decoding step of (params, state), which donates its state.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
-    timing of single products does not see (docs/performance.md). Int8 weights that XLA multiplies need Triton to be
+    timing of single products does not see (docs/kernels.md). Int8 weights that XLA multiplies need Triton to be
     converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
     job = Job(function, (1,), (abstract(params), state))

@@ -87,7 +87,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
 def told_apart(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[SamplingParams, tuple[int, ...]]:
-    """The same parameters with `stop` as far as it is text, and the ids of all stop tokens that they name.
+    """Splits `stop` into text and tokens: returns parameters with the text alone, and the ids of all stop tokens.
 
     A stop string that is a special token means that token, which never becomes text. Raises ValueError for one that
     holds a special token among other text, so that it could never be found, and for ids that the model lacks.

@@ -24,7 +24,7 @@ _NO_WEIGHT = (
 
 @dataclasses.dataclass
 class Times:
-    """When things happened to a request, by the engine's `Clock`; 0: not yet."""
+    """The times of a request's events, by the engine's `Clock`; 0: not yet."""
 
     arrived: float
     began: float  # first admitted
@@ -33,7 +33,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """From its first admission to its end."""
+        """Seconds from the request's first admission to its end."""
         return self.ended - self.began
 
 
@@ -144,7 +144,7 @@ def aborted_in_the_queue(
 
 
 def _reason(request: Request, token_ids: list[int]) -> str:
-    """Why a finished sequence ended; a stop token at the cap counts as a stop."""
+    """The reason why a finished sequence ended; a stop token at the cap counts as a stop."""
     return "stop" if token_ids and token_ids[-1] in request.stop_ids else "length"
 
 
@@ -163,7 +163,7 @@ def _completion(request: Request, token_ids: list[int], tokenizer: Tokenizer | N
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string begins, None without one."""
+    """The place where the first stop string begins, None without one."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return min(found, default=None)
 

@@ -46,7 +46,7 @@ LONG_CHUNK = 512
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillReport:
-    """What a chunk of prefill reports of its P lanes; stale where no prompt ended in it."""
+    """The report of a chunk of prefill about its P lanes; stale where no prompt ended in it."""
 
     tokens: Int[Array, "P N"]  # the first token of each row
     done: Bool[Array, " P"]  # ended by it
@@ -96,7 +96,7 @@ class Runner:
 
     @own_settings()
     def _chunk_lengths(self) -> ChunkLengths:
-        """Of prompts, in this program."""
+        """Chooses how many tokens of a prompt one program reads."""
         memory = jax.eval_shape(self._new_memory)
         lengths = (SHORT_CHUNK, PREFILL_CHUNK) if on_cpu() else (PREFILL_CHUNK, LONG_CHUNK)
         short, long = (min(length, self.program.max_model_len) for length in lengths)
@@ -110,7 +110,7 @@ class Runner:
 
     @property
     def memory(self) -> Any:
-        """KV and pages."""
+        """The KV and pages of all models; None before they are taken."""
         return self._memory if self.state is None else self.state.memory
 
     def free_pages(self) -> int:
@@ -184,11 +184,11 @@ class Runner:
         return first
 
     def _pages_of(self, length: int) -> int:
-        """That a chunk touches and fills, at most."""
+        """Pages that a chunk of `length` tokens touches and fills, at most."""
         return length // self.program.page_size + 1
 
     def step(self, program: Any) -> tuple[Any, jax.Array]:
-        """One cycle; returns the decoder's Info, and how many pages are free after it."""
+        """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
         self.state, info, free = self.programs[program, self.size, "step"](self.params, self.state)
         return info, free
 
@@ -266,7 +266,7 @@ class Runner:
         return {((old_size, size), "move"): Job(move, (1,), arguments)}
 
     def _empty(self, memory: Any, size: int) -> Any:
-        """A state without groups."""
+        """Makes a state without groups."""
         vocab_size = self.program.target.vocab_size
         requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
         nobody = jnp.zeros(size, bool)
@@ -321,7 +321,7 @@ class Runner:
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:
-    """What a `Batch`, as a dictionary of its arrays, asks of a decoder. Traced."""
+    """Makes a decoder's requests of a `Batch`, given as a dictionary of its arrays. Traced."""
     fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
     keys = jax.vmap(key_of)(arrays["seed"])
     return Requests(**{name: arrays[name] for name in fields}, key=keys)

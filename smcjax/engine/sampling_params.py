@@ -1,4 +1,4 @@
-"""What one request asks for, checked before any work starts. Names and meanings follow vLLM's where it has one."""
+"""The parameters of one request, checked before any work starts. Names and meanings follow vLLM's where it has one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k or top_p cut the distribution."""
+        """True where top_k or top_p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1
 
 

@@ -1,4 +1,4 @@
-"""Which requests run where: admission by memory, lanes, chunks of prompts. Plain Python; the device is not known here.
+"""The choice of which requests run where: admission by memory, lanes, chunks of prompts. Plain Python, no device.
 
 Requests are admitted in the order of arrival: who does not fit waits, and whoever comes later waits behind. A group
 keeps its lane until it ends, unless the batch changes its size. There are two rules of admission:
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def started(self) -> bool:
-        """Whether its prompt's prefill has all been scheduled: it takes part in cycles."""
+        """True once all of the prompt's prefill has been scheduled: the group takes part in cycles."""
         return self.prefilled >= len(self.request.token_ids)
 
     @property
@@ -81,7 +81,7 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What to enqueue, in this order."""
+    """The programs to enqueue in one round, in this order."""
 
     size: int  # lanes of the batch
     preempted: list[Group] = dataclasses.field(default_factory=list)  # who leaves; then nothing else is enqueued
@@ -95,7 +95,7 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing will report later than what has been enqueued so far: time to read it all."""
+        """True where nothing will report later than what has been enqueued so far: time to read it all."""
         return not self.prefill and not self.cycle
 
 
@@ -132,7 +132,7 @@ class Scheduler:
         self._next: tuple[Request, list[bytes]] | None = None  # who is to be admitted next, and the keys of its pages
 
     def __bool__(self) -> bool:
-        """Whether anything waits or runs."""
+        """True while anything waits or runs."""
         return bool(self.waiting or self.groups)
 
     def add(self, request: Request) -> None:
@@ -190,7 +190,7 @@ class Scheduler:
         return Schedule(size, [], sources, evicted, joining, prefill, stored, bool(cycle))
 
     def mark(self) -> Mark:
-        """For the report of a program that is enqueued now: `free.report`."""
+        """Marks a program that is enqueued now, for `free.report` of the number that it reports."""
         used = len(self.cache) - self.cache.unused
         return self.free.mark(used + sum(group.own_pages for group in self.groups), self.cache.unused)
 
@@ -232,7 +232,7 @@ class Scheduler:
         return joining, evicted
 
     def _fits(self, groups: Sequence[Group]) -> bool:
-        """Whether these groups may run together, the cache given up but for what they use of it."""
+        """True where these groups may run together, the cache given up but for what they use of it."""
         worst, pages = sum(group.own_pages for group in groups), self._pages - len(self.cache) + self.cache.unused
         if worst <= pages:
             return True

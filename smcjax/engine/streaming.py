@@ -1,7 +1,7 @@
 """Text as it becomes certain: what all rows that may still answer agree on.
 
 A row can answer, or be an ancestor of one that does, as long as its weight is above 0. So the tokens at which all
-such rows begin alike, taken after resampling, are final whichever row is selected (ALGORITHM.md, "What must hold", 8).
+such rows begin alike, taken after resampling, are final whichever row is selected (docs/algorithm.md, law 8).
 
 What a cycle costs is bounded by what it brings, however long the answer is:
 
@@ -42,7 +42,7 @@ class _Rows:
         self._lengths = [0] * count
 
     def advance(self, blocks: list[list[int]], lengths: list[int], ancestors: list[int], alive: list[bool]) -> None:
-        """Row i becomes its ancestor's, with as much of the ancestor's block as makes it `lengths[i]` long."""
+        """Makes row i a copy of its ancestor, with as much of the ancestor's block as makes it `lengths[i]` long."""
         before, old = self._at, self._lengths
         self._at = []
         for row, length, living in zip(ancestors, lengths, alive, strict=True):
@@ -59,7 +59,7 @@ class _Rows:
                 self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Removes what is a beginning of no row any more."""
+        """Removes nodes with which no row begins any more."""
         while not node.ends and not node.children and node.parent is not None:
             del node.parent.children[node.token]
             node = node.parent
@@ -91,11 +91,11 @@ class StablePrefixStream:
 
     @property
     def text(self) -> str:
-        """Handed out so far."""
+        """The text that was handed out so far."""
         return "".join(self._said)
 
     def begin(self, first: np.ndarray) -> tuple[str, list[int]]:
-        """The rows' first tokens, [N]; `advance`'s result.
+        """Begins with the rows' first tokens [N]; returns as `advance` does.
 
         A group that begins again goes through the same tokens as before; what has been said of them is not said again.
         """
@@ -107,7 +107,7 @@ class StablePrefixStream:
     def advance(
         self, tokens: np.ndarray, lengths: np.ndarray, ancestors: np.ndarray, alive: np.ndarray
     ) -> tuple[str, list[int]]:
-        """A cycle: blocks [N, C] before resampling, ancestors [N], and after it generated lengths [N] and who lives.
+        """Follows a cycle: blocks [N, C] before resampling, ancestors [N]; after it, generated lengths [N], who lives.
 
         Returns the text and the tokens that have become certain by it.
         """
@@ -133,14 +133,14 @@ class StablePrefixStream:
         return text, fresh
 
     def _decoded(self, fresh: list[int]) -> str:
-        """What these tokens add to the text, as far as it is settled."""
+        """The settled text that these tokens add."""
         if self._text is None:
             return ""
         shown = fresh[:-1] if fresh[-1] in self._request.stop_ids else fresh
         return "".join([self._text.feed(token) for token in shown])
 
     def _closed(self, added: str) -> str:
-        """Of the text that is not said yet, what is neither a stop string nor perhaps the beginning of one."""
+        """Returns the unsaid text up to the first stop string, or to what may become one; the rest stays open."""
         stops = self._request.params.stop_strings
         text = self._open + added
         self._stopped = self._stopped or first_stop(text, stops) is not None
@@ -149,11 +149,11 @@ class StablePrefixStream:
         return text[:closed]
 
     def rest(self, text: str, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """What is left of the whole answer."""
+        """Returns the text and tokens of the whole answer that were not handed out yet."""
         return text[sum(map(len, self._said)) :], list(token_ids[len(self.token_ids) :])
 
 
 def _open_end(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end may be the beginning of a stop string."""
+    """The number of characters at the end that may be the beginning of a stop string."""
     sizes = (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size]))
     return max(sizes, default=0)

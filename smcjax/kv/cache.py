@@ -49,7 +49,7 @@ class KVCache:
 
     @classmethod
     def create(cls, layers: Sequence[CacheSpec], *, num_pages: int, page_size: int, dtype: Any) -> KVCache:
-        """Zeros. Every page must hold finite numbers from the start, since masked slots are read and discarded.
+        """Makes a cache of zeros. Pages must hold finite numbers from the start: masked slots are read and discarded.
 
         Raises ValueError for pages that do not hold whole entries.
         """

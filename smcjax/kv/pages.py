@@ -32,7 +32,7 @@ Rows = tuple[Num[Array, "R _"], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagePool:
-    """The allocator. P pages, the trash page included; every field int32."""
+    """The allocator of P pages, the trash page included; every field int32."""
 
     refcount: Int[Array, " P"]
     free: Int[Array, " P"]  # a stack; entries from `num_free` on are stale
@@ -40,7 +40,7 @@ class PagePool:
 
     @classmethod
     def create(cls, num_pages: int) -> PagePool:
-        """All pages free but the trash page. `num_pages` ≥ 2."""
+        """Makes an allocator with all pages free but the trash page. `num_pages` ≥ 2."""
         return cls(
             refcount=jnp.zeros(num_pages, jnp.int32),
             free=jnp.arange(num_pages, dtype=jnp.int32)[::-1],  # page 1 on top, the trash page out of reach above
@@ -171,7 +171,7 @@ def page_of(block_table: Int[Array, "R M"], positions: Int[Array, "R T"], page_s
 
 
 class Room(NamedTuple):
-    """Where a block of new tokens goes: what `make_room` decided.
+    """The pages that a block of new tokens goes to, as `make_room` decided.
 
     Nobody writes a slot that is to be copied: a page to copy from is not handed out again, and the row that keeps it
     writes behind its own last token. So a forward may copy and write in any order.

@@ -132,7 +132,7 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
 
 
 def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The directory or file that `name` means: itself, an extra's model ("smollm2"), or the snapshot of a hub id.
+    """The directory or file that `name` means: itself, an extra's model (`hub.PACKAGED`), or a hub id's snapshot.
 
     A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.
     """
@@ -320,7 +320,7 @@ def _open_shards(directory: Path) -> dict[str, _TensorFile]:
 
 
 def _resolve_tying(config: ModelConfig, tensors: dict[str, _TensorFile]) -> tuple[ModelConfig, dict[str, str]]:
-    """What tied embeddings mean for these files, as transformers 5 reads them, and under which name to look.
+    """Decides, as transformers 5 does, if embedding and head are tied; returns that config, and other names to read.
 
     Of two equal tensors the embedding is used; two different ones are not tied, whatever the config says; the head
     alone serves as both.

@@ -88,7 +88,7 @@ def _family(keys: HFKeys) -> Family:
 
 
 def _refuse_unsupported(keys: HFKeys) -> None:
-    """What changes the computation and has no counterpart in the decoder, whichever the family."""
+    """Refuses keys that change the computation and have no counterpart in the decoder, whichever the family."""
     if keys.raw("quantization_config") or keys.raw("compression_config"):
         key = "quantization_config" if keys.raw("quantization_config") else "compression_config"
         raise keys.refusal(key, "quantised weights are not read; use the original bfloat16 or float32 checkpoint")

@@ -181,7 +181,7 @@ def _rope_scaling(keys: HFKeys, config: ModelConfig, kinds: tuple[str, ...]) -> 
 
 
 def written_rope(rope: Rope) -> dict[str, Any]:
-    """What `read_rope` reads back, as one object of rope_parameters."""
+    """Writes a rotary embedding as one object of rope_parameters, which `read_rope` reads back."""
     if rope.scaling is None:
         return {"rope_type": "default", "rope_theta": rope.theta}
     return {"rope_type": rope.scaling.rope_type, **dataclasses.asdict(rope.scaling), "rope_theta": rope.theta}

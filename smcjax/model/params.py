@@ -43,7 +43,7 @@ class LayerParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A whole decoder."""
+    """The weights of a whole decoder."""
 
     embed: Array  # [V, E]
     layers: tuple[LayerParams, ...]

@@ -46,7 +46,7 @@ class BatchView:
 
     @property
     def slots(self) -> Int[Array, "R T"]:
-        """Where in its page each new token's KV goes."""
+        """The slot of its page that each new token's KV goes to."""
         return self.positions % self.page_size
 
     def written(self) -> Int[Array, " R"]:

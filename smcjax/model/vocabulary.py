@@ -59,7 +59,7 @@ def _require_equal(target: dict[str, int], draft: dict[str, int]) -> None:
 
 
 def trim_vocabulary(config: ModelConfig, params: Params, vocab_size: int) -> tuple[ModelConfig, Params]:
-    """The same model over the first `vocab_size` token ids; the rows beyond are dropped from embedding and head."""
+    """Cuts a model to its first `vocab_size` token ids: drops the rows beyond from embedding and head."""
     if vocab_size == config.vocab_size:
         return config, params
     if not 0 < vocab_size < config.vocab_size:

@@ -54,7 +54,7 @@ class Attention(BlockPart):
         split = lax.rem(self._block, shape.splits)
 
         def before(number: jax.Array) -> jax.Array:
-            """How many of the first `number` are this split's."""
+            """Counts the items of this split among the first `number`."""
             return lax.div(number - split + (shape.splits - 1), shape.splits)
 
         chunks = g.num_chunks[group, 0] if shape.prefetches else jnp.int32(0)
@@ -65,7 +65,7 @@ class Attention(BlockPart):
     # The weights' warpgroup.
 
     def first_chunk(self) -> tuple[Unit, list[jax.Array]]:
-        """What `send` of every layer begins with: `_unit`, and the pages of its first chunk."""
+        """The beginning of every layer's `send`: `_unit`, and the pages of its first chunk."""
         unit = self._unit()
         return unit, self._pages(unit, jnp.int32(0))
 
@@ -119,7 +119,7 @@ class Attention(BlockPart):
     # The loader's warpgroup.
 
     def first_pieces(self) -> tuple[Unit, list[jax.Array]]:
-        """What `load` begins with: `_unit`, and the pages of its first chunk of pieces."""
+        """The beginning of `load`: `_unit`, and the pages of its first chunk of pieces."""
         unit = self._unit()
         return unit, self._pages_of_pieces(unit, jnp.int32(0))
 
@@ -173,7 +173,7 @@ class Attention(BlockPart):
     # The consumer's warpgroup.
 
     def places(self) -> jax.Array:
-        """How many places of the weights' ring a layer's chunks take."""
+        """The number of places of the weights' ring that a layer's chunks take."""
         active, *_, own, _ = self._unit()
         return jnp.where(active, own, 0) * self._shape.tiles_per_chunk
 

@@ -32,7 +32,7 @@ WHOLE = 128 * VECTOR  # candidates come in multiples of these
 
 
 class Embedded(NamedTuple):
-    """Where a step begins: M tokens, `padded_tokens` of them."""
+    """The beginning of a step: the residual of M tokens, `padded_tokens` of them."""
 
     x: Float[Array, "M E"]
     xg: Float[Array, "M E"]  # times the first norm's weight
@@ -128,9 +128,10 @@ def conclude(
     columns: int,
     interpret: Any = None,
 ) -> Concluded:
-    """Of the last of each row's T = `columns` tokens; `count` candidates each. `norms[0]` is the first norm's weight.
+    """Draws each row's token from `count` candidates of its last column of T = `columns`, and embeds it.
 
-    A log-probability is NaN where a logit is. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+    `norms[0]` is the first norm's weight. A log-probability is NaN where a logit is. `interpret` is
+    `plgpu.InterpretGPUParams()` to run on a CPU.
     """
     padded = padded_tokens(rows)
     out = jax.ShapeDtypeStruct((padded, embed.shape[1]), embed.dtype)

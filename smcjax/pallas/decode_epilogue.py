@@ -83,7 +83,7 @@ class Epilogue(BlockPart):
         self._scatter(self._g.h, 0, 1, unit * TILE, gate / (1.0 + jnp.exp(-gate)) * up)
 
     def early_from_stage(self, layer: Any, half: StageIndex, unit: jax.Array) -> Any:
-        """For each tile its first row, the residual and the next norm's weight."""
+        """Loads, for each tile, its first row, the residual and the next norm's weight."""
         norm = 2 * layer + 1 + half
         starts = self._sites["from_stage"].products[0].tiles(unit)
         return [
@@ -101,7 +101,7 @@ class Epilogue(BlockPart):
             self._scatter(self._g.xg, 0, 1, start, x * weight.astype(jnp.float32))
 
     def sampling(self) -> tuple[Candidates, Callable[..., Any], Callable[..., Any]]:
-        """What the head starts from, loads early and does with a unit: what decides the token, and its log-probability.
+        """Returns the head's first candidates, its early loads, and the function that adds a unit's logits.
 
         Each tile element keeps a candidate of its own.
         """
@@ -162,5 +162,5 @@ class Epilogue(BlockPart):
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To bf16 and back."""
+    """Rounds to bf16, and returns f32."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -115,14 +115,14 @@ class _Body:
         return (names[half] if isinstance(half, int) else names[0]) in self.stages
 
     def _signals(self, name: str) -> int:
-        """How many blocks take part in a stage."""
+        """The number of blocks that take part in a stage."""
         shape = self.shape
         if name == "attend":
             return shape.attention_blocks
         return min(shape.blocks, shape.products()[name].units)
 
     def _await(self, layer: Any, site: str, half: StageIndex = 0) -> None:
-        """Until every block has finished the stages before this one.
+        """Waits until every block has finished the stages before this one.
 
         Signals count for any stage. But a block takes part in one only after this wait, so none is given before all
         of the stages before are.
@@ -148,7 +148,7 @@ class _Body:
             pl.when(takes_part)(lambda: plgpu.semaphore_signal(self.semaphore, 1, memory_scope="gpu"))
 
     def _meet(self, layer: jax.Array) -> None:
-        """Until the blocks of this (group, KV head) have written their shares of the layer's attention."""
+        """Waits until the blocks of this (group, KV head) have written their shares of the layer's attention."""
         shape = self.shape
 
         @pl.when(self.block < shape.attention_blocks)
@@ -224,7 +224,7 @@ class _Body:
         return lax.fori_loop(0, (last - first) * steps, tile, (t, arrived))
 
     def _claim(self, t: jax.Array, arrived: jax.Array, in_flight: jax.Array | int) -> jax.Array:
-        """Until place t of the ring is free and less than `in_flight` are on their way; how many have arrived then."""
+        """Waits until place t of the ring is free and fewer than `in_flight` copies run; returns those arrived."""
         ring = self.shape.ring
         if not self.interpret:
             for _ in range(2):  # a place is taken at a time, so two converge; a loop would be unrolled further

@@ -27,12 +27,12 @@ from smcjax.pallas.products import Ref, of_part
 
 
 class Products(BlockPart):
-    """One block's."""
+    """One block's products."""
 
     def units(self, site: str, half: StageIndex) -> tuple[jax.Array, jax.Array]:
-        """The block's: the first, and the one behind the last.
+        """The block's first unit, and the one behind its last.
 
-        To give the first blocks one each took a step longer (docs/performance.md).
+        Blocks with a unit more than others lie apart: where they were the first ones, a step took longer (dev/LOG.md).
         """
         units, blocks = self._sites[site].pick(half, lambda product: product.units), self._shape.blocks
         return lax.div(self._block * units, blocks), lax.div((self._block + 1) * units, blocks)
@@ -51,7 +51,7 @@ class Products(BlockPart):
         state: Any,
         early: Callable[[jax.Array], Any],
     ) -> tuple[jax.Array, Any]:
-        """All units of this block: `finish(unit, first of them, early(unit), tiles, state)` each.
+        """Multiplies all units of this block: `finish(unit, first of them, early(unit), tiles, state)` takes each.
 
         `early` loads what `finish` needs while the tensor core is at work.
         """

@@ -32,7 +32,7 @@ def padded_tokens(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """All that is static. M `tokens` = G `groups` · `group_tokens`, padded to a power of two."""
+    """The static facts of a step. M `tokens` = G `groups` · `group_tokens`, padded to a power of two."""
 
     hidden: int  # E
     ffn: int  # F
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def warpgroups(self) -> int:
-        """Of a block. Converting int8 takes two, a half of each tile's columns each."""
+        """Warpgroups of a block. Converting int8 takes two, a half of each tile's columns each."""
         return 4 if self.int8 else 3
 
     @property
@@ -149,13 +149,13 @@ class Shape:
         }
 
     def scale_places(self) -> dict[str, int]:
-        """Where each int8 matrix's scales begin among a layer's; `head` is how many a layer has."""
+        """The place among a layer's scales where each int8 matrix's begin; `head` is how many a layer has."""
         rows = {"qkv": (self.heads + 2 * self.kv_heads) * self.dim, "o": self.hidden, "gate_up": 2 * self.ffn}
         sizes = [*rows.values(), self.hidden]
         return dict(zip((*rows, "down", "head"), itertools.accumulate(sizes, initial=0), strict=True))
 
     def sites(self) -> dict[str, StagePair]:
-        """The same by what they read: the normed residual, what the stage before leaves, the last residual."""
+        """The products by what they read: the normed residual, what the stage before leaves, the last residual."""
         products = self.products()
         sites = {"from_residual": ("qkv", "gate_up"), "from_stage": ("o", "down"), "head": ("head",)}
         return {site: StagePair(names, tuple(products[name] for name in names)) for site, names in sites.items()}
@@ -178,7 +178,7 @@ class Product:
 
     @property
     def part(self) -> int:
-        """Length of such a part."""
+        """Length of one of the `split` parts."""
         return self.depth // self.split
 
     @property
@@ -188,7 +188,7 @@ class Product:
 
     @property
     def x_steps(self) -> int:
-        """Tiles of activations that it multiplies them with."""
+        """Tiles of activations that a unit's weight tiles are multiplied with."""
         return self.part // DEPTH
 
 
@@ -219,12 +219,12 @@ class StagePair:
 
     @property
     def pieces(self) -> int:
-        """Of both."""
+        """Tiles a unit, in all products of the pair."""
         return self.products[0].pieces
 
     @property
     def split(self) -> int:
-        """Of both."""
+        """Parts of the inner dimension that are multiplied at once, in all products of the pair."""
         return self.products[0].split
 
     def pick(self, which: StageIndex, of: Callable[[Product], Any]) -> Any:

@@ -60,7 +60,7 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How each row draws its token of each of K steps: argmax of logits / temperature + noise_scale · Gumbel noise."""
+    """The draws of each row's token in each of K steps: argmax of logits / temperature + noise_scale · Gumbel noise."""
 
     keys: UInt[Array, "K R 2"]  # Threefry key words
     temperature: Float[Array, " R"]

@@ -24,7 +24,7 @@ _chosen = jax.make_user_context("auto")
 
 
 def implementations(name: str) -> contextlib.AbstractContextManager[None]:
-    """Within it, `name` says which implementations operations take.
+    """Returns a context within which `name` says which implementations operations take.
 
     "auto": the kernels made for JAX's default device; "mosaic": the Hopper kernels whatever the device, as for lowering
     them where no GPU is; "xla": references alone. Raises ValueError for another name.
@@ -63,7 +63,7 @@ class Kernel[**P, R]:
     supports: Callable[P, bool]
 
     def runs_on(self, device: Device) -> bool:
-        """True for devices of its architecture."""
+        """True for devices of the kernel's architecture."""
         return device.arch == self.arch
 
 
@@ -87,6 +87,6 @@ class Op[**P, R]:
         return next(fitting, None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Computes the operation by that kernel, or by the reference."""
+        """Computes the operation by `kernel_for`'s kernel, or by the reference."""
         kernel = self.kernel_for(*args, **kwargs)
         return (self.reference if kernel is None else kernel.run)(*args, **kwargs)

@@ -53,7 +53,7 @@ def whole_words(forbids: Bool[Array, "*shape"]) -> UInt[Array, "*shape"]:
 
 
 class Draw(NamedTuple):
-    """How a place's token is drawn, within a kernel."""
+    """The draw of a place's token, within a kernel."""
 
     key0: jax.Array  # uint32
     key1: jax.Array  # uint32

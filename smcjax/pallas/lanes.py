@@ -281,7 +281,7 @@ _DESCRIPTOR = 128  # bytes of a TMA descriptor
 
 
 def _choose_descriptor(ctx: Any, refs: Sequence[ir.Value], layer: ir.Value) -> None:
-    """From here on descriptors are those of refs[layer], until `_get_tma_desc` is deleted from `ctx`."""
+    """Makes descriptors those of refs[layer], until `_get_tma_desc` is deleted from `ctx`."""
     _hold_descriptors_as_words(ctx.scratch)
     plain = ctx._get_tma_desc
 
@@ -315,7 +315,7 @@ def _hold_descriptors_as_words(scratch: Any) -> None:
 
 
 def _constant_offset(descriptor: ir.Value) -> int:
-    """Where a descriptor lies in the launch's scratch: the constant of the address computation that made it."""
+    """The offset of a descriptor in the launch's scratch: the constant of the address computation that made it."""
     address: Any = descriptor.owner
     return int(ir.DenseI32ArrayAttr(address.attributes["rawConstantIndices"])[0])
 

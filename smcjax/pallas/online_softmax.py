@@ -30,7 +30,7 @@ class Softmax(NamedTuple):
 
 
 def nothing_yet(dim: int) -> Softmax:
-    """Before the first chunk. m lies between masked scores and all others, so that masked ones weigh 0 at once."""
+    """The softmax before the first chunk. m lies between masked scores and others: masked ones weigh 0 at once."""
     return Softmax(
         plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
         plgpu.layout_cast(jnp.full((QUERIES,), MASKED / 2, jnp.float32), ROWS),
@@ -46,7 +46,7 @@ def advance(
     scale: float = 1.0,
     bias: jax.Array | None = None,
 ) -> tuple[Softmax, jax.Array]:
-    """With these scores, times `scale` and plus a query's `bias`: all but p·V, and p in bf16."""
+    """Takes in scores, times `scale` and plus a query's `bias`; returns all but p·V, and p in bf16."""
     acc, m, mass = so_far
     top = scores.max(axis=1)
     if scale != 1.0:
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 def visible_ends(pieces: Sequence[Piece], width: int, sees: jax.Array, row: jax.Array) -> list[jax.Array]:
-    """Where in the chunk what a query sees of each piece ends.
+    """The places in the chunk at which the visible part of each piece ends, for a query.
 
     Pieces are `width` slots. Query i is of row `row[i]` and sees `sees[i]` slots of it.
     """

@@ -39,8 +39,8 @@ from smcjax.pallas.products import (
     across,
     product_of,
 )
-from smcjax.pallas.shared_attention import applies as shared_attention_applies
-from smcjax.pallas.shared_attention import covers, padded, shared_attention_mosaic
+from smcjax.pallas.shared_attention import padded, shared_attention_mosaic, supports_plan
+from smcjax.pallas.shared_attention import supports as shared_attention_supports
 from smcjax.pallas.shared_tuning import NARROW, chunk_of, tiles_of
 from smcjax.pallas.sharing import Sharing, find_sharing
 from smcjax.pallas.sharing_kernel import find_sharing_mosaic, supports_sharing
@@ -262,7 +262,7 @@ def plan_sharing(
     More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
     """
     usual = uses_kernels() and is_usual(window, scale, shape["head_dim"])
-    usable = usual and shared_attention_applies(rows=rows, **shape)
+    usable = usual and shared_attention_supports(rows=rows, **shape)
     slots = block_table.shape[1] * shape["page_size"]
     if not usable or (supports(**shape) and (rows == 1 or slots <= NARROW)):
         return None
@@ -281,7 +281,7 @@ def plan_sharing(
 
 def attends_by_kernels(*, window: int | None = None, scale: float | None = None, **shape: Any) -> bool:
     """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
-    applies = supports(**shape) or shared_attention_applies(rows=1, **shape)
+    applies = supports(**shape) or shared_attention_supports(rows=1, **shape)
     return uses_kernels() and is_usual(window, scale, shape["head_dim"]) and applies
 
 
@@ -446,9 +446,9 @@ def _supports_tasks(
     **others: Any,
 ) -> bool:
     shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
-    if shape is None or sharing is None or not shared_attention_applies(rows=sharing.rows, **shape):
+    if shape is None or sharing is None or not shared_attention_supports(rows=sharing.rows, **shape):
         return False
-    return covers(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
+    return supports_plan(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
 
 
 def _run_rows(

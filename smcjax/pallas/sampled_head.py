@@ -40,7 +40,7 @@ WORD = 32  # ids to a word of flags
 NARROW = 8  # ids that are drawn from at once
 RING = 160 * 1024  # bytes
 LEAST_ROWS = 33  # fewer are drawn from as soon by XLA
-MOST_ROWS = 256  # and of more nobody has timed it (docs/performance.md)
+MOST_ROWS = 256  # and of more nobody has timed it (docs/kernels.md)
 MOST_PADDING = 32  # rows; with more of them XLA is the faster
 REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
 
@@ -57,7 +57,7 @@ class Tiling:
 
     @classmethod
     def of(cls, rows: int, vocab: int) -> Tiling:
-        """For this many rows and ids."""
+        """Chooses the tiling for `rows` rows and `vocab` ids."""
         few = rows <= ROWS and vocab % (2 * IDS) == 0
         tile_rows, ids = (ROWS, 2 * IDS) if few else (2 * ROWS, IDS)
         groups = -(-rows // tile_rows)
@@ -66,7 +66,7 @@ class Tiling:
 
     @property
     def padded(self) -> int:
-        """Rows in all."""
+        """Rows of all tiles."""
         return self.rows * self.groups
 
     @property
@@ -76,7 +76,7 @@ class Tiling:
 
     @property
     def candidates(self) -> int:
-        """That the blocks find of each row."""
+        """Candidates that the blocks find for each row."""
         return self.programs * self.ids // IDS
 
 
@@ -160,7 +160,7 @@ def _kernel(
             plgpu.barrier_arrive(made.at[warpgroup])
 
         def leave(place: Ref, sums: jax.Array) -> None:
-            """By pieces of as many ids as are drawn from at once."""
+            """Leaves sums for the draw, by pieces of as many ids as are drawn from at once."""
             if interpret:
                 place[...] = sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1)
                 return
@@ -168,7 +168,7 @@ def _kernel(
                 place[part] = lax.slice(sums, (0, part * NARROW), (ROWS, (part + 1) * NARROW))
 
         def release(step: jax.Array, due: Any) -> None:
-            """The place of this step's tiles, where another will want it."""
+            """Frees the place of this step's tiles, where another will want it."""
             pl.when((step + stages < total) & due)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step, stages)]))
 
         lax.fori_loop(0, tiles, tile, None)
@@ -274,7 +274,7 @@ def sampled_head(
     tiling = Tiling.of(rows, vocab)
 
     def padded(array: jax.Array, value: float = 0) -> jax.Array:
-        """Along the rows, its last axis."""
+        """Pads an array with `value` along its last axis, the rows."""
         widths = [(0, 0)] * (array.ndim - 1) + [(0, tiling.padded - rows)]
         return jnp.pad(array, widths, constant_values=value)
 

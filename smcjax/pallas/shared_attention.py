@@ -9,7 +9,7 @@ chunks: first those that are tasks, then those into which its pieces are packed 
 A warpgroup of its own walks the chunks and fills a ring in shared memory page by page, by TMA: K of a chunk, V of it, K
 of the next. The others compute, one for every 64 queries (a *tile*) of the part, times `subs`, which take the block's
 chunks in turn. Its time is the softmax's instructions more than the products', so chunks are as wide as registers
-allow; to run a warpgroup's softmax beside its own products does not pay (docs/performance.md). Each leaves log2 of
+allow; to run a warpgroup's softmax beside its own products does not pay (dev/LOG.md). Each leaves log2 of
 Σ exp in f32 and O/Σ in f16, which rounds an eighth as much as bf16 does in the end; a second kernel merges them in a
 fixed order (`shared_merge.py`).
 """
@@ -107,7 +107,7 @@ def _kernel(
         return assignments_ref[group, share, number * fields_of_chunk + field]
 
     def place_of(own: Assignment, number: jax.Array) -> jax.Array:
-        """Where in its part's list the share's `number`-th chunk is; where there is none, that of one there is."""
+        """The place in its part's list of the share's `number`-th chunk; of an existing one where there is none."""
         within = own.chunk(lax.clamp(0, number, lax.max(own.chunks - 1, 0)))
         return jnp.where(own.chunks > 0, within, 0)
 
@@ -120,7 +120,7 @@ def _kernel(
         return page, where, jnp.where(valid, members, 0)
 
     def buffers_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where in the ring keys and values of the share's `number`-th task come."""
+        """The places in the ring to which keys and values of the share's `number`-th task come."""
         stage = lax.rem(number, stages)
         return 2 * stage, 2 * stage + 1
 
@@ -214,7 +214,7 @@ def _kernel(
         scale = math.log2(math.e) / math.sqrt(dim)
 
         def turns(end: jax.Array) -> jax.Array:
-            """How many of the share's tasks before `end` are this warpgroup's."""
+            """The number of the share's tasks before `end` that are this warpgroup's."""
             return lax.max(lax.div(end - sub + (subs - 1), subs), 0)
 
         total = jnp.where(idle, 0, turns(stop))
@@ -252,7 +252,7 @@ def _kernel(
             halves = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
 
         def step(turn: jax.Array, state: tuple[Any, ...], *, lengths: Lengths = None) -> tuple[Any, ...]:
-            """Over a chunk that is a task, or with the rows' `lengths` pieces, whose values may lack some slots."""
+            """Attends to a chunk that is a task or, with rows' `lengths`, to pieces, whose values may lack slots."""
             softmax, tasks = state
             upcoming = (members if lengths is None else pieces)(turn + 1)  # takes as long as a chunk
             k_buffer, v_buffer = buffers_of(number_of(turn))
@@ -309,7 +309,7 @@ def _merge_kernel(parts_ref: Ref, lse_ref: Ref, out_ref: Ref, *, tuning: Tuning)
 # ------------------------------------------------------------------------------------------------------------ wrapper
 
 
-def applies(
+def supports(
     *, rows: int, columns: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
 ) -> bool:
     """True for groups of N = `rows` rows of T = `columns` new tokens that the kernels take."""
@@ -327,11 +327,11 @@ def applies(
 
 
 def padded(group: int) -> int:
-    """How many queries a token has of one key-value head: its H/Hkv = `group` and zeros, so that they divide 64."""
+    """Queries that a token has of one key-value head: its H/Hkv = `group` and zeros, so that they divide 64."""
     return 1 << (group - 1).bit_length()
 
 
-def covers(sharing: Sharing, *, columns: int, group: int) -> bool:
+def supports_plan(sharing: Sharing, *, columns: int, group: int) -> bool:
     """True for a plan of T = `columns` tokens a row and `group` query heads to a key-value head."""
     queries = columns * padded(group)
     parts = -(-sharing.rows * queries // (tiles_of(sharing.rows * queries) * QUERIES))
@@ -354,7 +354,7 @@ def shared_attention_mosaic(
     """Query (r, t) attends to slots 0…positions[r, t], as far as below `lengths[r]`, of the rows that were planned.
 
     `sharing` is the plan that `find_sharing` made of the rows' block table for this many queries a row; it must cover
-    `lengths`, and its settled slots must be seen by every query of their rows. What a query at or beyond `lengths`
+    `lengths`, and its immutable slots must be seen by every query of their rows. What a query at or beyond `lengths`
     returns means nothing, but is finite. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.

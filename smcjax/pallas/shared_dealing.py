@@ -24,7 +24,7 @@ from smcjax.pallas.sharing import PACKED, Sharing
 
 
 def skipped_rounds_of(chunk: int) -> int:
-    """How much longer packed pieces take than a chunk of so many slots, in chunks: of 64, 1.3 measured."""
+    """Chunks of so many slots that packed pieces take longer than one chunk: of 64, 1.3 measured."""
     return 1 if chunk <= PACKED else 0
 
 
@@ -42,7 +42,7 @@ class Assignment(NamedTuple):
 
     @property
     def all(self) -> jax.Array:
-        """How many tasks it has: chunks first."""
+        """The number of the block's tasks; chunks come first."""
         return self.chunks + self.packed
 
     def chunk(self, number: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def assign_tasks(
     first_packed = (block + extra_piece) % splits
 
     def own(count: Array, place: Array) -> Array:
-        """How many of `count` things in turn are those of the block in this place."""
+        """Counts, of `count` things dealt in turn, those of the block in this place."""
         return jnp.maximum((count - place + splits - 1) // splits, 0)
 
     mine = own(chunks + skipped_rounds * extra_piece, block) - jnp.where(

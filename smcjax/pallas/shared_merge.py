@@ -3,7 +3,7 @@
     O = Σ_s w_s O_s,   w_s = 2^(lse_s − max lse) / Σ_s 2^(lse_s − max lse)
 
 over the shares s, in their order. (Blocks of the first kernel that wait for each other and merge themselves, a launch
-less, take as long: docs/performance.md.)
+less, take as long: dev/LOG.md.)
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def merge_unit(
 
 
 def result_type(*, groups: int, kv_heads: int, group_heads: int, pairs: int, dim: int, dtype: Any) -> Any:
-    """What units are merged into.
+    """The shape and dtype of the array that units are merged into.
 
     [R·T, H, D] where a unit lies within the heads of a (row, column) pair, else [G, Hkv, queries, D].
     """

@@ -1,4 +1,4 @@
-"""How the kernel of `shared_attention.py` is cut: parts of a group's queries, shares of their tasks, warpgroups."""
+"""The cut of `shared_attention.py`'s kernel: parts of a group's queries, shares of their tasks, warpgroups."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tuning:
 
     @property
     def registers(self) -> Registers | None:
-        """How registers are dealt; None where each keeps its own."""
+        """Registers of each warpgroup's threads after dealing; None where all keep their own."""
         return REGISTERS.get(self.warpgroups)
 
     def holds_queries(self, *, dim: int, chunk: int) -> bool:

@@ -67,7 +67,7 @@ def parts_of(rows: int, queries: int, tiles: int = 2) -> list[range]:
 def find_sharing(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
-    settled: Int[Array, " R"] | None,
+    num_immutable: Int[Array, " R"] | None,
     *,
     rows: int,
     queries: int,
@@ -78,7 +78,7 @@ def find_sharing(
     """The plan for groups of N = `rows` consecutive rows with `queries` queries a row and key-value head.
 
     `lengths` is how many slots of each row hold KV, or will when the plan is last used: 0 for a row that reads
-    nothing. `settled` is how many of them every query of every forward sees; None makes pieces of everything.
+    nothing. `num_immutable` is how many of them every query of every forward sees; None makes pieces of everything.
     """
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows a group; a set of rows has {MAX_ROWS} bits")
@@ -90,8 +90,8 @@ def find_sharing(
     begin = jnp.zeros((groups, rows), jnp.int32)  # the first slot of each row that is in no chunk
     lengths = lengths.reshape(groups, rows)
     chunks, num_chunks = jnp.zeros((groups, len(in_parts), 1, chunk // piece + 2), jnp.int32), None
-    if settled is not None:
-        begin = jnp.minimum(settled.reshape(groups, rows), lengths) // chunk * chunk
+    if num_immutable is not None:
+        begin = jnp.minimum(num_immutable.reshape(groups, rows), lengths) // chunk * chunk
         chunks, num_chunks = _tasks(pages.reshape(groups, rows, -1, chunk // piece), 0 * begin, begin, chunk, in_parts)
     pieces, num_pieces = _tasks(pages[..., None], begin, lengths, piece, in_parts)
     return Sharing(
@@ -136,7 +136,7 @@ def _tasks(
 
 
 def _places(mine: Bool[Array, "G parts N tasks"]) -> tuple[Int[Array, "G parts N tasks"], Int[Array, "G parts"]]:
-    """Where each task goes, by its number and then its row, out of range where there is none; and how many there are.
+    """The place of each task, by its number and then its row, out of range where there is none; and how many there are.
 
     Sums over what comes before it as one masked reduction each, where XLA makes a cumulative sum of many kernels.
     """
@@ -153,7 +153,7 @@ def _places(mine: Bool[Array, "G parts N tasks"]) -> tuple[Int[Array, "G parts N
 def query_limits(
     positions: Int[Array, "R T"], lengths: Int[Array, " R"], *, rows: int, group: int, size: int
 ) -> Int[Array, "G size"]:
-    """How many slots each query of a group sees, times 32, plus its row in the group; padded to `size`."""
+    """The number of slots that each query of a group sees, times 32, plus its row in the group; padded to `size`."""
     visible = jnp.minimum(positions + 1, lengths[:, None])  # [R, T]
     groups = visible.shape[0] // rows
     row = np.arange(visible.shape[0])[:, None] % rows

@@ -95,7 +95,7 @@ def _find(
 
 
 def _begin(t: Threads, tasks: Ref, found: Ref, so_far: Ref, place: Word, *, shape: tuple[int, int]) -> None:
-    """No tasks yet; what is read where there are none names the trash page."""
+    """Begins with no tasks; what is read where there are none names the trash page."""
     zero = t.constant(0)
     most, fields = shape
     t.store(tasks, place * (most * fields) + t.index, zero, only=t.index < fields)
@@ -107,7 +107,7 @@ def _begin(t: Threads, tasks: Ref, found: Ref, so_far: Ref, place: Word, *, shap
 def find_sharing_mosaic(
     block_table: Int[Array, "R M"],
     lengths: Int[Array, " R"],
-    settled: Int[Array, " R"] | None,
+    num_immutable: Int[Array, " R"] | None,
     *,
     rows: int,
     queries: int,
@@ -124,8 +124,10 @@ def find_sharing_mosaic(
     parts = [sum(1 << row for row in part) for part in parts_of(rows, queries, tiles)]
     numbers = -(-block_table.shape[1] * page_size // chunk)  # of chunks
     pieces = numbers * (chunk // piece)
-    settles = settled is not None
-    begin = jnp.minimum(settled, lengths) // chunk * chunk if settled is not None else jnp.zeros_like(lengths)
+    has_immutable = num_immutable is not None
+    begin = (
+        jnp.minimum(num_immutable, lengths) // chunk * chunk if num_immutable is not None else jnp.zeros_like(lengths)
+    )
 
     def kernel(
         table: Ref,
@@ -182,7 +184,7 @@ def find_sharing_mosaic(
     chunk_tasks, num_chunks, piece_tasks, num_pieces = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((*place, rows * numbers if settles else 1, chunk // piece + 2), jnp.int32),
+            jax.ShapeDtypeStruct((*place, rows * numbers if has_immutable else 1, chunk // piece + 2), jnp.int32),
             jax.ShapeDtypeStruct(place, jnp.int32),
             jax.ShapeDtypeStruct((*place, rows * pieces, 3), jnp.int32),
             jax.ShapeDtypeStruct(place, jnp.int32),

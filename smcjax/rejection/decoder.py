@@ -99,7 +99,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
-    """`num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
+    """Takes `num_steps` steps in one program; Info fields get a leading [num_steps] axis."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_steps)
 
 
@@ -133,7 +133,7 @@ def decide(
     greedy = state.requests.temperature == 0
 
     def law(logits: jax.Array, greedy: jax.Array) -> jax.Array:
-        """Probabilities; of a greedy request all on the likeliest token. [N, columns, V]"""
+        """Probabilities [N, columns, V] of logits; of a greedy request all on the likeliest token."""
         likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
         likeliest = jnp.where(jnp.isnan(logits).any(axis=-1, keepdims=True), jnp.nan, likeliest)
         return jnp.where(greedy, likeliest, jax.nn.softmax(logits, axis=-1))

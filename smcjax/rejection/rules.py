@@ -1,4 +1,4 @@
-"""Which drafts to accept, and the law of the token behind them, such that the answer has the target's law.
+"""The choice of drafts to accept, and the law of the token behind them, such that the answer has the target's law.
 
     token    accept draft j iff u_j·q_j(x_j) < p_j(x_j); at the first rejection the next token is drawn from
              norm(max(p_j − q_j, 0)), after the last acceptance from p_K
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Verdict(NamedTuple):
-    """What became of the drafts of one request."""
+    """The decision about the drafts of one request."""
 
     candidate: Int[Array, ""]  # the row that was accepted along
     accepted: Int[Array, ""]  # of its drafts, from the first
@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 def residuals(
     p: Float[Array, "N K V"], q: Float[Array, "N K V"], count: int
 ) -> tuple[Float[Array, "count N K"], Float[Array, "count N K"]]:
-    """What is left of p after 0 … count − 1 candidates drawn from q were rejected: c and D of max(p − c·q, 0)/D.
+    """Residuals of p after 0 … count − 1 rejected candidates drawn from q: c and D of max(p − c·q, 0)/D.
 
     With r_0 = p, rejecting one more leaves r_{m+1} = norm(max(r_m − q, 0)), and by induction
 

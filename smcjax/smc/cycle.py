@@ -44,7 +44,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
 
 
 def run(program: SMCProgram, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
-    """`num_cycles` cycles in one program; Info fields get a leading [num_cycles] axis. Ended groups stay frozen."""
+    """Runs `num_cycles` cycles in one program; Info gets a leading [num_cycles] axis. Ended groups stay frozen."""
     return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
 
 

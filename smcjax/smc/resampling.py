@@ -36,7 +36,7 @@ def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> I
 
 
 def num_uniforms(method: str, n: int) -> int:
-    """How many uniforms a scheme consumes for n particles."""
+    """The number of uniforms that a scheme consumes for n particles."""
     return 1 if method == "systematic" else n
 
 
@@ -55,14 +55,14 @@ def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, "
 
 
 def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array, " N"]:
-    """Where a scheme other than residual looks into the inverse CDF."""
+    """The positions in [0, 1) at which a scheme other than residual reads the inverse CDF."""
     if method == "multinomial":
         return uniforms
     return (uniforms + jnp.arange(n)) / n  # systematic (one uniform for all strata) and stratified
 
 
 def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
-    """How often each index is drawn. N² comparisons are one small kernel on a GPU, a scatter is several."""
+    """Counts the draws of each index. N² comparisons are one small kernel on a GPU, a scatter is several."""
     index = jnp.arange(drawn.shape[0])
     return jnp.sum((drawn == index[:, None]) & used, axis=1, dtype=jnp.int32)
 

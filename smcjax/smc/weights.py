@@ -1,4 +1,4 @@
-"""Importance weights in log space (ALGORITHM.md, "One cycle", steps 4 to 6).
+"""Importance weights in log space (docs/algorithm.md, "One cycle", steps 4 to 6).
 
     draft token d:  α·log p_T(d) − log q(d)
     bonus token:    log Σ_v p_T(v)^α  =  LSE(α·ℓ/T) − α·LSE(ℓ/T)
@@ -36,12 +36,12 @@ def logprob_at(tempered: Float[Array, "*shape V"], tokens: Int[Array, "*shape"])
 def draft_increment(
     power: float, target_logprob: Float[Array, "*shape"], draft_logprob: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """What a draft token adds to its particle's log weight: α·log p_T − log q."""
+    """The log of the factor by which a draft token multiplies its particle's weight: α·log p_T − log q."""
     return power * target_logprob - draft_logprob
 
 
 def bonus_increment(power: float, logits: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
-    """What a token drawn from softmax(α·logits) adds: the log normaliser of p_T^α; 0 at α = 1.
+    """The log of the factor for a token drawn from softmax(α·logits): the log normaliser of p_T^α; 0 at α = 1.
 
     `logits` are tempered, as by `temper`. Logits that are no law (one is NaN or +inf, or all are −inf) give NaN at any
     α, so that a broken model is never taken for a sample.
@@ -73,7 +73,7 @@ def log_mean_weight(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*bat
 
 
 def must_resample(ess: Float[Array, "*batch"], n_particles: int, threshold: float) -> Array:
-    """Whether the ESS is below `least_ess`."""
+    """True where the ESS is below `least_ess`."""
     return ess < least_ess(n_particles, threshold)
 
 

@@ -64,12 +64,12 @@ def in_tense(template: str, past: bool) -> str:
 
 
 def masked(template: str) -> str:
-    """What a template says whoever and whatever it is about: its words, in the present tense."""
+    """The words of a template in the present tense, with "_" for every name, thing and number."""
     return re.sub(r"\{\w+\}", "_", in_tense(template, False)).lower()
 
 
 def is_set_aside(template: str) -> bool:
-    """Whether a template is for evaluation: an eighth of all, by hash; templates that differ in slots go together."""
+    """True for a template that is for evaluation: an eighth, by hash; those that differ in slots go together."""
     return hashlib.sha256(masked(template).encode()).digest()[0] % SET_ASIDE == 0
 
 

@@ -65,12 +65,12 @@ def draw(rng: random.Random, split: Split) -> tuple[Problem, list[str]]:
 
 
 def prompt(problem: Problem) -> str:
-    """What a model is given: the bare question, as anyone would type it."""
+    """The prompt that a model is given: the bare question, as anyone would type it."""
     return problem.question
 
 
 def completion(problem: Problem) -> str:
-    """What a model is trained to continue `prompt` with; the newline belongs to it."""
+    """The text that a model is trained to continue `prompt` with, its first newline included."""
     return "\n" + problem.solution
 
 
@@ -82,12 +82,12 @@ def extract_answer(text: str) -> int | None:
 
 
 def is_correct(problem: Problem, completion: str) -> bool:
-    """Whether a model's text gives the answer."""
+    """True where a model's text gives the answer."""
     return extract_answer(completion) == problem.answer
 
 
 def is_held_out(a: int, op: str, b: int) -> bool:
-    """Whether the calculation `a op b` is set aside for evaluation: a tenth of all, by hash."""
+    """True for calculations `a op b` set aside for evaluation: a tenth of all, by hash."""
     if op in "+*" and a > b:
         a, b = b, a
     h = (a * 0x9E3779B1 + b * 0x85EBCA77 + ord(op) * 0xC2B2AE3D) & 0xFFFFFFFF

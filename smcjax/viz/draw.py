@@ -334,7 +334,7 @@ def _stroke(
 
 
 def _final_weights(axes: Axes, trace: TraceFile) -> None:
-    """What the answer was drawn from."""
+    """Draws the final weights, from which the answer was drawn."""
     n, weights = trace.n_particles, np.exp(normalise(trace.final_log_weights))
     axes.tick_params(axis="both", length=0, labelleft=False, labelbottom=False)
     for spine in axes.spines.values():

@@ -19,10 +19,10 @@ from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.paged_attention import paged_attention, plan_sharing
 from smcjax.pallas.shared_attention import (
-    applies,
-    covers,
     padded,
     shared_attention_mosaic,
+    supports,
+    supports_plan,
 )
 from smcjax.pallas.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
 from smcjax.pallas.sharing import QUERIES, find_sharing
@@ -264,9 +264,9 @@ LLAMA = {
 
 
 def test_where_it_applies() -> None:
-    assert applies(**LLAMA)
-    assert applies(**{**LLAMA, "rows": 1, "columns": 512})
-    assert applies(**{**LLAMA, "rows": 1, "columns": 512, "num_heads": 64})
+    assert supports(**LLAMA)
+    assert supports(**{**LLAMA, "rows": 1, "columns": 512})
+    assert supports(**{**LLAMA, "rows": 1, "columns": 512, "num_heads": 64})
     others: list[dict[str, Any]] = [
         {"rows": 0},
         {"rows": 32},
@@ -277,7 +277,7 @@ def test_where_it_applies() -> None:
         {"page_size": 1},
         {"dtype": jnp.float32},
     ]
-    assert not any(applies(**{**LLAMA, **other}) for other in others)
+    assert not any(supports(**{**LLAMA, **other}) for other in others)
 
 
 def test_plans_are_made_where_they_pay() -> None:
@@ -294,12 +294,12 @@ def test_plans_are_made_where_they_pay() -> None:
     assert plan(256, rows=1) is None
     assert plan(256, "xla") is None
     verify = plan(256)
-    assert covers(verify, columns=9, group=4)
-    assert not covers(verify, columns=1, group=4)
+    assert supports_plan(verify, columns=9, group=4)
+    assert not supports_plan(verify, columns=1, group=4)
     draft = plan(256, columns=2, head_dim=64)
     assert draft is not None
-    assert covers(draft, columns=1, group=4)
-    assert not covers(draft, columns=9, group=4)
+    assert supports_plan(draft, columns=1, group=4)
+    assert not supports_plan(draft, columns=9, group=4)
     for many in ({"columns": 17}, {"num_heads": 64}, {"columns": 128, "rows": 1}):  # that no other kernel takes
         assert plan(64, **many) is not None
 

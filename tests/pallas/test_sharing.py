@@ -33,10 +33,10 @@ def family_table(rng: np.random.Generator, lengths: np.ndarray, page_size: int) 
 
 @functools.partial(jax.jit, static_argnames=("queries", "page_size", "chunk", "tiles"))
 def plan(
-    table: jax.Array, lengths: jax.Array, settled: jax.Array, queries: int, page_size: int, chunk: int, tiles: int
+    table: jax.Array, lengths: jax.Array, num_immutable: jax.Array, queries: int, page_size: int, chunk: int, tiles: int
 ) -> Sharing:
     return find_sharing(
-        table, lengths, settled, rows=ROWS, queries=queries, page_size=page_size, chunk=chunk, tiles=tiles
+        table, lengths, num_immutable, rows=ROWS, queries=queries, page_size=page_size, chunk=chunk, tiles=tiles
     )
 
 
@@ -48,14 +48,14 @@ TERMS = [(4, 16, 64, 2), (36, 16, 32, 1), (36, 64, 64, 2), (48, 64, 32, 1)]
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: int, tiles: int, seed: int) -> None:
     """In each part, each of its rows' slots lies in exactly one task of that row, on the row's own page; what two rows
-    both read by chunks or both by pieces is not read twice; of a chunk every slot is settled for all of its rows."""
+    both read by chunks or both by pieces is not read twice; of a chunk every slot is immutable for all of its rows."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, WIDTH * page_size + 1, GROUPS * ROWS) * rng.integers(0, 2, GROUPS * ROWS)
     if rng.random() < 0.5:
         lengths[:] = lengths.max()
-    settled = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
+    num_immutable = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
     table = family_table(rng, lengths, page_size)
-    arrays = (jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
+    arrays = (jnp.asarray(x, jnp.int32) for x in (table, lengths, num_immutable))
     found = jax.tree.map(np.asarray, plan(*arrays, queries, page_size, chunk, tiles))
     span = min(page_size, chunk)
     assert found.piece == span
@@ -79,7 +79,7 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
                     numbers.append((number, rows[0]))
                     for r in rows:
                         length, end = lengths[mine[r]], (number + 1) * slots
-                        assert not whole or end <= settled[mine[r]]
+                        assert not whole or end <= num_immutable[mine[r]]
                         for slot in range(number * slots, min(end, length)):
                             assert table[mine[r], slot // page_size] == pages[(slot - number * slots) // span]
                             covered[r, slot] = covered.get((r, slot), 0) + 1
@@ -104,20 +104,20 @@ def same_tasks(found: Sharing, want: Sharing) -> None:
 def random_history(seed: int, page_size: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, WIDTH * page_size + 1, GROUPS * ROWS) * rng.integers(0, 2, GROUPS * ROWS)
-    settled = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
+    num_immutable = np.maximum(lengths - rng.integers(1, 9, lengths.shape), 0)
     table = family_table(rng, lengths, page_size)
-    return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, settled))
+    return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, num_immutable))
 
 
 @pytest.mark.parametrize(("queries", "page_size", "chunk", "tiles"), TERMS)
-@pytest.mark.parametrize("settles", [True, False])
-def test_the_kernel_finds_the_same(queries: int, page_size: int, chunk: int, tiles: int, settles: bool) -> None:
+@pytest.mark.parametrize("has_immutable", [True, False])
+def test_the_kernel_finds_the_same(queries: int, page_size: int, chunk: int, tiles: int, has_immutable: bool) -> None:
     terms = {"rows": ROWS, "queries": queries, "page_size": page_size, "chunk": chunk, "tiles": tiles}
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
     plainly = jax.jit(functools.partial(find_sharing, **terms))
     for seed in range(2):
-        table, lengths, settled = random_history(seed, page_size)
-        arguments = (table, lengths, settled if settles else None)
+        table, lengths, num_immutable = random_history(seed, page_size)
+        arguments = (table, lengths, num_immutable if has_immutable else None)
         same_tasks(by_kernel(*arguments), plainly(*arguments))
 
 
@@ -158,21 +158,21 @@ def test_the_kernel_compares_pairs_of_few_rows() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize("has_immutable", [True, False])
 @pytest.mark.parametrize(
     ("groups", "rows", "width"), [(1, 8, 272), (1, 8, 2064), (32, 8, 80), (2, 16, 300), (3, 2, 64)]
 )
-def test_the_kernel_on_a_gpu(groups: int, rows: int, width: int, settles: bool) -> None:
+def test_the_kernel_on_a_gpu(groups: int, rows: int, width: int, has_immutable: bool) -> None:
     for queries, tiles in ((36, 3), (4, 1)):
         terms = {"rows": rows, "queries": queries, "page_size": 16, "chunk": 64, "tiles": tiles}
-        table, lengths, settled = wide_history(groups, groups=groups, rows=rows, width=width)
-        arguments = (table, lengths, settled if settles else None)
+        table, lengths, num_immutable = wide_history(groups, groups=groups, rows=rows, width=width)
+        arguments = (table, lengths, num_immutable if has_immutable else None)
         found = jax.jit(functools.partial(find_sharing_mosaic, **terms))(*arguments)
         same_tasks(found, jax.jit(functools.partial(find_sharing, **terms))(*arguments))
 
 
 def test_a_common_prompt_is_read_once() -> None:
-    """Eight rows of 200 slots, 128 of them common, 191 settled: two chunks of all rows, then each row's own pages."""
+    """Eight rows of 200 slots, 128 of them common, 191 immutable: two chunks of all rows, then each row's own pages."""
     table = np.zeros((8, 16), np.int32)
     table[:, :8] = np.arange(1, 9)
     table[:, 8:13] = np.arange(9, 49).reshape(8, 5)

@@ -109,7 +109,7 @@ def decode(
     ask: Ask,
     max_model_len: int,
 ) -> Result:
-    """ALGORITHM.md, "One cycle" and "Ends", read aloud."""
+    """docs/algorithm.md, "One cycle" and "Ends", read aloud."""
     n, alpha = config.n_particles, config.power
     limit = ask.limit(max_model_len)
     key = jax.random.key(ask.seed)
