@@ -106,7 +106,7 @@ class Autoregressive(Decoding):
         return Speculation(rows=1, gamma=0, defers=False)
 
     def __str__(self) -> str:
-        return "target only"
+        return "target alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ class SMC(Decoding):
         )
 
     def __str__(self) -> str:
-        return f"N={self.n_particles} K={self.gamma}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}"
 
     def check_draft(self, *, full_support: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""

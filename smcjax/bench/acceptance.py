@@ -26,7 +26,7 @@ from typing import Any
 
 from smcjax.bench.cycle import Case, CycleResult
 from smcjax.bench.table import synthetic_case
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
 
 ASSUMPTION = (
     "a is assumed, not measured: the probability that a draft position accepts, with all candidates together and "
@@ -85,7 +85,7 @@ def rival(result: CycleResult, results: Sequence[CycleResult]) -> CycleResult | 
 
     Where there is none of that many, the one whose N is nearest to 8, SMC's default.
     """
-    same = [one for one in results if one.decoding == "smc" and one.gamma == result.gamma]
+    same = [one for one in results if not DECODINGS[one.decoding].exact and one.gamma == result.gamma]
     default = SMC().n_particles
     return min(
         same,
@@ -102,13 +102,13 @@ def rows_of(results: Sequence[CycleResult], acceptance: Sequence[float]) -> list
     """
     rows = []
     for result in results:
-        exact = result.decoding == "rejection"
+        exact = DECODINGS[result.decoding].ragged
         rates = list(dict.fromkeys(acceptance))
         tokens = [expected_tokens(rate, result.gamma) for rate in rates] if exact else [result.gamma + 1.0]
         smc = rival(result, results) if exact else None
         rows.append(
             {
-                "decoder": _name(result),
+                "decoder": result.described,
                 **dataclasses.asdict(result),
                 "acceptance": rates if exact else None,
                 "tokens_per_cycle": tokens,
@@ -118,15 +118,6 @@ def rows_of(results: Sequence[CycleResult], acceptance: Sequence[float]) -> list
             }
         )
     return rows
-
-
-def _name(result: CycleResult) -> str:
-    if result.decoding == "autoregressive":
-        return "target alone"
-    if result.decoding == "smc":
-        return f"SMC, N={result.n_particles}, K={result.gamma}"
-    candidates = "1 candidate" if result.n_particles == 1 else f"{result.n_particles} candidates"
-    return f"rejection, {candidates}, K={result.gamma}"
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:

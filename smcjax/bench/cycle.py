@@ -136,7 +136,8 @@ class CycleResult:
     """One benchmark, self-describing."""
 
     device: str
-    decoding: str
+    decoding: str  # `Decoding.name`
+    described: str  # the decoder and its options, in a few words
     groups: int
     n_particles: int
     gamma: int
@@ -326,6 +327,7 @@ class Bench:
         return CycleResult(
             device=jax.devices()[0].device_kind,
             decoding=case.decoding.name,
+            described=str(case.decoding),
             groups=case.groups,
             n_particles=case.rows,
             gamma=case.decoding.speculation.gamma,

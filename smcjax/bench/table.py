@@ -173,7 +173,6 @@ def _comparable(result: CycleResult, first: CycleResult) -> bool:
 
 
 def _name(result: CycleResult) -> str:
-    what = f"N={result.n_particles}, K={result.gamma}" if result.gamma else "target only"
     requests = "" if result.groups == 1 else f", {result.groups} requests"
     private = f", {result.private:,} of them private to each particle (no resampling)" if result.private else ""
-    return f"{what}{requests}, {result.context:,} tokens{private}"
+    return f"{result.described}{requests}, {result.context:,} tokens{private}"

@@ -27,8 +27,9 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import DECODINGS, add_debug_option
+from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, share, whole
+from smcjax.decoders import DECODINGS
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult, Models
@@ -100,7 +101,7 @@ def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles
 
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
-    if args.compare and args.decoding == "rejection":
+    if args.compare and DECODINGS[args.decoding].ragged:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     from smcjax.bench.cycle import Case, bench_cycle
 
@@ -233,7 +234,7 @@ def _conditions(result: CycleResult, models: Models) -> str:
 def _models_named(result: CycleResult, draft: str, target: str) -> str:
     target += f" ({result.quantization})" if result.quantization else ""
     draft += f" ({result.draft_quantization})" if result.draft_quantization else ""
-    return target if result.decoding == "autoregressive" else f"{draft} → {target}"
+    return f"{draft} → {target}" if result.gamma else target
 
 
 def _implementation(result: CycleResult) -> str:
@@ -242,10 +243,6 @@ def _implementation(result: CycleResult) -> str:
 
 def table(result: CycleResult, target: str, draft: str) -> str:
     """The result for people."""
-    rejection = ", rejection" if result.decoding == "rejection" else ""
-    what = f"N={result.n_particles} K={result.gamma}{rejection}"
-    if result.decoding == "autoregressive":
-        what = "target only"
     private = f" ({result.private} private)" if result.private else ""
     kv = ", synthetic KV" if result.synthetic_kv else ""
     rows = [
@@ -253,8 +250,8 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         ("models", f"{_models_named(result, draft, target)}, random weights{kv}"),
         (
             "case",
-            f"{what}, {result.groups} request(s), context {result.context}{private}, page {result.page_size}, "
-            + _implementation(result),
+            f"{result.described}, {result.groups} request(s), context {result.context}{private}, "
+            f"page {result.page_size}, {_implementation(result)}",
         ),
         ("max_model_len", str(result.max_model_len)),
         (
@@ -267,7 +264,8 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         ("measured", f"{result.ms:.2f} ms a cycle (windows {', '.join(f'{ms:.2f}' for ms in result.ms_windows)})"),
         (
             "tokens/s",
-            f"{result.tokens_per_second:,.0f}" + (", if all drafts are accepted" if rejection else ""),
+            f"{result.tokens_per_second:,.0f}"
+            + (", if all drafts are accepted" if DECODINGS[result.decoding].ragged else ""),
         ),
         ("of the weight roofline", f"{100 * result.weight_roofline_fraction:.1f}%"),
         ("of the roofline", f"{100 * result.roofline_fraction:.1f}%"),

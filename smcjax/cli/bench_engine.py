@@ -26,8 +26,9 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import DECODINGS, add_debug_option
+from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, whole
+from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ def draw_acceptance(rows: Sequence[dict[str, Any]], path: Path) -> None:
     exact: list[int] = []
     smc: list[int] = []
     for row in rows:
-        kind, speeds, label = row["decoding"], row["tokens_per_second"], row["decoder"]
-        if kind == "autoregressive":
+        speeds, label = row["tokens_per_second"], row["decoder"]
+        if not row["gamma"]:
             axes.axhline(speeds[0], linestyle=":", color="black", label=label)
             continue
         colour = f"C{_place(gammas, row['gamma']) % 10}"
-        if kind == "smc":
+        if row["acceptance"] is None:
             dashes = DASHES[_place(smc, row["n_particles"]) % len(DASHES)]
             axes.axhline(speeds[0], linestyle=dashes, color=colour, label=label)
             continue

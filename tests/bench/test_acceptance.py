@@ -23,7 +23,16 @@ SHAPES = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
 def result(decoding: str, n: int, gamma: int, ms: float, groups: int = 1) -> CycleResult:
     fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
-    fields |= {"decoding": decoding, "n_particles": n, "gamma": gamma, "ms": ms, "groups": groups}
+    options = {"smc": SMC(n, gamma or 1), "rejection": Rejection(gamma or 1, n_candidates=n)}
+    described = str(options.get(decoding, Autoregressive()))
+    fields |= {
+        "decoding": decoding,
+        "described": described,
+        "n_particles": n,
+        "gamma": gamma,
+        "ms": ms,
+        "groups": groups,
+    }
     return CycleResult(**fields)
 
 
@@ -105,8 +114,8 @@ def test_what_the_table_says() -> None:
     assert lines[1] == "|---|---|---|---|---|---|"
     assert lines[2] == "| target alone | 4.00 | 500 | – | – | – |"
     # 1 + a + a² = 3 · 5/10 at a = (√3 − 1)/2
-    assert lines[3] == "| rejection, 1 candidate, K=2 | 5.00 | – | 700 | 1,200 | 0.366 (N=8) |"
-    assert lines[4] == "| rejection, 8 candidates, K=2 | 10.00 | – | 350 | 600 | – |"
+    assert lines[3] == "| rejection by token, K=2 | 5.00 | – | 700 | 1,200 | 0.366 (N=8) |"
+    assert lines[4] == "| rejection by token, K=2, 8 candidates | 10.00 | – | 350 | 600 | – |"
     assert lines[5] == "| SMC, N=8, K=2 | 10.00 | 600 | – | – | – |"
 
 
@@ -120,8 +129,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     rows = [json.loads(line) for line in out.splitlines()[-4:]]
     assert [row["decoder"] for row in rows] == [
         "target alone",
-        "rejection, 1 candidate, K=2",
-        "rejection, 2 candidates, K=2",
+        "rejection by token, K=2",
+        "rejection by token, K=2, 2 candidates",
         "SMC, N=2, K=2",
     ]
     for row in rows:

@@ -15,7 +15,15 @@ from smcjax.decoders import SMC, Autoregressive
 
 def result(**changes: Any) -> CycleResult:
     fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
-    fields |= {"decoding": "smc", "groups": 1, "n_particles": 8, "gamma": 8, "context": 256, "private": 0}
+    fields |= {
+        "decoding": "smc",
+        "described": str(SMC(8, 8)),
+        "groups": 1,
+        "n_particles": 8,
+        "gamma": 8,
+        "context": 256,
+        "private": 0,
+    }
     fields |= {"ms": 10.0, "kv_bytes": 10**9, "bandwidth": 1e12, "weight_roofline_fraction": 0.5}
     fields |= {"max_model_len": 1024, "tokens_per_second": 900.0, "roofline_fraction": 0.51}
     fields |= {"ms_windows": [changes.get("ms", 10.0)]}
@@ -52,17 +60,17 @@ def test_what_the_table_says() -> None:
         result(context=4096, ms=12.5, kv_bytes=3 * 10**9),
         result(context=4096, private=2048, ms=15.0, kv_bytes=9 * 10**9),
         result(groups=32, context=1024, ms=40.0, kv_bytes=9 * 10**9),
-        result(decoding="autoregressive", n_particles=1, gamma=0, ms=4.0),
+        result(decoding="autoregressive", described=str(Autoregressive()), n_particles=1, gamma=0, ms=4.0),
     ]
     lines = markdown(rows).splitlines()
     assert "ms added over 256 tokens" in lines[0]
-    assert lines[2] == "| N=8, K=8, 256 tokens | 1,024 | 10.00 | 900 | 50.0% | 51.0% | – | – |"
-    assert lines[3] == "| N=8, K=8, 4,096 tokens | 1,024 | 12.50 | 900 | 50.0% | 51.0% | 2.50 | 2.00 |"
+    assert lines[2] == "| SMC, N=8, K=8, 256 tokens | 1,024 | 10.00 | 900 | 50.0% | 51.0% | – | – |"
+    assert lines[3] == "| SMC, N=8, K=8, 4,096 tokens | 1,024 | 12.50 | 900 | 50.0% | 51.0% | 2.50 | 2.00 |"
     assert "2,048 of them private to each particle (no resampling)" in lines[4]
     assert lines[4].endswith("| 5.00 | 8.00 |")
-    assert lines[5].startswith("| N=8, K=8, 32 requests, 1,024 tokens |")
+    assert lines[5].startswith("| SMC, N=8, K=8, 32 requests, 1,024 tokens |")
     assert lines[5].endswith("| – | – |")
-    assert lines[6].startswith("| target only, 256 tokens |")
+    assert lines[6].startswith("| target alone, 256 tokens |")
 
 
 def test_what_a_context_adds_is_the_median_of_differences_of_windows() -> None:
@@ -88,11 +96,10 @@ def test_cases_that_differ_in_context_take_turns(monkeypatch: pytest.MonkeyPatch
         n_particles=2, gamma=2, contexts=[8, 16], requests=[1, 2], requests_context=12, page_size=4, windows=2, cycles=2
     )
     results = run_cases(Models("tiny-target", "tiny-draft"), cases, bandwidth=1e10, on_result=lambda _: None)
-    contexts = [f"N=2 K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private", "12")]
+    contexts = [f"SMC, N=2, K=2, 1 request, context {what}" for what in ("8", "16", "16, of which 8 private", "12")]
     assert turns[:8] == contexts * 2
-    assert [name.split(",")[0] for name in turns[8:]] == ["N=4 K=2"] * 2 + ["N=2 K=4"] * 2 + ["N=2 K=2"] * 2 + [
-        "target only"
-    ] * 2
+    others = [name.split(", 1 request")[0].split(", 2 requests")[0] for name in turns[8:]]
+    assert others[::2] == others[1::2] == ["SMC, N=4, K=2", "SMC, N=2, K=4", "SMC, N=2, K=2", "target alone"]
     assert [each.ms_windows for each in results] == [
         [1, 5],
         [2, 6],
@@ -123,13 +130,13 @@ def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None
     assert [each.groups for each in results] == [1, 1, 2, 1]
     assert results[-1].decoding == "autoregressive"
     assert len(lines) == 4
-    assert lines[1].startswith("N=2 K=2, 1 request, context 16: ")
+    assert lines[1].startswith("SMC, N=2, K=2, 1 request, context 16: ")
     assert markdown(results).count("\n") == 5
 
 
 def test_a_case_names_its_decoding() -> None:
     from smcjax.bench.cycle import Case, described
 
-    assert described(Case(SMC(4, 2), groups=3)) == "N=4 K=2, 3 requests, context 256"
-    assert described(Case(Autoregressive())) == "target only, 1 request, context 256"
+    assert described(Case(SMC(4, 2), groups=3)) == "SMC, N=4, K=2, 3 requests, context 256"
+    assert described(Case(Autoregressive())) == "target alone, 1 request, context 256"
     assert described(Case(SMC(4, 2), private=16, synthetic_kv=True)).endswith("context 256, of which 16 private")

@@ -172,7 +172,7 @@ def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair) ->
     assert report["ci_low"] == 0 < report["ci_high"] < 1
     assert report["tokens_per_second"] > 0
     assert report["tokens_per_cycle"] > 0
-    assert "N=3 K=2" in result.out.splitlines()[0]
+    assert "SMC, N=3, K=2" in result.out.splitlines()[0]
     assert "Requests" in result.err  # the progress bar
 
 
@@ -196,7 +196,13 @@ def test_bench_cycle_prints_a_table_and_one_json_line(smcjax: Command) -> None:
 
 def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
-    figures |= {"device": "test", "decoding": "autoregressive", "ms_windows": [1.0, 2.0]}
+    figures |= {
+        "device": "test",
+        "decoding": "autoregressive",
+        "described": "target alone",
+        "gamma": 0,
+        "ms_windows": [1.0, 2.0],
+    }
     asked: list[tuple[Any, ...]] = []
 
     def bench(models: Models, case: Case, *, bandwidth: float | None) -> CycleResult:
@@ -209,7 +215,7 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     arguments = ["bench", "cycle", "--decoding", "autoregressive", "--bandwidth", "5"]
     table = smcjax(*arguments)
     assert table.code == 0
-    assert "target only" in table.out
+    assert "target alone" in table.out
     assert "scratch" in table.out
     assert "{" not in table.out
     named = dict(zip(("target", "draft"), shapes, strict=True))

@@ -28,7 +28,6 @@ from smcjax.decoding.sequences import Requests
 from smcjax.model.folding import fold_norms
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
-from smcjax.pallas import implementations
 
 STORED = Path(__file__).parent.parent / "data" / "sealed_kernels.json"
 TARGET, DRAFT = (dataclasses.replace(SHAPES[name], num_layers=2) for name in ("llama-3.1-8b", "llama-3.2-1b"))
@@ -77,8 +76,7 @@ class Case:
             hidden = jnp.zeros((groups, TARGET.hidden_size), jnp.bfloat16)
             return self.decoder.prefill(program, params, state, jnp.zeros(groups, jnp.int32), self.chunk, hidden)
 
-        with implementations(program.implementation):
-            traced = jax.jit(run, donate_argnums=1).trace(params, jax.eval_shape(begin))
+        traced = jax.jit(run, donate_argnums=1).trace(params, jax.eval_shape(begin))
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir()
 
 
