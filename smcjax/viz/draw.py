@@ -339,7 +339,7 @@ def _final_weights(axes: Axes, trace: TraceFile) -> None:
     axes.tick_params(axis="both", length=0, labelleft=False, labelbottom=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title("final weight", size=SMALL, color=MUTED, loc="left", pad=4)
+    axes.set_xlabel("final weight", size=SMALL, loc="left", labelpad=2)  # below: the legend may reach over the top
     if not np.isfinite(weights).all() or weights.max() <= 0:
         axes.text(0, (n - 1) / 2, "no usable weight", size=SMALL, color=MUTED, va="center")
         return

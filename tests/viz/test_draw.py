@@ -11,13 +11,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib as mpl
+import matplotlib.style
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
-from smcjax.viz.draw import ANSWER, draw, excerpt, normalise
+from smcjax.viz.draw import ANSWER, STYLE, _figure, draw, excerpt, normalise
 from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
 from smcjax.viz.trace_file import TraceFile
 from tests.traces import history, random_ancestors
@@ -242,6 +245,25 @@ def test_svg(tmp_path: Path, name: str) -> None:
     if trace.prompt == "a prompt":
         assert "“a prompt”" in texts
     assert os.listdir(tmp_path) == ["tree.svg"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_the_legend_covers_no_text(seed: int) -> None:
+    """The narrowest picture, with every entry: no text is covered, none of the legend is cut off."""
+    trace = history(10, 8, seed=seed).trace
+    with matplotlib.style.context(["default", STYLE]):
+        figure = _figure(trace)
+        figure.draw_without_rendering()
+        legend = figure.axes[0].get_legend()
+        assert legend is not None
+        box = Bbox.union([entry.get_window_extent() for entry in legend.get_texts()])
+        beside = [text for text in figure.findobj(Text) if text not in legend.findobj(Text) and text.get_text()]
+        assert len(legend.get_texts()) == 6
+        assert "final weight" in {text.get_text() for text in beside}
+        assert [
+            text.get_text() for text in beside if text.get_visible() and box.overlaps(text.get_window_extent())
+        ] == []
+        assert figure.bbox.x1 >= box.x1
 
 
 @pytest.mark.parametrize("name", ["smallest", "largest", "hostile", "failed"])
