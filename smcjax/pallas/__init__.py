@@ -10,10 +10,9 @@ from smcjax.pallas.paged_attention import (
     attends_by_kernels,
     find_tasks,
     paged_attention,
-    paged_attention_mosaic,
     plan_sharing,
-    supports,
 )
+from smcjax.pallas.paged_attention_sm90 import paged_attention_mosaic, supports
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
 from smcjax.pallas.swiglu import swiglu

@@ -13,15 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.attention import paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
-from smcjax.pallas.paged_attention import (
-    Tuning,
-    attends_by_kernels,
-    default_tuning,
-    paged_attention,
-    paged_attention_mosaic,
-    plan_sharing,
-    supports,
-)
+from smcjax.pallas.paged_attention import attends_by_kernels, paged_attention, plan_sharing
+from smcjax.pallas.paged_attention_sm90 import Tuning, default_tuning, paged_attention_mosaic, supports
 
 INTERPRET = plgpu.InterpretGPUParams()
 Case = dict[str, jax.Array]
