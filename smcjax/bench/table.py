@@ -139,7 +139,7 @@ def _in_turns(benches: Sequence[Bench], rates: Rates, on_result: Callable[[str],
 def markdown(results: Sequence[CycleResult]) -> str:
     """The table. Added milliseconds, and their bound by bytes, are over the first row, for its decoding and batch.
 
-    They are the median over windows of the difference.
+    Added milliseconds are the median over windows of the difference.
     """
     first = results[0]
     lines = [

@@ -62,7 +62,7 @@ def accepts(config: ModelConfig, params: Params) -> bool:
 def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, columns: int) -> decode_step.Shape | None:
     """The kernel's shape for the rows of `view` with `columns` new tokens each, None where it does not apply.
 
-    It reads the KV of a group's rows together, or of half of them where their queries are too many for one tile.
+    The kernel reads the KV of a group's rows together, or of half of them where all queries are too many for a tile.
     """
     leaves = [getattr(layer, name) for layer in params.layers for name in MATRICES] + [params.unembed]
     stored = {jnp.dtype(matrix(leaf).values.dtype).name for leaf in leaves}

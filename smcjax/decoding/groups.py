@@ -26,7 +26,7 @@ class PairParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The pages of the target and of the proposer under one allocator. They outlive a batch of requests."""
+    """The pages of the target and of the proposer under one allocator; they outlive a batch of requests."""
 
     pool: PagePool
     target: KVCache

@@ -133,7 +133,7 @@ class Engine:
     def add_request(self, request: Request, *, stream: bool = False, arrived: float | None = None) -> None:
         """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`).
 
-        It `arrived` now, or at that `time.perf_counter()`.
+        `arrived` is the request's time of arrival by `time.perf_counter()`; None: now.
         """
         self._scheduler.add(request)
         self._arrivals[request.request_id] = self._clock.at(arrived)

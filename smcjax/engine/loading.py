@@ -90,7 +90,7 @@ class Models:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The EOS ids of the target's configs and of the tokenizer; ids that no logit stands for are left out.
 
-        They may differ: of chat models the config often names what ends a text, the tokenizer what ends a turn.
+        The two may differ: of chat models the config often names what ends a text, the tokenizer what ends a turn.
         """
         ids = [*self.target.eos_token_ids]
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -123,7 +123,7 @@ def _require_room(configs: dict[str, ModelConfig], dtype: str) -> None:
 def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
     """Returns weights as the engine keeps them, and frees what it replaces.
 
-    They are quantised where asked; on a GPU folded for kernels, on a CPU the same numbers in float32.
+    Weights are quantised where asked; on a GPU folded for kernels, on a CPU kept as the same numbers in float32.
     """
     params = params if quantization is None else quantize_params(params, consume=True)
     with implementations(implementation):

@@ -47,8 +47,8 @@ class Job(NamedTuple):
 def enable_compilation_cache() -> None:
     """Keeps compiled programs under ~/.cache/smcjax, unless the process has chosen another place already.
 
-    Those not used for longest go first, until `CACHE_BYTES` remain. Without a place that can be written to every start
-    compiles, and a remark says so.
+    Programs not used for longest go first, until `CACHE_BYTES` remain. Without a place that can be written to, every
+    start compiles, and a remark says so.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return

@@ -154,7 +154,7 @@ class Runner:
         self.state = dataclasses.replace(self.state, memory=dataclasses.replace(memory, pool=pool))
 
     def join(self, batch: Batch, cached: Mapping[int, Sequence[int]]) -> None:
-        """Puts the batch's present groups into their lanes, which must be free. They do not run yet.
+        """Puts the batch's present groups into their lanes, which must be free; groups do not run yet.
 
         `cached` says which cache slots keep the first pages of their prompts, by lane.
         """
@@ -165,9 +165,9 @@ class Runner:
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
-        """The next chunks of some lanes' prompts; starts those whose prompt ends. Reports in the order of `chunks`.
+        """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
 
-        They have one length. There are programs for one of them and for all lanes.
+        All `chunks` have one length. There are programs for one chunk and for one of every lane.
         """
         count, length = 1 if len(chunks) == 1 else self.size, chunks[0].length
         lanes = np.full(count, self.size, np.int32)

@@ -65,7 +65,7 @@ class _Rows:
             node = node.parent
 
     def agreed(self) -> list[int]:
-        """The tokens that all rows go on alike with. They are part of what all begin with from now on."""
+        """Takes the tokens that all rows go on alike with; from now on these are part of what all begin with."""
         tokens = []
         while not self._root.ends and len(self._root.children) == 1:
             (self._root,) = self._root.children.values()

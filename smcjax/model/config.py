@@ -1,6 +1,6 @@
 """The static description of one decoder, as one frozen, hashable value.
 
-A `ModelConfig` is closed over by jitted programs and never traced. It holds only what the forward pass reads; the
+A `ModelConfig` is closed over by jitted programs, never traced, and holds only what the forward pass reads; the
 readers of config files refuse by name whatever a file asks for beyond that.
 """
 

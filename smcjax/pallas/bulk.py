@@ -1,9 +1,9 @@
 """Copies of any number of rows between GMEM and SMEM by the copy engine, inside a Mosaic kernel.
 
-Pallas' own copies have sizes that are known when the kernel is compiled. These take the number of rows at run time (the
-same instruction, `cp.async.bulk`), and several of them fill one buffer before its barrier opens. Rows are of a multiple
-of 16 bytes and lie one after the other. The first thread of a warpgroup issues; interpreted, a copy has been made when
-it is issued, and barriers need no waiting for.
+Pallas' own copies have sizes that are known when the kernel is compiled. The copies here are told theirs at run time
+(the same instruction, `cp.async.bulk`), and several of them fill one buffer before its barrier opens. Rows are of a
+multiple of 16 bytes and lie one after the other. The first thread of a warpgroup issues; interpreted, a copy has been
+made when it is issued, and barriers need no waiting for.
 
     expect(barriers, slot, rows=3, of=buffer)     what is to arrive
     fetch(source, 7, buffer, 0, 2, barriers, slot)

@@ -5,9 +5,9 @@
                 named from now on, what becomes free, the new entries; and a block for every row that is to copy what
                 its ancestor has generated. Then the freed pages go onto the stack, each block's behind the last one's.
 
-What lets groups work side by side without atomic operations: pages are named by several groups only where a cached
-prompt is, and there by all rows of a group, so no fork changes their count; and a page stands in one column only. What
-lets rows be copied in place: survivors stay in their own row, so no row is both read and written.
+Groups work side by side without atomic operations, since pages are named by several groups only where a cached
+prompt is, and there by all rows of a group, so no fork changes their count; and a page stands in one column only. Rows
+are copied in place, since survivors stay in their own row: no row is both read and written.
 
 The references are `smcjax.kv.make_room` and `smcjax.kv.fork`; the programs of single threads are `simt`'s.
 """

@@ -174,9 +174,9 @@ def _commit(
 
 
 def _adopt(program: RejectionProgram, state: State, ran: Bool[Array, " G"], chosen: Int[Array, " G"]) -> State:
-    """Every row of a request that ran names the pages of its `chosen` one, up to the last KV that counts.
+    """Makes every row of a request that ran name the pages of its `chosen` one, up to the last KV that counts.
 
-    That is the one before the frontier.
+    The last KV that counts is the one before the frontier.
     """
     old = state.sequences.block_table
     begins = jnp.arange(old.shape[1]) * program.page_size
