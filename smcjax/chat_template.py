@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smcjax.plain import is_unicode
+from smcjax.plain import is_unicode, short
 
 SECONDS = 2.0  # of processor time
 BYTES = 1 << 30  # of address space
@@ -36,7 +36,7 @@ def plain_messages(messages: Any) -> list[dict[str, str]]:
     """
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(
-            f"messages is {_short(messages)}, but must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; wrap it"
+            f"messages is {short(messages)}, but must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; wrap it"
         )
     if not messages:
         raise ValueError("messages is empty; pass at least one message")
@@ -46,7 +46,7 @@ def plain_messages(messages: Any) -> list[dict[str, str]]:
 def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, str]:
     for name in ("role", "content"):
         if name not in message:
-            raise ValueError(f"{where} is {_short(dict(message))} and has no {name!r}; add it")
+            raise ValueError(f"{where} is {short(dict(message))} and has no {name!r}; add it")
     plain = {}
     for name, value in message.items():
         if name == "content" and isinstance(value, list | tuple):
@@ -55,9 +55,9 @@ def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, str]:
             if not isinstance(text, str):
                 what = f"{where}[{name!r}]" if text is value else f"a key of {where}"
                 parts = ", or a list of {'type': 'text', 'text': …} parts" if name == "content" else ""
-                raise ValueError(f"{what} is {_short(text)} and must be a string{parts}; convert it, or leave it out")
+                raise ValueError(f"{what} is {short(text)} and must be a string{parts}; convert it, or leave it out")
             if not is_unicode(text):
-                raise ValueError(f"{where}[{_short(name)}] must be valid Unicode, got {_short(text)}; decode it anew")
+                raise ValueError(f"{where}[{short(name)}] must be valid Unicode, got {short(text)}; decode it anew")
         plain[str(name)] = str(value)
     return plain
 
@@ -65,17 +65,12 @@ def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, str]:
 def _text_of(where: str, part: Any) -> str:
     """The text of a part of a content."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise ValueError(f"{where} is {_short(part)} and must be {{'type': 'text', 'text': …}}; convert it")
+        raise ValueError(f"{where} is {short(part)} and must be {{'type': 'text', 'text': …}}; convert it")
     if part["type"] != "text":
-        raise ValueError(f"{where} is of type {_short(part['type'])}, and this model reads 'text' only; leave it out")
+        raise ValueError(f"{where} is of type {short(part['type'])}, and this model reads 'text' only; leave it out")
     if not isinstance(part.get("text"), str):
-        raise ValueError(f"{where} has the text {_short(part.get('text'))}, which must be a string; convert it")
+        raise ValueError(f"{where} has the text {short(part.get('text'))}, which must be a string; convert it")
     return part["text"]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 class Renderer:

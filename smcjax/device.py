@@ -32,7 +32,6 @@ class Device:
     flops: float = 0.0
 
 
-CPU = Device("cpu")
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", "sm90", 132, 227 << 10, 3.35e12, 989e12)
 H200 = dataclasses.replace(H100, kind="NVIDIA H200", bandwidth=4.8e12)
 GH200 = dataclasses.replace(H100, kind="NVIDIA GH200 480GB", bandwidth=4.0e12)

@@ -25,3 +25,9 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def short(value: object) -> str:
+    """repr of a value for an error message, cut to 78 characters where it is longer than 80."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax import autoregressive, smc
+from smcjax import smc
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec, ModelConfig, Params, init_params
 
@@ -18,7 +18,6 @@ init = jax.jit(smc.init, static_argnames=("program", "num_pages"))
 step = jax.jit(smc.step, static_argnames="program")
 run = jax.jit(smc.run, static_argnames=("program", "num_cycles"))
 select = jax.jit(smc.select, static_argnames="program")
-ar_step = jax.jit(autoregressive.step, static_argnames="program")
 
 
 def tiny_config(vocab_size: int = 5, **changes: Any) -> ModelConfig:

@@ -58,10 +58,18 @@ def test_the_distribution_is_not_the_strangers_of_that_name() -> None:
     for control in ("pip install -U smcjax", "install smcjax[cuda13]", "Reinstall smcjax"):
         assert advice.search(control)
     root = Path(smcjax.__file__).parents[1]
-    files = [path for name in ("smcjax", "scripts", "docs") for path in (root / name).rglob("*.[pm][yd]")]
+    files = [path for name in ("smcjax", "scripts", "studies", "docs") for path in (root / name).rglob("*.[pm][yd]")]
     assert len(files) > 100
     for path in [*files, root / "README.md", root / "pyproject.toml"]:
         assert not advice.search(path.read_text()), path
+
+
+def test_the_package_needs_nothing_beside_it() -> None:
+    """Studies, scripts and tests are no part of the wheel."""
+    beside = re.compile(r"^\s*(from|import) (studies|scripts|tests)\b", re.MULTILINE)
+    assert beside.search("import jax\n    from studies.verification import bulk")  # a control
+    for path in Path(smcjax.__file__).parent.rglob("*.py"):
+        assert not beside.search(path.read_text()), path
 
 
 def test_as_a_module() -> None:

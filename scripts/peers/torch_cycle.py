@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from smcjax.bench.roofline import autoregressive_phases, cycle_phases
 from smcjax.bench.shapes import SHAPES
-from smcjax.device import CPU, KNOWN
+from smcjax.device import KNOWN
 from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 
@@ -439,7 +439,8 @@ def main() -> None:
         smc = SMC(n_particles=args.n_particles, gamma=args.gamma)
         phases = cycle_phases(target, draft, smc.speculation, groups=args.requests, context=args.context)
     weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
-    bandwidth = args.bandwidth * 1e9 if args.bandwidth else KNOWN.get(name, CPU).bandwidth
+    known = KNOWN[name].bandwidth if name in KNOWN else 0.0
+    bandwidth = args.bandwidth * 1e9 if args.bandwidth else known
     roofline = weight_bytes / bandwidth * 1e3 if bandwidth else None
     result = {
         "implementation": f"torch {torch.__version__} {args.mode} {args.attention}",

@@ -38,13 +38,10 @@ class Contender:
         return self.model is None and self.decoding.exact
 
 
-def contenders(
-    particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int], *, with_draft: bool = True
-) -> list[Contender]:
+def contenders(particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int]) -> list[Contender]:
     """The target alone, first; the draft alone; and for each K rejection of all kinds and SMC of N particles."""
-    result = [Contender(TARGET, Autoregressive())]
-    if with_draft:
-        result.append(Contender(DRAFT, Autoregressive(), str(bundled_model("draft"))))
+    draft = Contender(DRAFT, Autoregressive(), str(bundled_model("draft")))
+    result = [Contender(TARGET, Autoregressive()), draft]
     for gamma in gammas:
         result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma)))
         result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block")))
@@ -61,7 +58,6 @@ def compare(
     num_problems: int,
     seed: int,
     temperature: float,
-    max_tokens: int = 160,
     on_result: Callable[[dict[str, Any]], None] = lambda _: None,
     **llm: Any,
 ) -> list[dict[str, Any]]:
@@ -70,7 +66,7 @@ def compare(
     `llm` are arguments of `LLM`. Intervals are at 95%: Wilson's of accuracies, Agresti and Min's of differences.
     """
     problems = generate(seed, num_problems, "eval")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    params = SamplingParams(max_tokens=160, temperature=temperature)
     rows: list[dict[str, Any]] = []
     first: Evaluation | None = None
     for contender in chosen:

@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
     )
-    _add_common_options(cycle, windows=5, cycles=16)
+    _add_common_options(cycle, cycles=16)
     cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
     cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table = benchmarks.add_parser(
         "table", help="contexts, particles, draft lengths, batch sizes: one markdown table", description=__doc__
     )
-    _add_common_options(table, windows=5, cycles=12)
+    _add_common_options(table, cycles=12)
     table.add_argument("--contexts", type=LENGTH, nargs="+", default=None, metavar="T", help="256 4096 16384 32768")
     table.add_argument("--requests", type=BATCH, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
     table.add_argument("--requests-context", type=LENGTH, default=1024, metavar="T", help="of several requests (1024)")
@@ -67,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     acceptance = benchmarks.add_parser(
         "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
     )
-    _add_common_options(acceptance, windows=5, cycles=16, sizes=False)
+    _add_common_options(acceptance, cycles=16, sizes=False)
     acceptance.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4, 8], metavar="K", help="draft tokens (4 8)")
     acceptance.add_argument(
         "--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
@@ -88,11 +88,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     bench_engine.add_parsers(benchmarks)
 
 
-def _add_common_options(parser: argparse.ArgumentParser, *, windows: int, cycles: int, sizes: bool = True) -> None:
+def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: bool = True) -> None:
     add_shape_options(parser, sizes=sizes)
-    parser.add_argument(
-        "--windows", type=whole(1, 1000), default=windows, help=f"timed windows, each from a fresh prompt ({windows})"
-    )
+    parser.add_argument("--windows", type=whole(1, 1000), default=5, help="timed windows, each from a fresh prompt (5)")
     parser.add_argument("--cycles", type=CYCLES, default=cycles, help=f"cycles a window ({cycles})")
     parser.add_argument("--bandwidth", type=above(0, 1e6), metavar="GB/s", help="default: the datasheet's")
     parser.add_argument("--json", action="store_true", help="JSON last: one line, of acceptance one a row")

@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("chat", help="converse in the terminal", description=__doc__)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     add_sampling_options(parser, max_tokens=256)
-    add_decoding_options(parser, n_particles=8, gamma=8)
+    add_decoding_options(parser, gamma=8)
     add_model_options(parser)
     parser.set_defaults(run=run)
 

@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-num-seqs", type=whole(1, 4096), default=16, help="requests in a batch (16)")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     add_sampling_options(parser, max_tokens=160)
-    add_decoding_options(parser, n_particles=8, gamma=4)
+    add_decoding_options(parser, gamma=4)
     add_model_options(parser)
     parser.set_defaults(run=run)
 

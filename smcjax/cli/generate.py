@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     parser.add_argument("--trace", metavar="FILE", help="write ESS, weights and ancestors of every cycle as JSON")
     add_sampling_options(parser, max_tokens=128)
-    add_decoding_options(parser, n_particles=8, gamma=8)
+    add_decoding_options(parser, gamma=8)
     add_model_options(parser)
     parser.set_defaults(run=run)
 

@@ -108,13 +108,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, gamma: int) -> None:
-    """Adds options for the decoder."""
+def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None:
+    """Declares how tokens are chosen, by `gamma` drafts a cycle unless told otherwise."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--decoding", choices=DECODINGS, default="smc", help="smc (default); exact: rejection, or the target alone"
     )
-    group.add_argument("-N", "--n-particles", type=int, help=f"particles ({n_particles}); rejection: candidates (1)")
+    group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
     group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
     group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
@@ -122,7 +122,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, n_particles: int, g
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
     group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
-    parser.set_defaults(smc_defaults={"n_particles": n_particles, "gamma": gamma})
+    parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
 
 
 def add_debug_option(parser: argparse.ArgumentParser) -> None:

@@ -22,12 +22,13 @@ from smcjax.engine.loading import load_models, make_decoder, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
-from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, short, tokenize, told_apart
+from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, tokenize, told_apart
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
 from smcjax.errors import RequestsLost
 from smcjax.model.quantize import check_quantization
+from smcjax.plain import short
 
 logger = logging.getLogger("smcjax")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from smcjax.engine.batch import Batch
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.plain import is_unicode
+from smcjax.plain import is_unicode, short
 from smcjax.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -152,9 +152,3 @@ def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int
         batch.seed[group] = request.seed
         batch.present[group] = True
     return batch
-
-
-def short(value: object) -> str:
-    """repr of a value in an error message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

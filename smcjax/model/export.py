@@ -21,17 +21,12 @@ from smcjax.model.params import Params, param_shapes
 _DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16)}
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that describes `config`; `config_from_hf` reads it back to an equal value.
+def written_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """Returns the first family that describes `config`, and its config.json, which `config_from_hf` reads as `config`.
 
     Dtype and most ropes are written in both spellings, so that transformers 4 and 5 agree on the model. Raises
     ValueError, naming what stands in the way, for a combination that no model class has.
     """
-    return written_config(config)[1]
-
-
-def written_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The first family whose config.json, read back, is `config`, and that config.json."""
     config = config.with_layers(config.layer(index) for index in range(config.num_layers))
     nearest: list[tuple[str, Any, Any]] = []
     refusal = None

@@ -1,6 +1,5 @@
 """Hand-written GPU kernels (Pallas, Mosaic GPU, Hopper); each with a plain reference and behind a wrapper."""
 
-from smcjax.pallas.acceptance import Acceptance, acceptance_scan
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
@@ -16,15 +15,12 @@ from smcjax.pallas.paged_attention_sm90 import paged_attention_mosaic, supports
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
 from smcjax.pallas.swiglu import swiglu
-from smcjax.pallas.verify_pack import verify_and_pack
 
 __all__ = [
-    "Acceptance",
     "Copies",
     "HeadNorms",
     "PendingNorm",
     "Sharing",
-    "acceptance_scan",
     "add_rms_norm",
     "attends_by_kernels",
     "attention",
@@ -44,5 +40,4 @@ __all__ = [
     "supports_norm",
     "swiglu",
     "uses_kernels",
-    "verify_and_pack",
 ]

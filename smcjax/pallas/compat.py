@@ -4,7 +4,7 @@ JAX may move or drop any of it in a minor version. It was checked in JAX 0.11.2;
 before 0.13. Other MLIR bindings come from `jax.extend.mlir`, Mosaic's own from `jax.experimental.mosaic.gpu`.
 
     llvm, nvvm        bindings of two MLIR dialects that `jax.extend.mlir` leaves out, for instructions that kernels
-                      write by themselves (`simt`, `bulk`, `lanes`, `eviction`)
+                      write by themselves (`simt`, `lanes`, `eviction`)
     after_lowering    a place in Mosaic's table of lowering rules, into which JAX offers no way, for instructions that
                       carry a policy (`eviction`)
 """

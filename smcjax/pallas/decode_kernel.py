@@ -49,9 +49,8 @@ from smcjax.pallas.decode_products import Products
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, StageIndex, StagePair, when
 from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
 
-WEIGHTS, LOADER, CONSUMER, ASSISTANT = range(4)
 LAUNCHED = 128  # registers of each thread of four warpgroups: all that there are
-REGISTERS = (80, 104, 192, 136)  # what each role's threads have of them then, of int8 weights
+REGISTERS = (80, 104, 192, 136)  # what threads of each role, in the order above, have of them with int8 weights
 LAYER_STAGES = ("qkv", "attend", "o", "gate_up", "down")
 HALVES = (("qkv", "attend", "merge", "o"), ("gate_up", "down"))  # of a layer, which run through the same code
 

@@ -29,11 +29,9 @@ from jax.extend.mlir.dialects import arith, vector
 
 from smcjax.pallas.compat import llvm
 from smcjax.pallas.products import SWIZZLED, Ref, of_part
+from smcjax.pallas.simt import SCALAR, WARPGROUP, f32, i32, i64, scalar, thread
 
 FEATURES = 16  # rows of a tile
-_THREADS = 128
-
-SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def tile_layout(tokens: int) -> Any:
@@ -46,40 +44,20 @@ def load_tile(ref: Ref) -> jax.Array:
     return plgpu.load(ref, layout=tile_layout(ref.shape[1]))
 
 
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _i64() -> ir.Type:
-    return ir.IntegerType.get_signless(64)
-
-
-def _f32() -> ir.Type:
-    return ir.F32Type.get()
-
-
 def _c(value: int) -> ir.Value:
-    return mu.c(value, _i32())
-
-
-def _thread() -> ir.Value:
-    return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=_i32()), _c(_THREADS))
-
-
-def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    return x.registers.flat[0]
+    return mu.c(value, i32())
 
 
 def _address(ref: ir.Value, element: ir.Value, size: int) -> ir.Value:
     """Byte address of a flat element number (32 bits) of a contiguous GMEM reference."""
-    base = llvm.ptrtoint(_i64(), mu.memref_ptr(ref))
-    return arith.addi(base, arith.muli(arith.extui(_i64(), element), mu.c(size, _i64())))
+    base = llvm.ptrtoint(i64(), mu.memref_ptr(ref))
+    return arith.addi(base, arith.muli(arith.extui(i64(), element), mu.c(size, i64())))
 
 
 def _elements(tokens: int) -> list[tuple[ir.Value, ir.Value]]:
     """(feature, token) of each of this thread's v elements."""
     v = tokens // 8
-    first = arith.muli(_thread(), _c(v))
+    first = arith.muli(thread(), _c(v))
     out = []
     for j in range(v):
         element = arith.addi(first, _c(j))
@@ -128,7 +106,7 @@ def gather(
         return_type=plgpu.ShapeDtypeStruct((FEATURES, tokens), dtype, layout=tile_layout(tokens)),
     )
     def go(_: Any, ref: ir.Value, row: Any, column: Any) -> mgpu.FragmentedArray:
-        row, column = _scalar(row), _scalar(column)
+        row, column = scalar(row), scalar(column)
         values = []
         for r, m in _elements(tokens):
             at = _flat(
@@ -139,15 +117,15 @@ def gather(
                 bits = mu.inline_ptx(
                     f"{{.reg .b16 h; {load} h, [$1]; cvt.u32.u16 $0, h;}}",
                     where,
-                    result_types=_i32(),
+                    result_types=i32(),
                     has_side_effects=True,
                 )
                 small = arith.trunci(ir.IntegerType.get_signless(16), bits)
                 values.append(arith.bitcast(ir.BF16Type.get(), small))
             else:
-                kind = _f32() if dtype.name == "float32" else _i32()
+                kind = f32() if dtype.name == "float32" else i32()
                 values.append(mu.inline_ptx(f"{load} $0, [$1];", where, result_types=kind, has_side_effects=True))
-        kinds = {"bfloat16": ir.BF16Type.get, "float32": _f32, "uint32": _i32}
+        kinds = {"bfloat16": ir.BF16Type.get, "float32": f32, "uint32": i32}
         return _tile(values, tokens, kinds[dtype.name](), signed)
 
     return go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32))
@@ -176,13 +154,13 @@ def scatter(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
     def go(_: Any, ref: ir.Value, row: Any, column: Any, value: mgpu.FragmentedArray) -> None:
-        row, column = _scalar(row), _scalar(column)
+        row, column = scalar(row), scalar(column)
         for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
             at = _flat(arith.addi(row, arith.muli(m, _c(row_step))), width, arith.addi(column, r))
             if narrow:
                 _store_bf16(_address(ref, at, 2), x)
             else:
-                bits = x if x.type == _i32() else arith.bitcast(_i32(), x)
+                bits = x if x.type == i32() else arith.bitcast(i32(), x)
                 mu.inline_ptx("st.global.b32 [$0], $1;", _address(ref, at, 4), bits, has_side_effects=True)
 
     go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), value)
@@ -218,20 +196,20 @@ def scatter_to_slots(
     def go(
         _: Any, pages: Any, layer: Any, slots: Any, first: Any, head: Any, column: Any, value: mgpu.FragmentedArray
     ) -> None:
-        base = _chosen([llvm.ptrtoint(_i64(), mu.memref_ptr(ref)) for ref in pages], _scalar(layer))
-        start = _flat(_scalar(head), dim, _scalar(column))
+        base = _chosen([llvm.ptrtoint(i64(), mu.memref_ptr(ref)) for ref in pages], scalar(layer))
+        start = _flat(scalar(head), dim, scalar(column))
         for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
             slot = mu.inline_ptx(
                 "ld.global.b32 $0, [$1];",
-                _address(slots, arith.addi(_scalar(first), m), 4),
-                result_types=_i32(),
+                _address(slots, arith.addi(scalar(first), m), 4),
+                result_types=i32(),
                 has_side_effects=True,
             )
             element = arith.addi(
-                arith.muli(arith.extui(_i64(), slot), mu.c(kv_heads * dim, _i64())),
-                arith.extui(_i64(), arith.addi(start, r)),
+                arith.muli(arith.extui(i64(), slot), mu.c(kv_heads * dim, i64())),
+                arith.extui(i64(), arith.addi(start, r)),
             )
-            _store_bf16(arith.addi(base, arith.muli(element, mu.c(2, _i64()))), x)
+            _store_bf16(arith.addi(base, arith.muli(element, mu.c(2, i64()))), x)
 
     go(
         tuple(pages),
@@ -266,7 +244,7 @@ def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) 
 
     @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR))
     def begin(ctx: Any, refs: Any, layer: Any) -> None:
-        _choose_descriptor(ctx, refs, _scalar(layer))
+        _choose_descriptor(ctx, refs, scalar(layer))
 
     @plgpu.inline_mgpu()
     def end(ctx: Any) -> None:
@@ -290,8 +268,8 @@ def _choose_descriptor(ctx: Any, refs: Sequence[ir.Value], layer: ir.Value) -> N
         offsets = [_constant_offset(descriptor) for descriptor in descriptors]
         if any(b - a != _DESCRIPTOR for a, b in itertools.pairwise(offsets)):
             raise RuntimeError(f"TMA descriptors of the layers do not lie one after the other: {offsets}")
-        distance = arith.muli(arith.extui(_i64(), layer), mu.c(_DESCRIPTOR, _i64()))
-        first = llvm.ptrtoint(_i64(), descriptors[0])
+        distance = arith.muli(arith.extui(i64(), layer), mu.c(_DESCRIPTOR, i64()))
+        first = llvm.ptrtoint(i64(), descriptors[0])
         return llvm.inttoptr(descriptors[0].type, arith.addi(first, distance))
 
     ctx._get_tma_desc = choose
@@ -307,7 +285,7 @@ def _hold_descriptors_as_words(scratch: Any) -> None:
     def finalize() -> None:
         allocation, load, _ = scratch._find_alloc_load_and_device_ptr()
         plain()
-        words = llvm.ArrayType.get(_i64(), -(-scratch.next_offset // 8))
+        words = llvm.ArrayType.get(i64(), -(-scratch.next_offset // 8))
         allocation.elem_type = ir.TypeAttr.get(words)
         load.result.set_type(words)
 
@@ -334,9 +312,9 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def go(_: Any, x: ir.Value, out: ir.Value) -> None:
-        t = _thread()
+        t = thread()
         warp, lane = arith.divui(t, _c(32)), arith.remui(t, _c(32))
-        base = llvm.ptrtoint(_i32(), mu.memref_ptr(out))
+        base = llvm.ptrtoint(i32(), mu.memref_ptr(out))
         for i in range(tokens // 4):
             token = arith.addi(warp, _c(4 * i))
             words: list[ir.Value] = []
@@ -345,18 +323,18 @@ def inverse_rms(x: Ref, out: Ref, eps: float, *, interpret: bool = False) -> Non
                 words += mu.inline_ptx(
                     "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];",
                     _address(x, _flat(token, width, column), 2),
-                    result_types=[_i32()] * 4,
+                    result_types=[i32()] * 4,
                     has_side_effects=True,
                 )
-            total = mu.c(0.0, _f32())
+            total = mu.c(0.0, f32())
             for word in words:
-                for bits in (arith.shli(word, _c(16)), arith.andi(word, mu.c(-65536, _i32()))):
-                    value = arith.bitcast(_f32(), bits)
-                    total = mu.inline_ptx("fma.rn.f32 $0, $1, $1, $2;", value, total, result_types=_f32())
+                for bits in (arith.shli(word, _c(16)), arith.andi(word, mu.c(-65536, i32()))):
+                    value = arith.bitcast(f32(), bits)
+                    total = mu.inline_ptx("fma.rn.f32 $0, $1, $1, $2;", value, total, result_types=f32())
             for distance in (16, 8, 4, 2, 1):
                 total = arith.addf(total, mu.shfl_bfly(total, distance))
-            mean = arith.addf(arith.mulf(total, mu.c(1.0 / width, _f32())), mu.c(eps, _f32()))
-            scale = mu.inline_ptx("rsqrt.approx.f32 $0, $1;", mean, result_types=_f32())
+            mean = arith.addf(arith.mulf(total, mu.c(1.0 / width, f32())), mu.c(eps, f32()))
+            scale = mu.inline_ptx("rsqrt.approx.f32 $0, $1;", mean, result_types=f32())
             where = arith.addi(base, arith.muli(_flat(lane, tokens, token), _c(4)))
             mu.inline_ptx(
                 "st.shared.f32 [$0], $1;",
@@ -393,15 +371,15 @@ def clear_slots(
         slots[...] = jnp.where(slot < of_part(slot, ends, width), slots[...], 0)
         return
     halves = dim // 64
-    if count * halves > _THREADS or dim % 64:
+    if count * halves > WARPGROUP or dim % 64:
         raise ValueError(f"{count} slots of {dim} elements are more than 64 elements a thread")
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(SWIZZLED), *((SCALAR,) * len(x) for x in (firsts, members, lengths))),
     )
     def go(_: Any, slots: ir.Value, *scalars: Any) -> None:
-        firsts, members, lengths = ([_scalar(x) for x in some] for some in scalars)
-        t = _thread()
+        firsts, members, lengths = ([scalar(x) for x in some] for some in scalars)
+        t = thread()
         slot, half = arith.remui(t, _c(count)), arith.divui(t, _c(count))
         piece = arith.divui(slot, _c(width))
         rows, longest = _chosen(members, piece), _c(0)
@@ -410,12 +388,12 @@ def clear_slots(
             longest = arith.maxsi(longest, arith.select(reads, length, _c(0)))
         held = arith.subi(longest, _chosen(firsts, piece))
         empty = arith.cmpi(arith.CmpIPredicate.sge, arith.remui(slot, _c(width)), held)
-        if count * halves < _THREADS:
+        if count * halves < WARPGROUP:
             empty = arith.andi(empty, arith.cmpi(arith.CmpIPredicate.ult, half, _c(halves)))
         tile = arith.addi(arith.muli(arith.divui(slot, _c(8)), _c(halves)), half)  # 8 rows of 128 bytes each
         row = arith.remui(slot, _c(8))
         where = arith.addi(arith.muli(tile, _c(1024)), arith.muli(row, _c(128)))
-        base = arith.addi(llvm.ptrtoint(_i32(), mu.memref_ptr(slots)), where)
+        base = arith.addi(llvm.ptrtoint(i32(), mu.memref_ptr(slots)), where)
         for i in range(8):
             mu.inline_ptx(
                 "st.shared.v4.b32 [$0], {$1,$1,$1,$1};",

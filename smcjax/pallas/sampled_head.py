@@ -273,10 +273,10 @@ def sampled_head(
     rows, vocab = x.shape[0], weight.shape[0]
     tiling = Tiling.of(rows, vocab)
 
-    def padded(array: jax.Array, value: float = 0) -> jax.Array:
-        """Pads an array with `value` along its last axis, the rows."""
+    def padded(array: jax.Array) -> jax.Array:
+        """Appends zeros along the rows, its last axis."""
         widths = [(0, 0)] * (array.ndim - 1) + [(0, tiling.padded - rows)]
-        return jnp.pad(array, widths, constant_values=value)
+        return jnp.pad(array, widths)
 
     stages = tiling.stages
     found = plgpu.kernel(

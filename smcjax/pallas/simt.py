@@ -91,6 +91,11 @@ def i64() -> ir.Type:
     return ir.IntegerType.get_signless(64)
 
 
+def f32() -> ir.Type:
+    """The type of a floating-point word."""
+    return ir.F32Type.get()
+
+
 def scalar(x: Any) -> ir.Value:
     """The one register of a scalar that Pallas passes."""
     return x.registers.flat[0]
@@ -106,20 +111,16 @@ def thread() -> ir.Value:
     return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32()), mu.c(WARPGROUP, i32()))
 
 
-def _f32() -> ir.Type:
-    return ir.F32Type.get()
-
-
 def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
     """A word's value; a number becomes a constant of this type, or of its own."""
     if isinstance(x, _Word):
         return x.value
-    return mu.c(x, kind or (_f32() if isinstance(x, float) else i32()))
+    return mu.c(x, kind or (f32() if isinstance(x, float) else i32()))
 
 
 def _operation(of_integers: Callable[..., ir.Value] | None, of_floats: Callable[..., ir.Value] | None = None) -> Any:
     def apply(self: _Word, other: Any) -> _Word:
-        operation = of_floats if self.value.type == _f32() else of_integers
+        operation = of_floats if self.value.type == f32() else of_integers
         assert operation is not None, f"not for {self.value.type}"
         return _Word(operation(self.value, _value(other, self.value.type)))
 
@@ -167,11 +168,11 @@ class _OnGPU:
 
     def exp2(self, x: Word) -> Word:
         """2 to the power of x, to 2 units in the last place."""
-        return _Word(mu.inline_ptx("ex2.approx.ftz.f32 $0, $1;", x.value, result_types=_f32()))
+        return _Word(mu.inline_ptx("ex2.approx.ftz.f32 $0, $1;", x.value, result_types=f32()))
 
     def log2(self, x: Word) -> Word:
         """−inf of 0; absolute error 2⁻²² between 0.5 and 2, elsewhere 3 units in the last place."""
-        return _Word(mu.inline_ptx("lg2.approx.ftz.f32 $0, $1;", x.value, result_types=_f32()))
+        return _Word(mu.inline_ptx("lg2.approx.ftz.f32 $0, $1;", x.value, result_types=f32()))
 
     def minimum(self, a: Word, b: Any) -> Word:
         return _Word(arith.minsi(a.value, _value(b)))
@@ -186,12 +187,12 @@ class _OnGPU:
     def load(self, ref: Any, index: Word) -> Word:
         space, address, size = self._address(ref, index)
         assert size == 4, "words only"
-        kind = _f32() if ir.MemRefType(ref.type).element_type == _f32() else i32()
+        kind = f32() if ir.MemRefType(ref.type).element_type == f32() else i32()
         return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=kind, has_side_effects=True))
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
         space, address, size = self._address(ref, index)
-        value = x.value if x.value.type in (i32(), _f32()) else arith.extui(i32(), x.value)
+        value = x.value if x.value.type in (i32(), f32()) else arith.extui(i32(), x.value)
         mu.inline_ptx(
             f"st.{space}.b{8 * size} [$0], $1;",
             address,

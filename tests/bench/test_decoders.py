@@ -24,7 +24,7 @@ def test_contenders() -> None:
         SMC(n_particles=2, gamma=4),
         SMC(n_particles=8, gamma=4),
     ]
-    assert len(contenders([1], [2, 4], [], with_draft=False)) == 1 + 2 * 3
+    assert len(contenders([1], [2, 4], [])) == 2 + 2 * 3
 
 
 @pytest.mark.slow

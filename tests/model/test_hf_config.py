@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from smcjax.model import LayerSpec, ModelConfig, Rope, RopeScaling
 from smcjax.model.attention import FULL, Full, SlidingWindow
 from smcjax.model.config import LinearScaling
-from smcjax.model.export import hf_config
+from smcjax.model.export import written_config
 from smcjax.model.hf_config import config_from_hf
 from tests.helpers import model_config
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    return written_config(config)[1]
+
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -34,7 +34,7 @@ def private_parts(source: str) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("package", ["smcjax", "scripts", "tests"])
+@pytest.mark.parametrize("package", ["smcjax", "scripts", "studies", "tests"])
 def test_one_module_names_private_parts_of_jax(package: str) -> None:
     paths = sorted((ROOT / package).rglob("*.py"))
     named = {path.relative_to(ROOT).as_posix(): set(private_parts(path.read_text())) for path in paths}

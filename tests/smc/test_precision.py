@@ -66,7 +66,7 @@ def increments(
     state = dataclasses.replace(state, requests=requests)
     patched.setattr(cycle, "score", lambda *_: (jnp.asarray(logits), state.memory.target))
     drafts = Drafts(jnp.asarray(tokens), jnp.zeros((ROWS, GAMMA)))
-    _, proposal = cycle.verify(program, smc.PairParams(model, model), state, None, drafts)
+    _, proposal = cycle.verify(program, smc.PairParams(model, model), state, drafts, None)
     return np.asarray(proposal.increments, np.float64)
 
 

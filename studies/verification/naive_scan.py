@@ -1,7 +1,7 @@
 """The acceptance scan with a thread a row, which stops at the mismatch: what the study's finding 2 is about.
 
 Lanes of a warp wait for the one that scans furthest, so its time grows with the acceptance rate. For comparison only
-(`scripts/bench_verify.py`); the package's scan is `smcjax.pallas.verify_pack`. It has no interpreted version.
+(`bench.py`); the study's own scan is `acceptance.py`. It has no interpreted version.
 """
 
 from __future__ import annotations

@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from smcjax.bench.verification import rotations
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_verify as bench  # noqa: E402
-import verify_cases as cases  # noqa: E402
-import verify_timing as timing  # noqa: E402
+from studies.verification import bench, cases, timing
+from studies.verification.synthetic import rotations
 
 SMALL = [
     cases.Case(3, 4, 0.5, 8, (*cases.PACKS, *cases.VERIFIES), in_program=True),
@@ -31,7 +25,7 @@ def test_a_run_writes_host_visible_and_in_program_times(
 ) -> None:
     monkeypatch.setattr(bench, "grid", lambda quick: [cases.fitted(case) for case in SMALL])
     output = tmp_path / "verify.json"
-    monkeypatch.setattr(sys, "argv", ["bench_verify", "--output", str(output), "--no-torch", "--threads", "2"])
+    monkeypatch.setattr(sys, "argv", ["bench", "--output", str(output), "--no-torch", "--threads", "2"])
     bench.main()
     results = json.loads(output.read_text())
     assert results["failures"] == []
@@ -58,7 +52,7 @@ def test_a_method_that_fails_costs_itself_only(tmp_path: Path, monkeypatch: pyte
     only = [cases.Case(2, 5, 0.9, 8, ("verify: wrong", "verify: xla"))]
     monkeypatch.setattr(bench, "grid", lambda quick: only)
     output = tmp_path / "verify.json"
-    monkeypatch.setattr(sys, "argv", ["bench_verify", "--output", str(output), "--no-torch"])
+    monkeypatch.setattr(sys, "argv", ["bench", "--output", str(output), "--no-torch"])
     bench.main()
     results = json.loads(output.read_text())
     assert len(results["failures"]) == 1
@@ -87,9 +81,8 @@ END
 def test_what_the_peer_managed_is_kept(
     end: str, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "peers").mkdir()
-    (tmp_path / "peers" / "torch_verify.py").write_text(FAKE_TORCH.replace("END", end))
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench_verify.py"))
+    (tmp_path / "torch_eager.py").write_text(FAKE_TORCH.replace("END", end))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench.py"))
     monkeypatch.setattr(bench, "grid", lambda quick: [cases.Case(32, 8, 0.9), cases.Case(32, 8, 0.6)])
     run = bench.Run(bench.argparse.Namespace(quick=True, cases=None, no_torch=False, torch_timeout=2))
     run.torch()

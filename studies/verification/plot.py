@@ -1,6 +1,6 @@
-"""What `scripts/bench_verify.py` measured, as pictures.
+"""Pictures of what `bench.py` measured.
 
-    python -m smcjax.viz.verify verify.json -o docs/images
+    python -m studies.verification.plot verify.json -o docs/images
 
 Scan over γ and over α, verify-and-pack over the width of KV, a map of two launches against one, and time over bytes,
 where a one-block kernel crosses the others.
@@ -145,7 +145,7 @@ def _crossover(records: Sequence[Record]) -> Figure | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads results, writes pictures, prints their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="what bench_verify.py --output wrote")
+    parser.add_argument("results", type=Path, help="what bench.py --output wrote")
     parser.add_argument("-o", "--output", type=Path, default=Path(), help="a directory")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(arguments)

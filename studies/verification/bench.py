@@ -1,8 +1,8 @@
 """Verification and packing on a GPU, three ways that are kept apart: host-visible, on the device, inside a program.
 
-    python scripts/bench_verify.py --output verify.json       # two minutes and a half on an H200; tables last
-    python scripts/bench_verify.py --output verify.json --quick
-    python -m smcjax.viz.verify verify.json -o docs/images    # draws it
+    python -m studies.verification.bench --output verify.json       # two minutes and a half on an H200; tables last
+    python -m studies.verification.bench --output verify.json --quick
+    python -m studies.verification.plot verify.json -o docs/images    # draws it
 
 Of each case of a grid of b rows, γ drafted tokens, acceptance rate α and width D of KV (bf16):
 
@@ -12,8 +12,8 @@ Of each case of a grid of b rows, γ drafted tokens, acceptance rate α and widt
   loop takes with nothing in it (that is `nothing`).
 
 Methods: `op by op` (array operations, nothing compiled as a whole), `xla` (the reference, compiled), our kernels, a
-scan with a thread a row (`peers/naive_scan.py`), ours as one block (`one block`: the study's structure), PyTorch eager
-(`peers/torch_verify.py`, in a process of its own; left out where torch is missing). All results are compared with the
+scan with a thread a row (`naive_scan.py`), ours as one block (`one block`: the study's structure), PyTorch eager
+(`torch_eager.py`, in a process of its own; left out where torch is missing). All results are compared with the
 oracle first. Calls rotate over buffers, inputs and results, of more than 200 MB; cases too small for that rotate over
 64 sets, and a pass over 256 MB goes before each round. In programs the results of calls share a buffer, as XLA has it.
 """
@@ -37,7 +37,11 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch runs beside
 
 import jax
-from verify_cases import (
+
+from smcjax.device import HOPPER, this_device
+from smcjax.pallas import uses_kernels
+from studies.verification import verify_pack as vp
+from studies.verification.cases import (
     METHODS,
     NO_JIT,
     STRESS,
@@ -50,7 +54,8 @@ from verify_cases import (
     shapes_of,
     tunings,
 )
-from verify_timing import (
+from studies.verification.synthetic import floor_bytes, rotations
+from studies.verification.timing import (
     CALLS,
     SETS_IN_PROGRAM,
     Flush,
@@ -62,11 +67,6 @@ from verify_timing import (
     rounds,
     trace_options,
 )
-
-from smcjax.bench.verification import floor_bytes, rotations
-from smcjax.device import HOPPER, this_device
-from smcjax.pallas import uses_kernels
-from smcjax.pallas import verify_pack as vp
 
 CASES_A_TRACE = 20  # a trace file holds a million events
 FLUSH_BYTES = 256 << 20
@@ -117,9 +117,9 @@ class Run:
         if self.args.no_torch:
             self.notes.append("torch left out on request")
             return
-        path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        script = Path(__file__).parent / "peers" / "torch_verify.py"
+        script = Path(__file__).with_name("torch_eager.py")
         command: dict[str, Any] = {
             "args": [sys.executable, str(script)],
             "input": json.dumps([case.point for case in chosen]),

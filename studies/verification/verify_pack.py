@@ -29,8 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
 from smcjax.device import HOPPER
-from smcjax.pallas import bulk, simt
-from smcjax.pallas.acceptance import (
+from smcjax.pallas import simt
+from smcjax.pallas.dispatch import Kernel, Op
+from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
+from studies.verification import bulk
+from studies.verification.acceptance import (
     MOST_GAMMA,
     MOST_RECOMPUTED,
     MOST_ROWS,
@@ -46,8 +49,6 @@ from smcjax.pallas.acceptance import (
     write_acceptance,
     write_offsets,
 )
-from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
 
 TILE_BYTES = 8192  # of one tile, where a row is not longer
 LONGEST_ROW = 16384  # bytes

@@ -1,4 +1,4 @@
-"""What `bench_verify.py` measures: methods, the grid, and inputs that rotate."""
+"""What `bench.py` measures: methods, the grid, and inputs that rotate."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import functools
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from smcjax.bench.verification import rotations, synthetic
-from smcjax.pallas import acceptance, uses_kernels
-from smcjax.pallas import verify_pack as vp
-
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from smcjax.pallas import uses_kernels
+from studies.verification import acceptance
+from studies.verification import verify_pack as vp
+from studies.verification.naive_scan import naive_scan
+from studies.verification.synthetic import rotations, synthetic
 
 MOST_ONE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
 STRESS: dict[str, Any] = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
@@ -58,16 +56,10 @@ def one_block(draft: jax.Array, target: jax.Array, kv: jax.Array) -> Any:
     return vp.verify_and_pack_mosaic(draft, target, kv, tuning=vp.plan(rows, gamma, 2 * dim, blocks=1))
 
 
-def naive(draft: jax.Array, target: jax.Array) -> Any:
-    from naive_scan import naive_scan
-
-    return naive_scan(draft, target)
-
-
 METHODS: dict[str, Call] = {
     "scan: op by op": acceptance.op_by_op,
     "scan: xla": jax.jit(acceptance.acceptance_scan_reference),
-    "scan: a thread a row": jax.jit(naive),
+    "scan: a thread a row": naive_scan,
     "scan: ours": jax.jit(acceptance.acceptance_scan_mosaic),
     "pack: xla": jax.jit(vp.pack_reference),
     "pack: ours": jax.jit(lambda kv, lengths: vp.pack_mosaic(kv, lengths)[0]),

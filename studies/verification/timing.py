@@ -1,4 +1,4 @@
-"""How `bench_verify.py` measures: results against the oracle, and the three kinds of time."""
+"""How `bench.py` measures: results against the oracle, and the three kinds of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from verify_cases import METHODS, Batches, Call, kind
+
+from studies.verification.cases import METHODS, Batches, Call, kind
 
 WARMUP = 20
 CALLS = 64  # timed, at least

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from smcjax.viz.verify import draw_all, main
+from studies.verification.plot import draw_all, main
 
 PICTURES = ["over_gamma", "over_alpha", "over_width", "pack_over_width", "ratio", "crossover"]
 

@@ -18,17 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.bench.verification import floor_bytes, synthetic, with_lengths
 from smcjax.device import HOPPER
-from smcjax.pallas import verify_pack as vp
-from smcjax.pallas.acceptance import (
+from smcjax.pallas.dispatch import implementations, uses_kernels
+from studies.verification import verify_pack as vp
+from studies.verification.acceptance import (
     Acceptance,
     acceptance_scan,
     acceptance_scan_mosaic,
     op_by_op,
     scan_rows_mosaic,
 )
-from smcjax.pallas.dispatch import implementations, uses_kernels
+from studies.verification.synthetic import floor_bytes, synthetic, with_lengths
 
 INTERPRET = plgpu.InterpretGPUParams()
 

@@ -1,10 +1,10 @@
-"""The peer of `scripts/bench_verify.py`: verification and packing in PyTorch eager, as one writes them first.
+"""The peer of `bench.py`: verification and packing in PyTorch eager, as one writes them first.
 
-    echo '[{"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}]' | PYTHONPATH=. python scripts/peers/torch_verify.py
+    echo '[{"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}]' | python -m studies.verification.torch_eager
 
 Scan: an operation after the other, about seven launches. Pack: `kv[mask]`, which waits for the number of rows on the
 host. Two times a call: host-visible (call and wait) and on the device (the profiler's sum over kernels). A line a case:
-`RESULT {"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as in the script.
+`RESULT {"scan": {"host": µs, "device": µs}, "pack": …, "verify": …}`. Inputs rotate as there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from smcjax.bench.verification import rotations, synthetic
+from studies.verification.synthetic import rotations, synthetic
 
 WARMUP = 20
 CALLS = 60
