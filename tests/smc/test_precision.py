@@ -64,7 +64,7 @@ def increments(
     state = empty_state(ROWS, 1, VOCAB, 8)
     requests = dataclasses.replace(state.requests, temperature=jnp.full(ROWS, temperature))
     state = dataclasses.replace(state, requests=requests)
-    patched.setattr(cycle, "score", lambda *_: (jnp.asarray(logits), state.memory.target))
+    patched.setattr(cycle, "score", lambda *_: (state, jnp.asarray(logits)))
     drafts = Drafts(jnp.asarray(tokens), jnp.zeros((ROWS, GAMMA)))
     _, proposal = cycle.verify(program, smc.PairParams(model, model), state, drafts, None)
     return np.asarray(proposal.increments, np.float64)
