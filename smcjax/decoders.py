@@ -52,6 +52,7 @@ class Decoding(abc.ABC):
         name: the decoder's, in options and reports.
         drafts: whether it needs a draft model.
         exact: whether its answers are distributed exactly as the target's.
+        weighted: whether the rows of a request are weighted particles.
         ragged: whether a cycle may give a row fewer than `tokens_per_cycle` tokens that it keeps.
         rows_argument: the argument that says how many rows a request has; None where there is one.
     """
@@ -59,6 +60,7 @@ class Decoding(abc.ABC):
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     exact: ClassVar[bool] = True
+    weighted: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
 
@@ -131,6 +133,7 @@ class SMC(Decoding):
 
     name = "smc"
     exact = False
+    weighted = True
     rows_argument = "n_particles"
 
     n_particles: int = 8

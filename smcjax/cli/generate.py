@@ -18,6 +18,7 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt
+from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_trace(path: str, decoding: str) -> None:
     """Refuses what would fail only after the answer has been generated."""
-    if decoding != "smc":
+    if not DECODINGS[decoding].weighted:
         raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
     check_output("--trace", path)
 

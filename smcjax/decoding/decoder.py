@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,12 +39,7 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
     """A decoder's functions: begin → prefill (chunk by chunk) → start → step … step → conclude.
 
     Every function is pure and has shapes that depend on the program only; nothing reads a value on the host.
-
-    Attributes:
-        weighted: whether the rows of a group are weighted particles.
     """
-
-    weighted: ClassVar[bool] = False
 
     @abc.abstractmethod
     def begin(self, memory: Memory, prompts: Any, requests: Requests, present: Any, prefix: Any = None) -> S:

@@ -74,7 +74,7 @@ def assemble(
     kept = len(completion.token_ids)
     report = decoder.report(infos, start, kept)
     weighted = None
-    if decoder.weighted:
+    if decoder.decoding.weighted:
         weighted = SMCOutput(
             log_evidence=float(population.log_evidence),
             particles=[

@@ -15,7 +15,6 @@ from smcjax.smc.state import Info, State
 class SMCDecoder(Decoder[SMC, State, Info]):
     """Weighted particles, resampled when their weights become uneven."""
 
-    weighted = True
     begin = lifecycle.begin
     start = lifecycle.start
     step = cycle.step
