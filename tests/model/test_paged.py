@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,16 @@ class Blocks:
     """
 
     size: int
+    kv_pairs: ClassVar[int] = 1
+
+    def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
+        return None
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         of_token = PageArray(config.num_kv_heads, config.head_dim)
         of_block = of_token._replace(stride=self.size)
-        return CacheSpec({"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block})
+        arrays = {"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block}
+        return CacheSpec(arrays, block=self.size)
 
     def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Any:
         return {"table": view.block_table}
@@ -203,10 +208,10 @@ def test_a_row_that_leaves_a_shared_page_takes_a_copy(name: str) -> None:
     assert difference([*np.asarray(unembed(params, hidden))], [logits[5:] for logits in want]) > 1e-2, "control"
 
 
-def test_pages_hold_whole_entries() -> None:
+def test_pages_hold_whole_blocks() -> None:
     config = tiny_config(VOCAB, layers=LAYERS["means of blocks"])
     assert config.kv_bytes_per_token == 4 * 4 * (2 + 1 + 2)
-    with pytest.raises(ValueError, match=r"page_size must be a multiple of 2, the stride of mean_keys, got 3\."):
+    with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 2, the block of .*, got 3\."):
         create_cache(config, noisy_params(config), num_pages=2, page_size=3)
 
 

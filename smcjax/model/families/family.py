@@ -17,6 +17,7 @@ HUGGING_FACE = {
     "q": "model.layers.{}.self_attn.q_proj",
     "k": "model.layers.{}.self_attn.k_proj",
     "v": "model.layers.{}.self_attn.v_proj",
+    "attention": "model.layers.{}.self_attn",
     "q_norm": "model.layers.{}.self_attn.q_norm",
     "k_norm": "model.layers.{}.self_attn.k_norm",
     "o": "model.layers.{}.self_attn.o_proj",
