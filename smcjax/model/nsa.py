@@ -174,7 +174,7 @@ class NSA:
         raw = {name: arrays[self._source(name)][:, covered[0]] for name in ("keys", "values")}
         keys, values = self._compressed(projection, raw, starts)
         seen = _Seen(*self._pairs(arrays), keys.astype(projection.qkv.dtype), values.astype(projection.qkv.dtype))
-        return self._attend(projection, seen, positions)
+        return self._attend(projection, seen, positions, positions)
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
@@ -203,7 +203,8 @@ class NSA:
         for name, made in zip(("keys", "values"), self._compressed(projection, raw, starts), strict=True):
             array = cache[f"compressed_{name}"]
             cache[f"compressed_{name}"] = array.at[pages, slots].set(made.astype(array.dtype))
-        return self._attend(projection, self._read(cache, view), view.positions), cache
+        last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
+        return self._attend(projection, self._read(cache, view), view.positions, last), cache
 
     def _count(self, length: int) -> int:
         """Compressed tokens that are born within the first `length` positions."""
@@ -302,15 +303,17 @@ class NSA:
             there(compressed[1], ends),
         )
 
-    def _attend(self, projection: Projection, seen: _Seen, positions: Int[Array, "R T"]) -> Branches:
-        """All three branches of queries at `positions`."""
+    def _attend(
+        self, projection: Projection, seen: _Seen, positions: Int[Array, "R T"], last: Int[Array, "R T"]
+    ) -> Branches:
+        """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
         rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
         kv_heads = seen.keys.shape[2]
-        length, at = seen.keys.shape[1], positions[:, :, None, None, None]
+        length, at, last = seen.keys.shape[1], *(x[:, :, None, None, None] for x in (positions, last))
         q = _grouped(rotated, kv_heads)
         compressed_q = _grouped(unrotated, kv_heads) if self.compressed_rope == "none" else q
         ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
-        logits, born = _scores(compressed_q, seen.compressed_keys), ends <= at
+        logits, born = _scores(compressed_q, seen.compressed_keys), ends <= last
         weights, cmp = _softmax(logits, seen.compressed_values, born)
 
         of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
@@ -319,8 +322,9 @@ class NSA:
         slots = jnp.arange(length)
         chosen = jnp.repeat(selected, self.block_size, axis=-1)[..., :length]
         chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)
-        _, slc = _softmax(_scores(q, seen.keys), seen.values, chosen & (slots <= at))
-        _, win = _softmax(_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window))
+        there = slots <= last
+        _, slc = _softmax(_scores(q, seen.keys), seen.values, chosen & there)
+        _, win = _softmax(_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there)
         outputs = jnp.stack([cmp, slc, win], axis=4)
         outputs = outputs.reshape(*positions.shape, -1, len(BRANCHES), outputs.shape[-1])
         return Branches(outputs, self._gates(projection, unrotated), scores, selected)

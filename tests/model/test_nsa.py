@@ -243,6 +243,16 @@ def test_a_token_at_a_time_equals_the_whole(page_size: int, changes: Options) ->
     np.testing.assert_allclose(np.array(got), want, atol=1e-5)
 
 
+def test_queries_beyond_what_is_written_are_finite() -> None:
+    """Columns behind a sequence's end see what it has, and no slot of NaN."""
+    w, x = random_weights(SMALL, 0), np.ones((1, 6, SMALL["width"]), np.float32)
+    pages = Pages(SMALL, w, np.array([[1, 2]]), 8)
+    pages.forward(x, 0)
+    pages.table = np.array([[1, TRASH]])
+    out = pages.forward(x, 6)  # positions 8 … 11 have no page
+    assert np.isfinite(out).all()
+
+
 class AtFirst(NSA):
     """Compressed tokens in the page of their first position."""
 
