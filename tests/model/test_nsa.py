@@ -314,3 +314,74 @@ def test_unknown_and_contradictory_options_are_refused(sentence: str) -> None:
 def test_pages_that_cut_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 8, the block of .*, got 12\."):
         Pages(SMALL, {}, np.array([[1]]), 12)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _small_model(key: str, w: Arrays, caches: list[Any], view: BatchView) -> Any:
+    """Logits of the golden cases' own small model over pages."""
+    o = json.loads(key)
+    view = dataclasses.replace(view, lengths=view.written())
+
+    def norm(x: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    x, written, selected = w["emb"][view.tokens], [], []
+    for index, cache in enumerate(caches):
+        of_layer = layer_weights(w, f"layers.{index}.")
+        projection = projected(o, layer_weights(of_layer, "nsa."), norm(x), view.positions)
+        branches, cache = kind_of(o).paged_branches(projection, cache, view)
+        x = linear(branches.gated().reshape(*x.shape[:2], -1), of_layer["wo"], None, add_to=x)
+        x = linear(jax.nn.relu(linear(norm(x), of_layer["w1"], None)), of_layer["w2"], None, add_to=x)
+        written.append(cache)
+        selected.append(branches.selected)
+    return linear(norm(x), w["emb"], None), jnp.stack(selected), written
+
+
+class SmallModel:
+    """One row of the golden cases' small model."""
+
+    def __init__(self, o: Options, w: Arrays, page_size: int) -> None:
+        self.o, self.w, self.page_size = o, w, page_size
+        self.table = 1 + np.random.default_rng(0).permutation(-(-72 // page_size))[None]
+        layers = len({name.split(".")[1] for name in w if name.startswith("layers")})
+        spec = kind_of(o).cache(config_of(o))
+        cache = KVCache.create([spec] * layers, num_pages=80, page_size=page_size, dtype=jnp.float32)
+        self.caches = [{name: jnp.full_like(array, jnp.nan) for name, array in layer.items()} for layer in cache.layers]
+
+    def forward(self, tokens: Any, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Logits and selections behind each token."""
+        tokens = np.asarray(tokens)[None]
+        positions = start + np.arange(tokens.shape[1])[None]
+        pages = np.take_along_axis(self.table, positions // self.page_size, axis=1)
+        ends = jnp.asarray(positions[:, -1] + 1)
+        arrays = [jnp.asarray(a, jnp.int32) for a in (tokens, positions, self.table, pages)]
+        view = BatchView(*arrays, lengths=ends, num_immutable=ends, page_size=self.page_size)
+        logits, selected, self.caches = _small_model(json.dumps(self.o), self.w, self.caches, view)
+        return np.asarray(logits[0]), np.asarray(selected[:, 0])
+
+
+@pytest.mark.parametrize("page_size", [2, 8])
+def test_golden_chains(page_size: int) -> None:
+    """A block of drafts behind a prompt of each length, all accepted and another token fed; and greedy decoding."""
+    o, arrays = golden("chain_C1to4")
+    w, tokens, drafts = layer_weights(arrays), arrays["tokens"], arrays["node_tokens"]
+    lengths = sorted({int(name[1:3]) for name in arrays if name.startswith("P")})
+    assert len(lengths) > 2
+    for length in lengths:
+        model = SmallModel(o, w, page_size)
+        for at in range(0, length, 16):
+            model.forward(tokens[at : min(at + 16, length)], at)
+        # The rejected drafts of a round before leave what they wrote.
+        model.forward(drafts[::-1], length)
+        got, selected = model.forward(drafts, length)
+        np.testing.assert_allclose(got, arrays[f"P{length}.strict.logits"], atol=1e-3)
+        wanted = arrays[f"P{length}.strict.selected"][..., None] == np.arange(selected.shape[-1])
+        np.testing.assert_array_equal(selected, wanted.any(axis=3))
+        after, _ = model.forward([5], length + len(drafts))
+        np.testing.assert_allclose(after, arrays[f"P{length}.strict.after_commit.logits"], atol=1e-3)
+    model = SmallModel(o, w, page_size)
+    token, greedy = int(model.forward(tokens, 0)[0][-1].argmax()), []
+    for at in range(12):
+        greedy.append(token)
+        token = int(model.forward([token], len(tokens) + at)[0][-1].argmax())
+    assert greedy == arrays["greedy.strict"].tolist()
