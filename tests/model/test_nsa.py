@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.kv import TRASH, Copies, KVCache
-from smcjax.model import LayerSpec, ModelConfig, Rope
-from smcjax.model.attention import Projection
+from smcjax.model import LayerSpec, ModelConfig, Rope, config_from_hf, load_checkpoint, save_checkpoint
+from smcjax.model.attention import FULL, Projection
 from smcjax.model.decoder import linear, rope_angles
+from smcjax.model.export import written_config
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_compression import COMPRESSIONS
 from smcjax.model.view import BatchView
-from tests.helpers import tiny_config
+from tests.helpers import noisy_params, tiny_config
 from tests.model import nsa_oracle
 
 GOLDEN = Path(__file__).parents[1] / "data" / "nsa_golden"
@@ -385,3 +386,34 @@ def test_golden_chains(page_size: int) -> None:
         greedy.append(token)
         token = int(model.forward([token], len(tokens) + at)[0][-1].argmax())
     assert greedy == arrays["greedy.strict"].tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv": "shared", "phi": "linear", "gate": "q"}, SOURCE], ids=str)
+def test_checkpoints_go_round(changes: Options, tmp_path: Path) -> None:
+    """config.json, names of tensors and weights; an absent option has its default."""
+    config = dataclasses.replace(config_of(SMALL | changes), eos_token_ids=(2,))
+    params = noisy_params(config)
+    save_checkpoint(config, params, tmp_path, dtype="float32")
+    read, loaded = load_checkpoint(tmp_path, dtype="float32")
+    assert read == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    written = json.loads((tmp_path / "config.json").read_text())
+    del written["native_sparse_attention"]
+    assert config_from_hf(written).layer(1).attention == NSA()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"window": 0}, "window must be an integer"), ({"windows": 7}, "native_sparse_attention.windows is 7")],
+)
+def test_config_keys_are_refused_by_name(options: dict[str, int], words: str) -> None:
+    _, written = written_config(config_of(SMALL))
+    with pytest.raises(ValueError, match=words):
+        config_from_hf(written | {"native_sparse_attention": options})
+
+
+def test_layers_of_other_kinds_beside_are_not_written() -> None:
+    sparse = config_of(SMALL).layer(0)
+    mixed = dataclasses.replace(config_of(SMALL), layers=(sparse, dataclasses.replace(sparse, attention=FULL)))
+    with pytest.raises(ValueError, match=r"attention is NSA.*, but .*ForCausalLM, .*, has Full"):
+        written_config(mixed)
