@@ -42,6 +42,10 @@ class CacheSpec:
     arrays: Mapping[str, PageArray]
     block: int = 1
 
+    def page_bytes(self, page_size: int, itemsize: int) -> int:
+        """Bytes of a page of `page_size` tokens where a number takes `itemsize`."""
+        return sum(array.entries(page_size) * array.heads * array.dim * itemsize for array in self.arrays.values())
+
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token where a number takes `itemsize`, rounded up for entries that stand for several tokens."""
         return sum(-(-array.heads * array.dim * itemsize // array.stride) for array in self.arrays.values())

@@ -194,3 +194,12 @@ def test_control_compressed_tokens_where_they_begin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules[__name__], "TARGET", dataclasses.replace(TARGET, layers=(wrong,)))
     with pytest.raises(AssertionError):
         check_smc(DENSE_DRAFT, page_size=4)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+def test_pages_are_planned_as_large_as_they_are(page_size: int) -> None:
+    """Also where a page is shorter than the distance of two compressed tokens."""
+    program = program_of(TOKEN, NSA_DRAFT, page_size)
+    memory = program.create_memory(pair_of(NSA_DRAFT), num_pages=3)
+    taken = sum(array.nbytes for array in jax.tree.leaves((memory.target, memory.draft)))
+    assert taken == 3 * program.page_bytes
