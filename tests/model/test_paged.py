@@ -16,6 +16,7 @@ from smcjax.kv import TRASH, CacheSpec, Copies, LayerCache, PageArray
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
 from smcjax.model.attention import Full, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
+from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.view import BatchView
 from smcjax.pallas import attention, copy_pages
@@ -26,6 +27,7 @@ _paged = jax.jit(paged_hidden_states, static_argnums=0)
 _dense = jax.jit(logits, static_argnums=0)
 LOCAL = LayerSpec(SlidingWindow(3), Rope(100.0))
 GLOBAL = LayerSpec(Full(), Rope(5000.0))
+SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, local_blocks=1)
 GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm=True, post_norms=True, activation="gelu_tanh")
 
 
@@ -97,6 +99,8 @@ LAYERS: dict[str, tuple[LayerSpec, ...]] = {
     "two windows": (LOCAL, dataclasses.replace(LOCAL, attention=SlidingWindow(7))),
     "scale": (dataclasses.replace(GLOBAL, attention=Full(0.2)),),
     "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
+    "sparse": (LayerSpec(SPARSE, qk_norm=True),),
+    "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared", gate="q"), Rope(100.0)),),
     "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
 }
 
