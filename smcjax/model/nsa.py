@@ -219,17 +219,14 @@ class NSA:
         _, keys, values = projection.heads()
         if self.kv == "shared":
             return {"keys": keys, "values": values}
-        if self.compressed_rope != "token":
-            unrotated = projection.unrotated()[1]
-        else:
-            unrotated = keys
+        raw = keys if self.compressed_rope == "token" else projection.unrotated()[1]
         (_, slc, win), (raw_values, slc_values, win_values) = (jnp.split(x, 3, axis=2) for x in (keys, values))
         return {
             "keys": slc,
             "values": slc_values,
             "window_keys": win,
             "window_values": win_values,
-            "raw_keys": jnp.split(unrotated, 3, axis=2)[0],
+            "raw_keys": jnp.split(raw, 3, axis=2)[0],
             "raw_values": raw_values,
         }
 

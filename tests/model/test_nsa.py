@@ -213,16 +213,15 @@ def options(draw: st.DrawFn) -> Options:
 
 
 @settings(max_examples=16)
-@given(
-    o=options(), length=st.integers(1, 24), chunk=st.integers(1, 6), pages=st.integers(0, 2), seed=st.integers(0, 99)
-)
-def test_any_options_equal_the_oracle(o: Options, length: int, chunk: int, pages: int, seed: int) -> None:
-    """Without pages, and in chunks over pages of a divisor or a multiple of the block."""
+@given(o=options(), length=st.integers(1, 24), chunk=st.integers(1, 6), data=st.data(), seed=st.integers(0, 99))
+def test_any_options_equal_the_oracle(o: Options, length: int, chunk: int, data: st.DataObject, seed: int) -> None:
+    """Without pages, and in chunks over pages of any divisor or multiple of the block."""
     w, rng = random_weights(o, seed), np.random.default_rng(seed)
     x = rng.standard_normal((length, o["width"])).astype(np.float32)
     found = nsa_oracle.layer(o, w, x)
     assert_like(vars(found), dense(o, w, x))
-    page_size = (1, o["block"], 2 * o["block"])[pages]
+    sizes = [size for size in range(1, 65) if size % o["block"] == 0 or o["block"] % size == 0]
+    page_size = data.draw(st.sampled_from(sizes))
     width = -(-(length + chunk) // page_size)
     paged = Pages(o, w, 1 + rng.permutation(width)[None], page_size)
     padded = np.concatenate([x, x[:1].repeat(chunk, axis=0)])
