@@ -15,7 +15,6 @@ import pytest
 from smcjax import autoregressive, rejection, smc
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.decoding.groups import PairParams
-from smcjax.kv import KVCache
 from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.nsa import NSA
 from tests import exact
@@ -65,18 +64,13 @@ def str_of(value: Any) -> str:
     return {DENSE_DRAFT: "dense draft", NSA_DRAFT: "NSA draft"}.get(value, str(value))
 
 
-def full_of_nan(cache: KVCache) -> KVCache:
-    return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache)
-
-
 @functools.partial(jax.jit, static_argnames=("program", "num_pages"))
 def init(program: Any, params: PairParams, prompts: Any, requests: Any, num_pages: int) -> Any:
-    """A population over pages that are full of NaN where layers are sparse, prompts read in chunks of 4."""
+    """A population over pages that are full of NaN, prompts read in chunks of 4."""
     module = MODULES[type(program.decoding)]
     memory = program.create_memory(params, num_pages)
-    memory = dataclasses.replace(memory, target=full_of_nan(memory.target))
-    if program.draft == NSA_DRAFT:
-        memory = dataclasses.replace(memory, draft=full_of_nan(memory.draft))
+    target, draft = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), (memory.target, memory.draft))
+    memory = dataclasses.replace(memory, target=target, draft=draft)
     state = module.begin(program, memory, prompts, requests, requests.prompt_length > 0)
     hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
     for start in range(0, prompts.shape[1], 4):
