@@ -218,12 +218,11 @@ def described(case: Case) -> str:
 def budget_of(models: Models, case: Case) -> Budget:
     """Counts the bytes that the case's weights and KV will take of the default device."""
     weights = {models.target: weight_bytes(models.target_config, models.quantization)}
-    kv_bytes_per_token = models.target_config.kv_bytes_per_token
+    page_bytes = models.target_config.page_bytes(case.page_size)
     if case.decoding.drafts:
         weights[models.draft] = weight_bytes(models.draft_config, models.draft_quantization)
-        kv_bytes_per_token += models.draft_config.kv_bytes_per_token
-    kv = case.num_pages * case.page_size * kv_bytes_per_token
-    return Budget(device_memory(), weights, kv, case.num_pages, case.page_size)
+        page_bytes += models.draft_config.page_bytes(case.page_size)
+    return Budget(device_memory(), weights, case.num_pages * page_bytes, case.num_pages, case.page_size)
 
 
 def require_room(models: Models, case: Case) -> None:

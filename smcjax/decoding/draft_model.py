@@ -36,10 +36,9 @@ class DraftModel:
     config: ModelConfig
     full_support: ClassVar[bool] = True
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values."""
-        return self.config.kv_bytes_per_token
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page in the draft model's cache."""
+        return self.config.page_bytes(page_size)
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError unless the target has the draft's vocabulary."""

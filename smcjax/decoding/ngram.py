@@ -34,7 +34,10 @@ class NGram:
 
     longest: int = 3
     full_support: ClassVar[bool] = False
-    kv_bytes_per_token: ClassVar[int] = 0
+
+    def page_bytes(self, page_size: int) -> int:
+        """Nothing is kept."""
+        return 0
 
     def check(self, vocab_size: int) -> None:
         """Drafts for any vocabulary."""

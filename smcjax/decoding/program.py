@@ -85,9 +85,10 @@ class Program[D: Decoding]:
         return pages_for(self.max_model_len, self.page_size)
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's KV in all models."""
-        return self.target.kv_bytes_per_token + (0 if self.proposer is None else self.proposer.kv_bytes_per_token)
+    def page_bytes(self) -> int:
+        """Bytes of one page in all models."""
+        own = self.target.page_bytes(self.page_size)
+        return own + (0 if self.proposer is None else self.proposer.page_bytes(self.page_size))
 
     @by_implementation
     def prefills_by_kernels(self, memory: Memory, columns: int) -> bool:

@@ -30,13 +30,13 @@ class Proposer(Protocol):
 
     Attributes:
         full_support: true where q is above 0 wherever the target may be, as importance weights need.
-        kv_bytes_per_token: bytes of `Memory.draft` that one token takes.
     """
 
     full_support: ClassVar[bool]
 
-    @property
-    def kv_bytes_per_token(self) -> int: ...
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of `Memory.draft` that one page takes."""
+        ...
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError for a target of so many token ids that it cannot draft for."""

@@ -186,7 +186,7 @@ class LLM:
         decoder = make_decoder(
             self.decoding, models.target, models.proposer, longest, self.page_size, self._implementation
         )
-        self.num_pages = self._num_pages(decoder.kv_bytes_per_token, num_pages, gpu_memory_utilization)
+        self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
         params = PairParams(models.target_params, models.draft_params)
         runner = Runner(decoder, params, self.num_pages, Programs())
         self._engine = Engine(
@@ -198,9 +198,9 @@ class LLM:
         )
         runner.take_memory()
 
-    def _num_pages(self, kv_bytes_per_token: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
+    def _num_pages(self, page_bytes: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
         """The number of pages to take; the whole budget is logged before they are."""
-        models, page_bytes = self.models, self.page_size * kv_bytes_per_token
+        models = self.models
         weights = {"target": _bytes_of(models.target_params)}
         if models.draft_params is not None:
             weights["draft"] = _bytes_of((models.target_params, models.draft_params)) - weights["target"]

@@ -17,22 +17,34 @@ from jaxtyping import Array, Float
 
 from smcjax.pallas import Copies, copy_all_pages
 
-LayerCache = dict[str, Float[Array, "P B/stride heads D"]]
+LayerCache = dict[str, Float[Array, "P entries heads D"]]
 
 
 class PageArray(NamedTuple):
-    """The shape of one array that pages hold, [P, B/stride, heads, dim]."""
+    """The shape of one array that pages hold, [P, ⌈B/stride⌉, heads, dim]."""
 
     heads: int
     dim: int
     stride: int = 1  # tokens that an entry stands for
 
+    def entries(self, page_size: int) -> int:
+        """Entries of a page of `page_size` tokens, at least one."""
+        return -(-page_size // self.stride)
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """The arrays that pages of one layer hold, by name."""
+    """The arrays that pages of one layer hold, by name.
+
+    `block` is how many tokens the layer reads together: pages hold whole blocks, or blocks whole pages.
+    """
 
     arrays: Mapping[str, PageArray]
+    block: int = 1
+
+    def page_bytes(self, page_size: int, itemsize: int) -> int:
+        """Bytes of a page of `page_size` tokens where a number takes `itemsize`."""
+        return sum(array.entries(page_size) * array.heads * array.dim * itemsize for array in self.arrays.values())
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token where a number takes `itemsize`, rounded up for entries that stand for several tokens."""
@@ -51,16 +63,19 @@ class KVCache:
     def create(cls, layers: Sequence[CacheSpec], *, num_pages: int, page_size: int, dtype: Any) -> KVCache:
         """Makes a cache of zeros. Pages must hold finite numbers from the start: masked slots are read and discarded.
 
-        Raises ValueError for pages that do not hold whole entries.
+        Raises ValueError for pages that cut a layer's blocks.
         """
+        for spec in layers:
+            if page_size % spec.block and spec.block % page_size:
+                raise ValueError(
+                    f"page_size must be a multiple or a divisor of {spec.block}, the block of a kind of attention, "
+                    f"got {page_size}."
+                )
 
-        def zeros(name: str, array: PageArray) -> jax.Array:
-            heads, dim, stride = array
-            if page_size % stride:
-                raise ValueError(f"page_size must be a multiple of {stride}, the stride of {name}, got {page_size}.")
-            return jnp.zeros((num_pages, page_size // stride, heads, dim), dtype)
+        def zeros(array: PageArray) -> jax.Array:
+            return jnp.zeros((num_pages, array.entries(page_size), array.heads, array.dim), dtype)
 
-        pages = ({name: zeros(name, array) for name, array in spec.arrays.items()} for spec in layers)
+        pages = ({name: zeros(array) for name, array in spec.arrays.items()} for spec in layers)
         return cls(tuple(pages), page_size)
 
     @property

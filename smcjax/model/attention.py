@@ -7,8 +7,10 @@ cache, the decoder and what plans memory ask it and know no kind by name, so a n
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
@@ -22,6 +24,7 @@ from smcjax.pallas import (
     plan_sharing,
     rotate_and_write,
     split_and_rotate,
+    split_heads,
 )
 from smcjax.pallas.attention import sees
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from smcjax.model.config import ModelConfig
 
 Plan = Any  # a pytree, or None
+Weights = Mapping[str, Any]  # a kind's own, by name: jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
+Heads = tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +43,37 @@ class Projection:
     qkv: Float[Array, "R T HHH D"]  # H query heads, Hkv key heads, Hkv value heads
     cos: Float[Array, "R T half"]
     sin: Float[Array, "R T half"]
-    num_kv_heads: int
+    num_kv_heads: int  # of all the kind's pairs of keys and values
     norms: HeadNorms | None
-    pending: PendingNorm | None  # the layer's norm, where the product was made without
+    pending: PendingNorm | None  # the layer's norm, where the product was made without; None in a layer with `weights`
+    x: Float[Array, "R T E"]  # what the product was made of: the layer's input, normed unless that is pending
+    weights: Weights | None  # the kind's own
+    angles: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # positions [R, T] → `cos`, `sin` of these
 
-    def heads(self) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
+    def heads(self) -> Heads:
         """Returns q, k, v; the first two normed where the model does so, and rotated."""
-        return split_and_rotate(
-            self.qkv, self.cos, self.sin, num_kv_heads=self.num_kv_heads, norms=self.norms, pending=self.pending
-        )
+        return split_and_rotate(self.qkv, self.cos, self.sin, **self._terms())
+
+    def unrotated(self) -> Heads:
+        """Returns q, k, v like `heads`, but none rotated."""
+        return split_heads(self.qkv, **self._terms())
+
+    def _terms(self) -> dict[str, Any]:
+        return {"num_kv_heads": self.num_kv_heads, "norms": self.norms, "pending": self.pending}
 
 
 @runtime_checkable
 class AttentionKind(Protocol):
     """One kind of attention. Values are frozen and hashable."""
+
+    @property
+    def kv_pairs(self) -> int:
+        """Pairs of keys and values that a layer's product makes of a token, each of Hkv heads."""
+        ...
+
+    def param_shapes(self, config: ModelConfig, dtype: Any) -> Weights | None:
+        """Describes the weights that a layer of the kind has of its own; None without any."""
+        ...
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         """Names the arrays that a layer's pages hold."""
@@ -84,6 +106,10 @@ class _Softmax:
 
     window: int | None
     scale: float | None
+    kv_pairs: ClassVar[int] = 1
+
+    def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
+        return None
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         array = PageArray(config.num_kv_heads, config.head_dim)

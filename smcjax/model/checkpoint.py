@@ -17,6 +17,7 @@ import safetensors
 from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, require_file, shortened
+from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import Family
 from smcjax.model.gguf import GGUF_NAMES, read_gguf
@@ -95,7 +96,7 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
     `names` are a family's (`smcjax.model.families`) or GGUF's; `norm_offset` is added to the stored norms.
     """
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * d, config.num_kv_heads * d
+    q = config.num_heads * d
 
     def stack(index: int, *parts: tuple[str, int], suffix: str = "weight", offset: float = 0.0) -> Stack:
         return Stack(tuple((f"{names[part].format(index)}.{suffix}", rows) for part, rows in parts), offset)
@@ -103,8 +104,14 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
     def norm(index: int, part: str, rows: int) -> Stack:
         return stack(index, (part, rows), offset=norm_offset)
 
+    def own(index: int, shapes: Weights | None) -> Any:
+        """Names of the weights of a kind of attention, under the place of its projections."""
+        place = names["attention"].format(index) if shapes else ""
+        return shapes and {name: Stack(((f"{place}.{name}", shape.shape[0]),)) for name, shape in shapes.items()}
+
     def layer(i: int) -> LayerParams:
         spec = config.layer(i)
+        kv = spec.attention.kv_pairs * config.num_kv_heads * d
         qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
         return LayerParams(
             attn_norm=norm(i, "attn_norm", e),
@@ -121,6 +128,7 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
             down_bias=stack(i, down, suffix="bias") if spec.mlp_bias else None,
             attn_post_norm=norm(i, "attn_post_norm", e) if spec.post_norms else None,
             mlp_post_norm=norm(i, "mlp_post_norm", e) if spec.post_norms else None,
+            attention=own(i, spec.attention.param_shapes(config, config.dtype)),
         )
 
     return Params(

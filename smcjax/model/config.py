@@ -14,6 +14,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.kv import CacheSpec
 from smcjax.model.attention import FULL, AttentionKind
 
 
@@ -127,10 +128,18 @@ class ModelConfig:
         return jnp.dtype(self.dtype).itemsize
 
     @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """The arrays that pages of each layer hold."""
+        return tuple(self.layer(index).attention.cache(self) for index in range(self.num_layers))
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that pages hold of one token, in all layers."""
-        specs = (self.layer(index).attention.cache(self) for index in range(self.num_layers))
-        return sum(spec.token_bytes(self.itemsize) for spec in specs)
+        """Bytes that long pages hold of one token, in all layers."""
+        return sum(spec.token_bytes(self.itemsize) for spec in self.cache_specs)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of `page_size` tokens, in all layers."""
+        return sum(spec.page_bytes(page_size, self.itemsize) for spec in self.cache_specs)
 
     def with_layers(self, layers: Iterable[LayerSpec]) -> ModelConfig:
         """Returns the decoder with these layers, one spec a layer, kept as their shortest repeated pattern."""

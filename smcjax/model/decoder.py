@@ -16,6 +16,7 @@ softmax in f32, logits f32. Layers are unrolled: separate weights beat slices of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,17 @@ def hidden_states(
         of_heads = None
         if layer.q_norm is not None and layer.k_norm is not None:
             of_heads = HeadNorms(layer.q_norm, layer.k_norm, eps)
-        projection = Projection(qkv, cos, sin, config.num_kv_heads, of_heads, pending(x, layer.attn_norm))
+        projection = Projection(
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            num_kv_heads=spec.attention.kv_pairs * config.num_kv_heads,
+            norms=of_heads,
+            pending=pending(x, layer.attn_norm),
+            x=normed,
+            weights=layer.attention,
+            angles=functools.partial(rope_angles, spec.rope, config.head_dim),
+        )
         attended = attend(index, projection).reshape(flat)
         x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, layer.mlp_norm)
         gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)

@@ -29,8 +29,8 @@ def fold_for_kernels(params: Params) -> Params:
 def fold_norms(params: Params, *, consume: bool = False) -> Params:
     """Returns the decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
 
-    Norms in front of a packed matrix or of a product with a bias stay, as does the last norm, whose matrix may be the
-    embedding. `consume` frees each matrix as it is replaced.
+    Norms in front of a packed matrix, of a product with a bias or of attention that has weights of its own stay, as
+    does the last norm, whose matrix may be the embedding. `consume` frees each matrix as it is replaced.
     """
     multiply = jax.jit(_scaled_columns, donate_argnums=0) if consume else jax.jit(_scaled_columns)
 
@@ -41,7 +41,7 @@ def fold_norms(params: Params, *, consume: bool = False) -> Params:
         changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: None}
         return dataclasses.replace(layer, **changed)
 
-    layers = (folded(layer, "attn_norm", "qkv") for layer in params.layers)
+    layers = (layer if layer.attention else folded(layer, "attn_norm", "qkv") for layer in params.layers)
     return dataclasses.replace(params, layers=tuple(folded(layer, "mlp_norm", "gate_up") for layer in layers))
 
 

@@ -87,7 +87,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, GGUFTensors]:
 
 def _config(keys: GGUFKeys) -> ModelConfig:
     family = _FAMILIES.get(keys.architecture) if isinstance(keys.architecture, str) else None
-    if family is None:
+    if family is None or family.read_gguf is None:
         raise keys.refusal("general.architecture", f"only {', '.join(_FAMILIES)} are implemented")
     tensors = keys.file.tensors
     embedding = tensors.get(_EMBED)

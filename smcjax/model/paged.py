@@ -24,8 +24,7 @@ def attention_kinds(config: ModelConfig) -> tuple[AttentionKind, ...]:
 
 def create_cache(config: ModelConfig, params: Params, *, num_pages: int, page_size: int) -> KVCache:
     """An empty cache of what the model's layers keep, in its weights' dtype."""
-    specs = [config.layer(index).attention.cache(config) for index in range(config.num_layers)]
-    return KVCache.create(specs, num_pages=num_pages, page_size=page_size, dtype=params.embed.dtype)
+    return KVCache.create(config.cache_specs, num_pages=num_pages, page_size=page_size, dtype=params.embed.dtype)
 
 
 def plan_attention(config: ModelConfig, params: Params, view: BatchView, *, columns: int) -> Plans:

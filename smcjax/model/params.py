@@ -25,8 +25,8 @@ class LayerParams:
     """One decoder layer. Letters: ModelConfig; a `None` field is a variant that the config does not have."""
 
     attn_norm: Array | None  # [E]; None: folded into qkv (`smcjax.model.folding`)
-    qkv: Array  # [(H + 2·Hkv)·D, E]
-    qkv_bias: Array | None  # [(H + 2·Hkv)·D]
+    qkv: Array  # [(H + 2·C·Hkv)·D, E], C pairs of keys and values (`AttentionKind.kv_pairs`)
+    qkv_bias: Array | None  # [(H + 2·C·Hkv)·D]
     q_norm: Array | None  # [D]
     k_norm: Array | None  # [D]
     o: Array  # [E, H·D]
@@ -38,6 +38,7 @@ class LayerParams:
     down_bias: Array | None  # [E]
     attn_post_norm: Array | None = None  # [E]
     mlp_post_norm: Array | None = None  # [E]
+    attention: Any = None  # the weights that the kind of attention has of its own, `AttentionKind.param_shapes`
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,6 @@ class Params:
 def param_shapes(config: ModelConfig, dtype: Any) -> Params:
     """The pytree of `jax.ShapeDtypeStruct` that `config` calls for."""
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * d
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -68,6 +68,7 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
         return jax.ShapeDtypeStruct((width,), jnp.dtype(jnp.float32 if config.float32_norms else dtype))
 
     def layer(spec: LayerSpec) -> LayerParams:
+        qkv = (config.num_heads + 2 * spec.attention.kv_pairs * config.num_kv_heads) * d
         return LayerParams(
             attn_norm=norm(e),
             qkv=array(qkv, e),
@@ -83,6 +84,7 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
             down_bias=array(e) if spec.mlp_bias else None,
             attn_post_norm=norm(e) if spec.post_norms else None,
             mlp_post_norm=norm(e) if spec.post_norms else None,
+            attention=spec.attention.param_shapes(config, dtype),
         )
 
     return Params(

@@ -1,6 +1,6 @@
 """Weight-only int8 (`smcjax.matmul.Int8`) of every matrix that a forward streams.
 
-Norms, biases and an embedding that is only looked up stay as they are.
+Norms, biases, weights that a kind of attention has of its own and an embedding that is only looked up stay as they are.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def quantize_params(params: Params, *, consume: bool = False) -> Params:
     quantize = jax.jit(quantize_matrix)
 
     def convert(path: Any, leaf: jax.Array) -> Any:
-        looked_up_only = params.lm_head is not None and jax.tree_util.keystr(path) == ".embed"
-        if leaf.ndim != 2 or looked_up_only:
+        name = jax.tree_util.keystr(path)
+        looked_up_only = params.lm_head is not None and name == ".embed"
+        if leaf.ndim != 2 or looked_up_only or ".attention" in name:
             return leaf
         quantized = quantize(leaf)
         if consume:

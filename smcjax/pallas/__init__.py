@@ -2,7 +2,15 @@
 
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
-from smcjax.pallas.kv_write import Copies, HeadNorms, copy_pages, rotate_and_write, split_and_rotate
+from smcjax.pallas.kv_write import (
+    Copies,
+    HeadNorms,
+    copy_pages,
+    rotate,
+    rotate_and_write,
+    split_and_rotate,
+    split_heads,
+)
 from smcjax.pallas.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.page_copy import copy_all_pages
 from smcjax.pallas.paged_attention import (
@@ -33,9 +41,11 @@ __all__ = [
     "paged_attention_reference",
     "plan_sharing",
     "rms_norm",
+    "rotate",
     "rotate_and_write",
     "shared_attention_mosaic",
     "split_and_rotate",
+    "split_heads",
     "supports",
     "supports_norm",
     "swiglu",

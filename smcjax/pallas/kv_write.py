@@ -62,22 +62,28 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def split_and_rotate(
+def split_heads(
     qkv: Float[Array, "R T HHH D"],
-    cos: Float[Array, "R T half"],
-    sin: Float[Array, "R T half"],
     *,
     num_kv_heads: int,
     norms: HeadNorms | None = None,
     pending: PendingNorm | None = None,
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
-    """Queries, keys and values of a fused product of H + 2·Hkv heads; q and k normed where asked, and rotated."""
+    """Queries, keys and values of a fused product of H + 2·Hkv heads; q and k normed where asked, none rotated."""
     heads = qkv.shape[2] - 2 * num_kv_heads
     if pending is not None:
         qkv = pending.divide(qkv).astype(qkv.dtype)
     q, k, v = jnp.split(qkv, [heads, heads + num_kv_heads], axis=2)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    return q, k, v
+
+
+def split_and_rotate(
+    qkv: Float[Array, "R T HHH D"], cos: Float[Array, "R T half"], sin: Float[Array, "R T half"], **terms: Any
+) -> tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]:
+    """The results of `split_heads` (`terms`: its keywords), q and k rotated."""
+    q, k, v = split_heads(qkv, **terms)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 

@@ -85,7 +85,9 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         tokens = jnp.where(column == verdict.accepted[:, None], following[:, None], tokens)
         # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
         logprobs = log_softmax_at(logits[chosen], tokens)
-        broken = jnp.isnan(verdict.law).any(axis=1) | jnp.isnan(logprobs[:, 0])
+        # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
+        counts = state.by_group(state.sequences.length)[:, 0] + verdict.accepted < state.requests.limit
+        broken = (jnp.isnan(verdict.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, verdict.accepted, broken)
         state = _adopt(program, dataclasses.replace(state, cycle=state.cycle + ran), ran, chosen)
     info = Info(

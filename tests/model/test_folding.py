@@ -17,6 +17,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
 from smcjax.model.export import save_checkpoint
 from smcjax.model.folding import fold_for_kernels, fold_norms
+from smcjax.model.nsa import NSA
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import implementations
@@ -25,6 +26,7 @@ from tests.helpers import tiny_config
 VARIANTS: list[dict[str, Any]] = [
     *({}, {"qk_norm": True}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}),
     *({"post_norms": True}, {"post_norms": True, "o_bias": True}, {"activation": "gelu_tanh"}),
+    {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3)},
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from smcjax.kv import TRASH, CacheSpec, Copies, LayerCache, PageArray
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
 from smcjax.model.attention import Full, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
+from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.view import BatchView
 from smcjax.pallas import attention, copy_pages
@@ -26,6 +27,7 @@ _paged = jax.jit(paged_hidden_states, static_argnums=0)
 _dense = jax.jit(logits, static_argnums=0)
 LOCAL = LayerSpec(SlidingWindow(3), Rope(100.0))
 GLOBAL = LayerSpec(Full(), Rope(5000.0))
+SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, local_blocks=1)
 GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm=True, post_norms=True, activation="gelu_tanh")
 
 
@@ -37,11 +39,16 @@ class Blocks:
     """
 
     size: int
+    kv_pairs: ClassVar[int] = 1
+
+    def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
+        return None
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         of_token = PageArray(config.num_kv_heads, config.head_dim)
         of_block = of_token._replace(stride=self.size)
-        return CacheSpec({"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block})
+        arrays = {"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block}
+        return CacheSpec(arrays, block=self.size)
 
     def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Any:
         return {"table": view.block_table}
@@ -92,6 +99,8 @@ LAYERS: dict[str, tuple[LayerSpec, ...]] = {
     "two windows": (LOCAL, dataclasses.replace(LOCAL, attention=SlidingWindow(7))),
     "scale": (dataclasses.replace(GLOBAL, attention=Full(0.2)),),
     "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
+    "sparse": (LayerSpec(SPARSE, qk_norm=True),),
+    "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared", gate="q"), Rope(100.0)),),
     "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
 }
 
@@ -203,10 +212,10 @@ def test_a_row_that_leaves_a_shared_page_takes_a_copy(name: str) -> None:
     assert difference([*np.asarray(unembed(params, hidden))], [logits[5:] for logits in want]) > 1e-2, "control"
 
 
-def test_pages_hold_whole_entries() -> None:
+def test_pages_hold_whole_blocks() -> None:
     config = tiny_config(VOCAB, layers=LAYERS["means of blocks"])
     assert config.kv_bytes_per_token == 4 * 4 * (2 + 1 + 2)
-    with pytest.raises(ValueError, match=r"page_size must be a multiple of 2, the stride of mean_keys, got 3\."):
+    with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 2, the block of .*, got 3\."):
         create_cache(config, noisy_params(config), num_pages=2, page_size=3)
 
 

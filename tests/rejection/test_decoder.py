@@ -264,6 +264,33 @@ def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
     assert [answers(program, healthy)[i] for i in (0, 2)] == [got[i] for i in (0, 2)]
 
 
+@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
+    """Columns of drafts beyond a row's limit have no KV: the slots there may hold what a broken request has left."""
+    program = program_of(decoding, draft=PAIR.target)  # whose drafts are all accepted, up to the limit
+    pair = rejection.PairParams(PAIR.params.target, PAIR.params.target)
+    asks = [Ask((1, 2), max_tokens, seed=max_tokens, temperature=0.0) for max_tokens in range(1, 13)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def start(fill: float, prompts: Any, requests: Any) -> Any:
+        memory = program.create_memory(pair, 200)
+        caches = jax.tree.map(lambda pages: jnp.full_like(pages, fill), (memory.target, memory.draft))
+        memory = dataclasses.replace(memory, target=caches[0], draft=caches[1])
+        state = rejection.begin(program, memory, prompts, requests, requests.prompt_length > 0)
+        hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
+        first = jnp.asarray(0, jnp.int32)
+        state, hidden = rejection.prefill(program, pair, state, first, prompts.shape[1], hidden)
+        return rejection.start(program, pair, state, hidden)
+
+    found = []
+    for fill in (0.0, float("nan")):
+        state = start(fill, *batch(asks, V, MAX_MODEL_LEN))
+        state, _ = run(program, pair, state, MAX_MODEL_LEN)
+        assert not state.failed.any()
+        found.append(answers(program, state))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

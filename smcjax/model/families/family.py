@@ -17,6 +17,7 @@ HUGGING_FACE = {
     "q": "model.layers.{}.self_attn.q_proj",
     "k": "model.layers.{}.self_attn.k_proj",
     "v": "model.layers.{}.self_attn.v_proj",
+    "attention": "model.layers.{}.self_attn",
     "q_norm": "model.layers.{}.self_attn.q_norm",
     "k_norm": "model.layers.{}.self_attn.k_norm",
     "o": "model.layers.{}.self_attn.o_proj",
@@ -38,7 +39,7 @@ class Family:
         read: completes the sizes of a config.json with the layers and whatever else is the family's own.
         write: the keys of a config.json that are the family's own; None for sizes that the class does not have.
         gguf: architectures in GGUF files.
-        read_gguf: completes the sizes of a GGUF file, of which each layer is at first the given one.
+        read_gguf: completes the sizes of a GGUF file, of which each layer is at first the given one; None without any.
         gguf_interleaves: llama.cpp turns neighbouring pairs, so that q and k rows are interleaved in the file.
         max_position_embeddings, bos_token_id, eos_token_id, tie_embeddings: what an absent key means.
         num_kv_heads: likewise; None: as many as query heads.
@@ -51,9 +52,9 @@ class Family:
     model_type: str
     read: Callable[[HFKeys, ModelConfig], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any] | None]
-    gguf: tuple[str, ...]
-    read_gguf: Callable[[GGUFKeys, ModelConfig, LayerSpec], ModelConfig]
     max_position_embeddings: int
+    gguf: tuple[str, ...] = ()
+    read_gguf: Callable[[GGUFKeys, ModelConfig, LayerSpec], ModelConfig] | None = None
     gguf_interleaves: bool = False
     num_kv_heads: int | None = None
     head_dim: int | None = None

@@ -1,0 +1,399 @@
+"""Native Sparse Attention (arXiv 2502.11089): compressed tokens, selected blocks and a window, weighed by gates.
+
+    out = g_cmp · o_cmp + g_slc · o_slc + g_win · o_win        a query head, each branch with a softmax of its own
+
+Compressed token i stands for positions i·d … i·d + l − 1 and is *born* at the last of them: no earlier query sees it. A
+query attends to all compressed tokens that it sees; their weights rank blocks of l' positions, of which the best n are
+attended to token by token; a window of the last w positions stands beside.
+
+In pages a compressed token lies in the page of its *last* position. Who shares that page shares all before it, so the
+page's number says what it holds. A forward writes keys and values, then the compressed tokens born by them, then
+attends. A rejected draft's compressed tokens end beyond the sequence, where nobody sees them before they are written
+anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray
+from smcjax.model.attention import Projection, Weights
+from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
+from smcjax.model.view import BatchView
+from smcjax.numerics import product_precision
+from smcjax.pallas import copy_pages, rotate
+from smcjax.pallas.attention import LOWEST, sees
+
+if TYPE_CHECKING:
+    from smcjax.model.config import ModelConfig
+
+BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
+CHOICES = {
+    "phi": COMPRESSIONS,
+    "kv": ("per_branch", "shared"),
+    "compressed_rope": ("block", "token", "none"),
+    "score": ("prob", "logit"),
+    "share": ("group", "head"),
+    "gate": ("x", "q"),
+}
+LEAST = {"kernel_size": 1, "kernel_stride": 1, "block_size": 1, "num_blocks": 1, "window": 1}
+LEAST |= {"init_blocks": 0, "local_blocks": 0}
+
+
+class Branches(NamedTuple):
+    """The parts of a layer's output, and how blocks were ranked; S is Hkv, or H where heads choose for themselves."""
+
+    outputs: Float[Array, "R T H 3 D"]  # without gates
+    gates: Float[Array, "R T H 3"]
+    scores: Float[Array, "R T S blocks"]
+    selected: Bool[Array, "R T S blocks"]
+
+    def gated(self) -> Float[Array, "R T H D"]:
+        """The layer's output."""
+        return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
+
+
+class _Seen(NamedTuple):
+    """Keys and values by position, those of the selection and of the window, and compressed tokens by number."""
+
+    keys: Float[Array, "R S Hkv D"]
+    values: Float[Array, "R S Hkv D"]
+    window_keys: Float[Array, "R S Hkv D"]
+    window_values: Float[Array, "R S Hkv D"]
+    compressed_keys: Float[Array, "R N Hkv D"]
+    compressed_values: Float[Array, "R N Hkv D"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NSA:
+    """Native Sparse Attention. The defaults are the paper's; where it is silent, or public code disagrees, ours.
+
+    Positions of a row's new tokens are consecutive. Raises ValueError for options that are unknown or contradict.
+
+    Attributes:
+        kernel_size: l = 32, positions that a compressed token stands for (paper, section 4.1).
+        kernel_stride: d = 16, positions between compressed tokens (section 4.1).
+        block_size: l' = 64, positions of a selected block (section 4.1).
+        num_blocks: n = 16, blocks that a query selects, those that are always selected among them (section 4.1).
+        window: w = 512, positions of the window (section 4.1), the query's own among them (ours; some code has w + 1).
+        init_blocks: 1, first blocks that are always selected (section 4.1).
+        local_blocks: 2, last blocks that are always selected, the query's own among them (section 4.1).
+        phi: how positions become a compressed token: "mlp" (section 3.3.1; hidden size D is ours), "linear", a
+            "weighted" sum, or the "mean" (the last three: public code). Each adds a learned vector a position first.
+        kv: "per_branch", keys and values of each branch's own (section 3.3.3), or "shared" by all (public code).
+        compressed_rope: "block" rotates a compressed key by its first position (ours), "token" compresses rotated keys,
+            "none" leaves the branch's keys and queries unrotated (both public code).
+        score: ranks blocks by "prob", the branch's softmax (equations 8 and 9), or by "logit", which is for blocks that
+            are compressed tokens (the speculative-verification source).
+        share: "group", a group of query heads selects together (equation 10), or each "head" by itself.
+        gate: gates of "x", the layer's input (section 3.2), or of "q", the head's query (the same source).
+    """
+
+    kernel_size: int = 32
+    kernel_stride: int = 16
+    block_size: int = 64
+    num_blocks: int = 16
+    window: int = 512
+    init_blocks: int = 1
+    local_blocks: int = 2
+    phi: str = "mlp"
+    kv: str = "per_branch"
+    compressed_rope: str = "block"
+    score: str = "prob"
+    share: str = "group"
+    gate: str = "x"
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        for name in ("kernel_size", "block_size"):
+            if getattr(self, name) % self.kernel_stride:
+                raise ValueError(
+                    f"{name} must be a multiple of kernel_stride = {self.kernel_stride}, got {getattr(self, name)}."
+                )
+        if self.num_blocks < self.init_blocks + self.local_blocks:
+            raise ValueError(
+                f"num_blocks must be at least init_blocks + local_blocks = {self.init_blocks + self.local_blocks}, "
+                f"which are always selected, got {self.num_blocks}."
+            )
+        if self.score == "logit" and not self.kernel_size == self.kernel_stride == self.block_size:
+            raise ValueError(
+                "score='logit' needs kernel_size = kernel_stride = block_size, got "
+                f"{self.kernel_size}, {self.kernel_stride} and {self.block_size}; use score='prob'."
+            )
+
+    @property
+    def kv_pairs(self) -> int:
+        return 1 if self.kv == "shared" else len(BRANCHES)
+
+    def param_shapes(self, config: ModelConfig, dtype: Any) -> Weights:
+        """Gates [H, 3, E] (of queries: [H, 3, D]) with a bias [H, 3], and what compresses keys and values."""
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        shapes = {
+            "gate": (heads, len(BRANCHES), config.hidden_size if self.gate == "x" else dim),
+            "gate_bias": (heads, len(BRANCHES)),
+            **compression_shapes(self.phi, kv_heads, dim, self.kernel_size),
+        }
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
+
+    def cache(self, config: ModelConfig) -> CacheSpec:
+        token = PageArray(config.num_kv_heads, config.head_dim)
+        names = ["keys", "values"]
+        if self.kv == "per_branch":
+            names += ["window_keys", "window_values", "raw_keys", "raw_values"]
+        compressed = token._replace(stride=self.kernel_stride)
+        arrays = {**dict.fromkeys(names, token), "compressed_keys": compressed, "compressed_values": compressed}
+        return CacheSpec(arrays, block=self.block_size)
+
+    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> None:
+        """Nothing is planned."""
+
+    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+        return False
+
+    def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
+        return self.dense_branches(projection, positions).gated()
+
+    def dense_branches(self, projection: Projection, positions: Int[Array, "R T"]) -> Branches:
+        """The parts of `dense`."""
+        arrays = self._new_arrays(projection)
+        length = positions.shape[1]
+        starts = jnp.arange(max(1, self._count(length)))[None] * self.kernel_stride
+        covered = jnp.minimum(starts[..., None] + jnp.arange(self.kernel_size), length - 1)
+        raw = {name: arrays[self._source(name)][:, covered[0]] for name in ("keys", "values")}
+        keys, values = self._compressed(projection, raw, starts)
+        seen = _Seen(*self._pairs(arrays), keys.astype(projection.qkv.dtype), values.astype(projection.qkv.dtype))
+        return self._attend(projection, seen, positions, positions)
+
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        branches, cache = self.paged_branches(projection, cache, view)
+        return branches.gated(), cache
+
+    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> tuple[Branches, LayerCache]:
+        """The parts of a forward over pages, and the layer's pages."""
+        size, table = view.page_size, view.block_table
+        if view.copies is not None:
+            cache = {name: copy_pages(array, view.copies) for name, array in cache.items()}
+        for name, x in self._new_arrays(projection).items():
+            cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
+
+        starts, born = self._births(view)
+        covered, home = starts[..., None] + jnp.arange(self.kernel_size), self._home(starts)
+
+        def pages_of(positions: jax.Array) -> jax.Array:
+            page = jnp.clip(positions // size, 0, table.shape[1] - 1).reshape(table.shape[0], -1)
+            return jnp.take_along_axis(table, page, axis=1).reshape(positions.shape)
+
+        of_covered, pages = pages_of(covered), jnp.where(born, pages_of(home), TRASH)
+        raw = {name: cache[self._source(name)][of_covered, covered % size] for name in ("keys", "values")}
+        slots = home % size // self.kernel_stride
+        for name, made in zip(("keys", "values"), self._compressed(projection, raw, starts), strict=True):
+            array = cache[f"compressed_{name}"]
+            cache[f"compressed_{name}"] = array.at[pages, slots].set(made.astype(array.dtype))
+        last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
+        return self._attend(projection, self._read(cache, view), view.positions, last), cache
+
+    def _count(self, length: int) -> int:
+        """Compressed tokens that are born within the first `length` positions."""
+        return max(0, (length - self.kernel_size) // self.kernel_stride + 1)
+
+    def _source(self, name: str) -> str:
+        """The array of keys or values that is compressed."""
+        return name if self.kv == "shared" else f"raw_{name}"
+
+    def _new_arrays(self, projection: Projection) -> dict[str, Float[Array, "R T Hkv D"]]:
+        """Keys and values of new tokens as pages hold them, by name."""
+        _, keys, values = projection.heads()
+        if self.kv == "shared":
+            return {"keys": keys, "values": values}
+        raw = keys if self.compressed_rope == "token" else projection.unrotated()[1]
+        (_, slc, win), (raw_values, slc_values, win_values) = (jnp.split(x, 3, axis=2) for x in (keys, values))
+        return {
+            "keys": slc,
+            "values": slc_values,
+            "window_keys": win,
+            "window_values": win_values,
+            "raw_keys": jnp.split(raw, 3, axis=2)[0],
+            "raw_values": raw_values,
+        }
+
+    def _pairs(self, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Keys and values of the selection, then of the window."""
+        own = "window_" if self.kv == "per_branch" else ""
+        return arrays["keys"], arrays["values"], arrays[f"{own}keys"], arrays[f"{own}values"]
+
+    def _home(self, starts: Any) -> Any:
+        """The position in whose page a compressed token lies that begins at `starts`: its last."""
+        return starts + self.kernel_size - 1
+
+    def _births(self, view: BatchView) -> tuple[Int[Array, "R N"], Bool[Array, "R N"]]:
+        """First positions of the compressed tokens that the new tokens can bear, and which of them they do."""
+        size, stride, columns = self.kernel_size, self.kernel_stride, view.positions.shape[1]
+        first = view.positions[:, :1]
+        column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)
+        ends = first + column
+        pages = jnp.take_along_axis(view.write_pages, jnp.minimum(column, columns - 1), axis=1)
+        return ends - (size - 1), (column < columns) & (ends >= size - 1) & (pages != TRASH)
+
+    def _compressed(
+        self, projection: Projection, raw: dict[str, Float[Array, "R N l Hkv D"]], starts: Int[Array, "_ N"]
+    ) -> tuple[Float[Array, "R N Hkv D"], Float[Array, "R N Hkv D"]]:
+        """Compressed keys and values, f32, of stored ones that begin at positions `starts`."""
+        assert projection.weights is not None
+        keys, values = (raw[name].astype(jnp.float32) for name in ("keys", "values"))
+        if self.kv == "shared" and self.compressed_rope != "token":
+            keys = self._unrotated(projection, keys, starts)
+        keys = compress(self.phi, projection.weights, "k", keys)
+        if self.compressed_rope == "block":
+            keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
+        return keys, compress(self.phi, projection.weights, "v", values)
+
+    def _unrotated(
+        self, projection: Projection, keys: Float[Array, "R N l Hkv D"], starts: Int[Array, "_ N"]
+    ) -> Float[Array, "R N l Hkv D"]:
+        """Stored keys as they were before they were rotated."""
+        rows, number, size, *head = keys.shape
+        positions = (starts[..., None] + jnp.arange(size)).reshape(starts.shape[0], -1)
+        cos, sin = _over(projection.angles(positions), rows)
+        return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
+
+    def _read(self, cache: LayerCache, view: BatchView) -> _Seen:
+        """Each row's pages in the order of positions; values that are not there yet are 0."""
+        size, table = view.page_size, view.block_table
+        rows, width = table.shape
+        slots = jnp.arange(width * size)
+        starts = jnp.arange(max(1, self._count(width * size))) * self.kernel_stride
+        home, ends = jnp.minimum(self._home(starts), width * size - 1), starts + self.kernel_size - 1
+        found = {
+            name: pages[table].reshape(rows, -1, *pages.shape[2:])
+            for name, pages in cache.items()
+            if "raw" not in name and "compressed" not in name
+        }
+        compressed = [
+            cache[f"compressed_{name}"][table[:, home // size], home % size // self.kernel_stride]
+            for name in ("keys", "values")
+        ]
+
+        def there(values: jax.Array, last: jax.Array) -> jax.Array:
+            return jnp.where((last < view.lengths[:, None])[..., None, None], values, 0)
+
+        keys, values, window_keys, window_values = self._pairs(found)
+        return _Seen(
+            keys,
+            there(values, slots),
+            window_keys,
+            there(window_values, slots),
+            compressed[0],
+            there(compressed[1], ends),
+        )
+
+    def _attend(
+        self, projection: Projection, seen: _Seen, positions: Int[Array, "R T"], last: Int[Array, "R T"]
+    ) -> Branches:
+        """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
+        rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
+        kv_heads = seen.keys.shape[2]
+        length, at, last = seen.keys.shape[1], *(x[:, :, None, None, None] for x in (positions, last))
+        q = _grouped(rotated, kv_heads)
+        compressed_q = _grouped(unrotated, kv_heads) if self.compressed_rope == "none" else q
+        ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
+        logits, born = _scores(compressed_q, seen.compressed_keys), ends <= last
+        weights, cmp = _softmax(logits, seen.compressed_values, born)
+
+        of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
+        scores = self.block_scores(of_tokens, born, -(-length // self.block_size))
+        selected = self.select(scores, positions)
+        slots = jnp.arange(length)
+        chosen = jnp.repeat(selected, self.block_size, axis=-1)[..., :length]
+        chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)
+        there = slots <= last
+        _, slc = _softmax(_scores(q, seen.keys), seen.values, chosen & there)
+        _, win = _softmax(_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there)
+        outputs = jnp.stack([cmp, slc, win], axis=4)
+        outputs = outputs.reshape(*positions.shape, -1, len(BRANCHES), outputs.shape[-1])
+        return Branches(outputs, self._gates(projection, unrotated), scores, selected)
+
+    def block_scores(
+        self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int
+    ) -> Float[Array, "R T S blocks"]:
+        """The scores of blocks, of compressed tokens' weights or logits, 0 for tokens that are not born.
+
+        A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0,
+        or `LOWEST` where logits count.
+        """
+        if self.share == "group":
+            of_tokens = of_tokens.sum(axis=3, keepdims=True)
+        of_tokens = of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
+        if self.score == "prob":
+            share = self.overlap(of_tokens.shape[-1], blocks)
+            return jnp.einsum("rtsn,nb->rtsb", of_tokens, share, precision=jax.lax.Precision.HIGHEST)
+        of_tokens = jnp.where(born[:, :, 0], of_tokens, LOWEST)[..., :blocks]
+        missing = blocks - of_tokens.shape[-1]
+        return jnp.pad(of_tokens, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST)
+
+    def overlap(self, tokens: int, blocks: int) -> Float[np.ndarray, "N blocks"]:
+        """Positions that a compressed token and a block have in common, over the stride; f32."""
+        start, first = np.arange(tokens)[:, None] * self.kernel_stride, np.arange(blocks) * self.block_size
+        common = np.minimum(start + self.kernel_size, first + self.block_size) - np.maximum(start, first)
+        return (np.maximum(common, 0) // self.kernel_stride).astype(np.float32)
+
+    def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Bool[Array, "R T S blocks"]:
+        """True for the blocks that queries at `positions` attend to: first and last ones, then the best; of equal ones
+        the earlier."""
+        block = jnp.arange(scores.shape[-1])
+        own = positions[:, :, None, None] // self.block_size
+        forced = (block < self.init_blocks) | (block > own - self.local_blocks)
+        ranked = jnp.where(block <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+        _, best = jax.lax.top_k(ranked, min(self.num_blocks, scores.shape[-1]))
+        return jnp.any(best[..., None] == block, axis=-2) & (block <= own)
+
+    def _gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
+        """Sigmoids of a linear map, f32."""
+        assert projection.weights is not None
+        gate, bias = projection.weights["gate"], projection.weights["gate_bias"]
+        terms, source = ("rte,hbe->rthb", projection.x) if self.gate == "x" else ("rthd,hbd->rthb", q)
+        precision = product_precision(source.dtype)
+        logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
+        return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+
+
+def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of one row for all."""
+    cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
+    return cos, sin
+
+
+def _grouped(q: Float[Array, "R T H D"], kv_heads: int) -> Float[Array, "R T Hkv G D"]:
+    """Query heads by the key-value head that they share."""
+    rows, columns, heads, dim = q.shape
+    return q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
+
+
+def _scores(q: Float[Array, "R T Hkv G D"], keys: Float[Array, "R S Hkv D"]) -> Float[Array, "R T Hkv G S"]:
+    """Scaled products of queries and keys, f32."""
+    precision = product_precision(q.dtype)
+    products = jnp.einsum("rtkgd,rskd->rtkgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
+    return products / float(np.sqrt(q.shape[-1]))
+
+
+def _softmax(
+    scores: Float[Array, "R T Hkv G S"], values: Float[Array, "R S Hkv D"], visible: Bool[Array, "R T _ _ S"]
+) -> tuple[Float[Array, "R T Hkv G S"], Float[Array, "R T Hkv G D"]]:
+    """Weights in f32, and the mean of values that they make; 0 where nothing is visible."""
+    weights = jax.nn.softmax(jnp.where(visible, scores, LOWEST), axis=-1)
+    weights = jnp.where(visible, weights, 0)
+    precision = product_precision(values.dtype)
+    return weights, jnp.einsum("rtkgs,rskd->rtkgd", weights.astype(values.dtype), values, precision=precision)

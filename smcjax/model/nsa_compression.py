@@ -1,0 +1,54 @@
+"""How Native Sparse Attention makes one compressed key or value of l stored ones: φ, by key-value head.
+
+    x_r = stored_r + position_r,  r < l
+    mean: Σ x_r / l      weighted: Σ a_r · x_r      linear: W · vec(x)      mlp: W₂ · silu(W₁ · vec(x) + b₁) + b₂
+
+vec lists the l vectors one after the other. Keys and values have weights of their own.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from smcjax.model.attention import Weights
+
+COMPRESSIONS = ("mlp", "linear", "weighted", "mean")
+
+
+def compression_shapes(phi: str, kv_heads: int, dim: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of `compress`, by name; `size` is l. The MLP's hidden size is the head's."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for of in "kv":
+        shapes[f"position_{of}"] = (kv_heads, size, dim)
+        if phi == "weighted":
+            shapes[f"phi_{of}"] = (kv_heads, size)
+        if phi == "linear":
+            shapes[f"phi_{of}"] = (kv_heads, dim, size * dim)
+        if phi == "mlp":
+            shapes |= {f"phi_{of}_in": (kv_heads, dim, size * dim), f"phi_{of}_in_bias": (kv_heads, dim)}
+            shapes |= {f"phi_{of}_out": (kv_heads, dim, dim), f"phi_{of}_out_bias": (kv_heads, dim)}
+    return shapes
+
+
+def compress(phi: str, weights: Weights, of: str, stored: Float[Array, "R N l Hkv D"]) -> Float[Array, "R N Hkv D"]:
+    """Compressed keys (`of` is "k") or values ("v"), computed in f32 from stored ones of f32."""
+
+    def weight(name: str) -> jax.Array:
+        wide: jax.Array = weights[name].astype(jnp.float32)
+        return wide
+
+    def product(terms: str, *operands: jax.Array) -> jax.Array:
+        return jnp.einsum(terms, *operands, precision=jax.lax.Precision.HIGHEST)
+
+    x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)
+    if phi == "mean":
+        return x.mean(axis=2)
+    if phi == "weighted":
+        return product("rnlkd,kl->rnkd", x, weight(f"phi_{of}"))
+    vec = jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
+    if phi == "linear":
+        return product("rnki,koi->rnko", vec, weight(f"phi_{of}"))
+    hidden = jax.nn.silu(product("rnki,koi->rnko", vec, weight(f"phi_{of}_in")) + weight(f"phi_{of}_in_bias"))
+    return product("rnki,koi->rnko", hidden, weight(f"phi_{of}_out")) + weight(f"phi_{of}_out_bias")

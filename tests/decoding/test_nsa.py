@@ -1,0 +1,199 @@
+"""Decoders on targets and drafts with Native Sparse Attention: they know nothing of it, and their laws hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import autoregressive, rejection, smc
+from smcjax.decoders import Autoregressive, Decoding, Rejection
+from smcjax.decoding.groups import PairParams
+from smcjax.model import LayerSpec, ModelConfig, Params
+from smcjax.model.nsa import NSA
+from tests import exact
+from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, tiny_config, tiny_params
+from tests.smc import reference
+
+V, MAX_MODEL_LEN = 5, 30
+PAPER = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, init_blocks=1, local_blocks=1)
+SHARED = dataclasses.replace(PAPER, kv="shared", phi="weighted", share="head", gate="q", num_blocks=2, block_size=8)
+TARGET = tiny_config(V, layers=(LayerSpec(PAPER),), num_kv_heads=1)
+NSA_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(SHARED),))
+DENSE_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(),))
+ALONE, TOKEN, BLOCK = Autoregressive(), Rejection(gamma=3), Rejection(gamma=3, verification="block")
+CANDIDATES = Rejection(gamma=2, n_candidates=3)
+MODULES: dict[type[Decoding], Any] = {Autoregressive: autoregressive, Rejection: rejection, smc.SMC: smc}
+
+
+def params_of(config: ModelConfig) -> Params:
+    """Weights whose next-token laws differ clearly between contexts."""
+    params = tiny_params(config, 5)
+    layers = zip(params.layers, noisy_params(config).layers, strict=True)
+    layers = [
+        dataclasses.replace(sharp, attention=noisy.attention, attn_norm=noisy.attn_norm) for sharp, noisy in layers
+    ]
+    return dataclasses.replace(params, layers=tuple(layers), embed=10 * params.embed)
+
+
+@functools.cache
+def pair_of(draft: ModelConfig | None) -> PairParams:
+    """A target, and a draft that has what it can of the target's weights: it is often right, and often wrong."""
+    if draft is None:
+        return PairParams(params_of(TARGET))
+    target, own, (q, kv) = params_of(TARGET), params_of(draft), (8, 4)
+    rows = np.r_[:q, q + kv : q + 2 * kv, q + 4 * kv : q + 5 * kv]  # of the selection's keys and values
+    layers = [
+        dataclasses.replace(theirs, qkv=theirs.qkv[rows], attention=ours.attention)
+        for theirs, ours in zip(target.layers, own.layers, strict=True)
+    ]
+    return PairParams(target, dataclasses.replace(target, layers=tuple(layers)))
+
+
+after = reference.language_model(TARGET, params_of(TARGET), MAX_MODEL_LEN + 8)
+
+
+def str_of(value: Any) -> str:
+    """A parameter's name in a test's."""
+    return {DENSE_DRAFT: "dense draft", NSA_DRAFT: "NSA draft"}.get(value, str(value))
+
+
+@functools.partial(jax.jit, static_argnames=("program", "num_pages"))
+def init(program: Any, params: PairParams, prompts: Any, requests: Any, num_pages: int) -> Any:
+    """A population over pages that are full of NaN, prompts read in chunks of 4."""
+    module = MODULES[type(program.decoding)]
+    memory = program.create_memory(params, num_pages)
+    target, draft = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), (memory.target, memory.draft))
+    memory = dataclasses.replace(memory, target=target, draft=draft)
+    state = module.begin(program, memory, prompts, requests, requests.prompt_length > 0)
+    hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
+    for start in range(0, prompts.shape[1], 4):
+        state, hidden = module.prefill(program, params, state, jnp.asarray(start, jnp.int32), 4, hidden)
+    return module.start(program, params, state, hidden)
+
+
+def program_of(decoding: Any, draft: ModelConfig | None, page_size: int) -> Any:
+    module = MODULES[type(decoding)]
+    return module.Program(decoding, TARGET, draft, MAX_MODEL_LEN, page_size)
+
+
+def decode(decoding: Any, draft: ModelConfig | None, asks: list[Ask], page_size: int) -> tuple[Any, list[Any]]:
+    """The state in which all requests have ended, and what was said of each step; pages are sound after each."""
+    program, params = program_of(decoding, draft, page_size), pair_of(draft)
+    module = MODULES[type(decoding)]
+    num_pages = len(asks) * program.rows * (program.max_pages + 2) + 1
+    state = init(program, params, *batch(asks, V, MAX_MODEL_LEN), num_pages)
+    run_step, infos = jax.jit(module.step, static_argnames="program"), []
+    while state.running.any():
+        state, info = run_step(program, params, state)
+        assert_pages_sound(state.sequences.block_table, state.memory.pool)
+        infos.append(info)
+    assert not state.failed.any()
+    _, memory = module.conclude(program, state)
+    assert (np.asarray(memory.pool.refcount) == 0).all()
+    return state, infos
+
+
+def first_rows(decoding: Any, asks: list[Ask], state: Any) -> list[tuple[list[int], np.ndarray]]:
+    """Generated tokens and their log-probabilities, of each request's first row."""
+    found = []
+    for group, ask in enumerate(asks):
+        row = group * decoding.rows
+        at = slice(len(ask.prompt), int(state.sequences.length[row]))
+        found.append((state.sequences.tokens[row, at].tolist(), np.asarray(state.sequences.logprobs)[row, at]))
+    return found
+
+
+def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
+    """The dense model's own continuation."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(after(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+GREEDY = [Ask(tuple((3 * i + i * i // 2) % V for i in range(p)), 30 - p, temperature=0.0) for p in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "draft", "page_size"),
+    [
+        *((ALONE, None, 4), (TOKEN, DENSE_DRAFT, 4), (TOKEN, NSA_DRAFT, 2), (BLOCK, NSA_DRAFT, 8)),
+        (CANDIDATES, DENSE_DRAFT, 1),
+    ],
+    ids=str_of,
+)
+def test_greedy_is_the_targets(decoding: Any, draft: ModelConfig | None, page_size: int) -> None:
+    """From every prompt length mod d and l′, by chunks, single steps and blocks of drafts that end anywhere."""
+    state, infos = decode(decoding, draft, GREEDY, page_size)
+    got = [tokens for tokens, _ in first_rows(decoding, GREEDY, state)]
+    assert got == [greedy(ask.prompt, ask.max_tokens) for ask in GREEDY]
+    if draft is not None:
+        accepted = np.concatenate([np.asarray(info.accepted)[np.asarray(info.ran)] for info in infos])
+        assert set(accepted.tolist()) == set(range(decoding.gamma + 1))
+
+
+SAMPLED = [Ask((1, 2, 3), 25, seed=1), Ask((2,), 20, temperature=0.8, seed=2), Ask((0, 1) * 4, 12, seed=3)]
+SAMPLED += [Ask((3, 1, 4, 1, 3, 2), 24, seed=seed, temperature=2.0) for seed in range(4, 9)]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "draft", "page_size"),
+    [(TOKEN, DENSE_DRAFT, 1), (BLOCK, NSA_DRAFT, 2), (CANDIDATES, NSA_DRAFT, 8)],
+    ids=str_of,
+)
+def test_log_probabilities_are_the_targets(decoding: Any, draft: ModelConfig, page_size: int) -> None:
+    """Whoever read another candidate's keys, a rejected draft's compressed token or a slot of NaN would be far off."""
+    state, _ = decode(decoding, draft, SAMPLED, page_size)
+    for ask, (tokens, logprobs) in zip(SAMPLED, first_rows(decoding, SAMPLED, state), strict=True):
+        want = [np.log(exact.next_law(after, ask, tuple(tokens[:at]))[token]) for at, token in enumerate(tokens)]
+        np.testing.assert_allclose(logprobs, want, atol=1e-4)
+
+
+def check_smc(draft: ModelConfig, page_size: int) -> None:
+    """Every row of SMC is plain Python's. Every cycle resamples, and 3 tokens a cycle keep no step with pages."""
+    decoding = smc.SMC(n_particles=3, gamma=2, ess_threshold=1.0)
+    state, infos = decode(decoding, draft, SAMPLED, page_size)
+    assert any(np.asarray(info.resampled).any() for info in infos)
+    of_draft = reference.language_model(draft, pair_of(draft).draft, MAX_MODEL_LEN + 8)
+    rows = outputs(state)
+    for group, ask in enumerate(SAMPLED):
+        result = reference.decode(decoding, after, of_draft, ask, MAX_MODEL_LEN)
+        assert rows[group] == [tuple(row.tokens[len(ask.prompt) :]) for row in result.rows]
+        np.testing.assert_allclose(state.log_weight[group], [row.log_weight for row in result.rows], atol=1e-4)
+
+
+@pytest.mark.parametrize(("draft", "page_size"), [(DENSE_DRAFT, 4), (NSA_DRAFT, 1), (NSA_DRAFT, 16)], ids=str_of)
+def test_smc_equals_plain_python(draft: ModelConfig, page_size: int) -> None:
+    """Forks and resampling give every row the keys that it would have alone."""
+    check_smc(draft, page_size)
+
+
+class AtFirst(NSA):
+    """Compressed tokens in the page of their first position."""
+
+    def _home(self, starts: Any) -> Any:
+        return starts
+
+
+def test_control_compressed_tokens_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above fails where rows write compressed tokens to pages that they share."""
+    wrong = LayerSpec(AtFirst(**dataclasses.asdict(PAPER)))
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", dataclasses.replace(TARGET, layers=(wrong,)))
+    with pytest.raises(AssertionError):
+        check_smc(DENSE_DRAFT, page_size=4)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+def test_pages_are_planned_as_large_as_they_are(page_size: int) -> None:
+    """Also where a page is shorter than the distance of two compressed tokens."""
+    program = program_of(TOKEN, NSA_DRAFT, page_size)
+    memory = program.create_memory(pair_of(NSA_DRAFT), num_pages=3)
+    taken = sum(array.nbytes for array in jax.tree.leaves((memory.target, memory.draft)))
+    assert taken == 3 * program.page_bytes

@@ -1,0 +1,47 @@
+"""The engine on a pair with Native Sparse Attention: whoever finds a cached prefix, or is preempted, is as if alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from smcjax import LLM, SamplingParams
+from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.scheduler import ChunkLengths
+from smcjax.model import LayerSpec
+from smcjax.model.nsa import NSA
+from tests.checkpoints import Pair, write_model
+from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
+from tests.engine.test_engine import fingerprint, sound
+
+SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=8, num_blocks=3, window=6, local_blocks=1)
+RANDOM = np.random.default_rng(0).integers(0, 256, (4, 40)).tolist()
+SHAPES = [(20, 3, 1), (20, 5, 2), (17, 1, 1), (24, 2, 3), (20, 3, 1), (20, 9, 2)]  # tokens shared and own, and whose
+PROMPTS = [{"prompt_token_ids": RANDOM[0][:shared] + RANDOM[family][:own]} for shared, own, family in SHAPES]
+PARAMS = [SamplingParams(seed=seed, max_tokens=14 + 2 * seed, ignore_eos=True) for seed in range(len(PROMPTS))]
+
+
+SMC = {"trace": False, "ess_threshold": 0.0}  # rows that are never resampled share few pages
+
+
+def in_short_chunks(llm: LLM) -> LLM:
+    llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
+    return llm
+
+
+def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
+    page_size = 4  # half a block, and a compressed token's length
+    layers = (LayerSpec(SPARSE),)
+    target = write_model(tmp_path / "target", 272, 1, layers=layers)
+    pair = Pair(target, write_model(tmp_path / "draft", 264, 2, layers=layers, hidden_size=12))
+    with smc_llm(pair, SMC, page_size=page_size, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = [fingerprint(output) for output in in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)]
+    pages = 1 + worst_case_pages(1, MAX_MODEL_LEN, 4, page_size)  # for the largest request
+    with smc_llm(pair, SMC, page_size=page_size, num_pages=pages, admission="optimistic", max_num_seqs=6) as llm:
+        outputs = in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert [fingerprint(output) for output in outputs] == alone
+        sound(llm.engine)
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_cache_hits"] > 0
