@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -27,9 +27,6 @@ from smcjax.pallas import (
     split_heads,
 )
 from smcjax.pallas.attention import sees
-
-if TYPE_CHECKING:
-    from smcjax.model.config import ModelConfig
 
 Plan = Any  # a pytree, or None
 Weights = Mapping[str, Any]  # a kind's own, by name: jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
@@ -62,6 +59,19 @@ class Projection:
         return {"num_kv_heads": self.num_kv_heads, "norms": self.norms, "pending": self.pending}
 
 
+class HeadShape(Protocol):
+    """The sizes of a `smcjax.model.config.ModelConfig` that attention goes by."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 @runtime_checkable
 class AttentionKind(Protocol):
     """One kind of attention. Values are frozen and hashable."""
@@ -71,19 +81,19 @@ class AttentionKind(Protocol):
         """Pairs of keys and values that a layer's product makes of a token, each of Hkv heads."""
         ...
 
-    def param_shapes(self, config: ModelConfig, dtype: Any) -> Weights | None:
+    def param_shapes(self, config: HeadShape, dtype: Any) -> Weights | None:
         """Describes the weights that a layer of the kind has of its own; None without any."""
         ...
 
-    def cache(self, config: ModelConfig) -> CacheSpec:
+    def cache(self, config: HeadShape) -> CacheSpec:
         """Names the arrays that a layer's pages hold."""
         ...
 
-    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Plan:
+    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         """Makes what all layers of the kind need once a cycle, for steps of 1 to `columns` new tokens a row."""
         ...
 
-    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         """True where a kernel reads single rows of `columns` new tokens, planned so."""
         ...
 
@@ -108,14 +118,14 @@ class _Softmax:
     scale: float | None
     kv_pairs: ClassVar[int] = 1
 
-    def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
+    def param_shapes(self, config: HeadShape, dtype: Any) -> None:
         return None
 
-    def cache(self, config: ModelConfig) -> CacheSpec:
+    def cache(self, config: HeadShape) -> CacheSpec:
         array = PageArray(config.num_kv_heads, config.head_dim)
         return CacheSpec({"keys": array, "values": array})
 
-    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Plan:
+    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         return plan_sharing(
             view.block_table,
             view.lengths,
@@ -126,7 +136,7 @@ class _Softmax:
             **_shape_of(config, columns, view.page_size, dtype),
         )
 
-    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         shape = _shape_of(config, columns, page_size, dtype)
         return attends_by_kernels(window=self.window, scale=self.scale, **shape)
 
@@ -163,7 +173,7 @@ class _Softmax:
         return attended, {"keys": keys, "values": values}
 
 
-def _shape_of(config: ModelConfig, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:
+def _shape_of(config: HeadShape, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:
     """The keywords of `smcjax.pallas.supports`."""
     return {
         "columns": columns,

@@ -15,7 +15,7 @@ anew.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray
-from smcjax.model.attention import Projection, Weights
+from smcjax.model.attention import HeadShape, Projection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
 from smcjax.model.view import BatchView
 from smcjax.numerics import product_precision
 from smcjax.pallas import copy_pages, rotate
 from smcjax.pallas.attention import LOWEST, sees
-
-if TYPE_CHECKING:
-    from smcjax.model.config import ModelConfig
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 CHOICES = {
@@ -137,7 +134,7 @@ class NSA:
     def kv_pairs(self) -> int:
         return 1 if self.kv == "shared" else len(BRANCHES)
 
-    def param_shapes(self, config: ModelConfig, dtype: Any) -> Weights:
+    def param_shapes(self, config: HeadShape, dtype: Any) -> Weights:
         """Gates [H, 3, E] (of queries: [H, 3, D]) with a bias [H, 3], and what compresses keys and values."""
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         shapes = {
@@ -147,7 +144,7 @@ class NSA:
         }
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
 
-    def cache(self, config: ModelConfig) -> CacheSpec:
+    def cache(self, config: HeadShape) -> CacheSpec:
         token = PageArray(config.num_kv_heads, config.head_dim)
         names = ["keys", "values"]
         if self.kv == "per_branch":
@@ -156,10 +153,10 @@ class NSA:
         arrays = {**dict.fromkeys(names, token), "compressed_keys": compressed, "compressed_values": compressed}
         return CacheSpec(arrays, block=self.block_size)
 
-    def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> None:
+    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
         """Nothing is planned."""
 
-    def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
+    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         return False
 
     def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
