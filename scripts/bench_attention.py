@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the products of all queries with what their rows hold."""
+        """Counts the FLOPs of both products of all queries with all that their rows hold."""
         return 4 * self.rows * self.columns * self.heads * self.dim * self.context
 
 
@@ -170,7 +170,7 @@ def unique_bytes(shape: Shape, inputs: Inputs) -> int:
 
 
 def planned(shape: Shape, inputs: Inputs) -> Sharing:
-    """What rows share."""
+    """Returns the plan of the pages that rows share."""
     q, _, _, table, positions, lengths = inputs
     plan = functools.partial(
         plan_sharing,

@@ -51,7 +51,7 @@ class Problem:
     pages: int
 
     def operands(self, params: Params, keys: Any, values: Any) -> ds.Operands:
-        """Of a launch."""
+        """Makes the operands of a launch."""
         weights = weights_of(params, norms_of(params), scales_of(params))
         begin = ds.embedded(weights.embed, weights.norms[0], self.tokens)
         return ds.make_operands(self.shape, weights, begin, 0, self.tables, self.sharing, keys, values)
@@ -108,7 +108,7 @@ def error(got: Any, want: Any) -> str:
 
 
 def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, values: Any, *, together: bool) -> Any:
-    """What each stage of the one layer leaves behind."""
+    """Runs the one layer and returns each stage's results by name."""
 
     @jax.jit
     def run(params: Params, keys: Any, values: Any) -> dict[str, jax.Array]:
@@ -129,7 +129,7 @@ def stages(config: ModelConfig, params: Params, problem: Problem, keys: Any, val
 
 
 def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `attend` should leave: output and log2-sum-exp of each (KV head, split), in float64."""
+    """Computes in float64 the output and log2-sum-exp that `attend` should leave for each (KV head, split)."""
     shape, sharing = problem.shape, jax.device_get(problem.sharing)
     chunks, pieces = (
         tasks[0, 0, : int(count[0, 0])].tolist()
@@ -166,7 +166,7 @@ def shares(problem: Problem, q: np.ndarray, keys: np.ndarray, values: np.ndarray
 
 
 def halves_together(shape: ds.Shape, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a block's 64 rows come to, of which the lower 32 may be the same queries over other chunks."""
+    """Merges a block's 64 rows, of which the lower 32 may be the same queries over other chunks, into one per query."""
     size = shape.queries
     if not shape.paired:
         return out[:, :size], lse[:, :size]
@@ -283,7 +283,7 @@ def _whole(shape: ds.Shape, operands: ds.Operands) -> None:
 
 
 def _without_attention(shape: ds.Shape, operands: ds.Operands) -> None:
-    """What streams weights only."""
+    """Launches only the stages that stream weights."""
     ds.launch(shape, operands, stages=("qkv", "o", "gate_up", "down"), with_head=True)
 
 

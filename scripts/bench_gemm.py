@@ -95,7 +95,7 @@ def jax_weights(shape: Shape) -> list[Any]:
 
 
 def plain(x: Any, w: Any, shape: Shape) -> Any:
-    """As `linear` and `unembed` of the model do it; with swiglu what follows too."""
+    """Multiplies the way that the model's `linear` and `unembed` do; with swiglu, applies the activation too."""
     import jax
     import jax.numpy as jnp
 

@@ -83,7 +83,7 @@ class Prefill:
         self.runner.prefill(self.program, [Chunk(lane, start_at, self.chunk, 0, []) for lane in range(self.requests)])
 
     def seconds(self) -> tuple[list[float], float]:
-        """Of each chunk by itself, and of all of them one after the other."""
+        """Returns the least seconds of each chunk by itself, and of all chunks one after the other."""
         starts = range(0, self.length, self.chunk)
         alone = [float("inf")] * len(starts)
         together = float("inf")

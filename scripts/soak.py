@@ -26,7 +26,7 @@ QUESTIONS = tuple(prompt(problem) for problem in generate(0, 64, "eval"))
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a soak did, and what it left behind."""
+    """Holds the counts of a soak's requests, its duration, and the memory and pages that it left behind."""
 
     ended: int
     aborted: int

@@ -61,7 +61,7 @@ class Tuning:
         return ROWS * self.products * self.warpgroups
 
     def fits_registers(self, tokens: int) -> bool:
-        """Whether the sums of a thread leave room for the rest; 98 for 72 sums is what ptxas asked for at least."""
+        """Returns True if a thread's sums leave room for the rest; ptxas took at least 98 registers for 72 sums."""
         available = min(255, 512 // (self.warpgroups + 1) // 8 * 8)
         return self.products * tokens // 2 + 56 <= available
 
@@ -256,7 +256,7 @@ def _kernel(
 
 
 def supports(*, tokens: int, columns: int, rows: int, dtype: Any, swiglu: bool = False) -> bool:
-    """Whether the kernel applies to x [tokens, columns] and W [rows, columns]."""
+    """Returns True if the kernel applies to x [tokens, columns] and W [rows, columns]."""
     parts, most = (2, MAX_TOKENS_SWIGLU) if swiglu else (1, MAX_TOKENS)
     return jnp.dtype(dtype) == jnp.bfloat16 and 0 < tokens <= most and columns % 64 == 0 and rows % (ROWS * parts) == 0
 

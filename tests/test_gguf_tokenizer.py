@@ -146,7 +146,7 @@ RUNS = [" " * length for length in range(2, 6)] + ["\t\t", "<table>"]
 
 @pytest.fixture(scope="module")
 def gemma_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As in Gemma's files: no space before the text, and tokens of runs of spaces."""
+    """Loads a tokenizer like that of Gemma's files: no space before the text, and tokens for runs of spaces."""
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")

@@ -107,7 +107,7 @@ def test_refused_in_one_sentence(kind: str, tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_panic_on_some_input_costs_that_request_only(tmp_path: Path) -> None:
-    """What no probe can find: the rest of the texts go on."""
+    """A panic that no probe can foresee refuses the text that causes it; other texts go on."""
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     spec = json.loads(path.read_text())

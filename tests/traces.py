@@ -20,7 +20,7 @@ class History:
 
     @property
     def trace(self) -> TraceFile:
-        """What a file of it should load as."""
+        """Returns the `TraceFile` that loading this output's file should give."""
         output, smc = self.output, self.output.smc
         assert smc is not None
         assert smc.trace is not None

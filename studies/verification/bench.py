@@ -312,7 +312,7 @@ def device(record: dict[str, Any], method: str) -> float | None:
 
 
 def shipped(record: dict[str, Any]) -> str:
-    """What the dispatcher takes at this shape."""
+    """Returns the method that the dispatcher takes at the record's shape."""
     one = record["rows"] * record["gamma"] <= vp.MOST_RECOMPUTED
     return "verify: one launch" if one else "verify: two launches"
 
@@ -337,7 +337,7 @@ def goals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def dispatchers(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a rule loses against always knowing the faster: ours by ids, and the study's by expected bytes."""
+    """Returns two rules' losses against always knowing the faster: ours by ids, the study's by expected bytes."""
     pairs = {
         "one launch or two, by ids": ("verify: one launch", lambda r: r["rows"] * r["gamma"], vp.MOST_RECOMPUTED),
         "one block or two launches, by expected bytes": (

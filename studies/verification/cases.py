@@ -1,4 +1,4 @@
-"""What `bench.py` measures: methods, the grid, and inputs that rotate."""
+"""Defines the methods that `bench.py` measures, the grid of cases, and inputs that rotate."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def make_pool(size: int) -> jax.Array:
 
 
 def shapes_of(case: Case, method: str) -> list[jax.ShapeDtypeStruct]:
-    """What the method is called with."""
+    """Returns the shapes and dtypes of the arguments that the method is called with."""
     draft, target, lengths = (
         jax.ShapeDtypeStruct(shape, jnp.int32)
         for shape in ((case.rows, case.gamma), (case.rows, case.gamma + 1), (case.rows,))

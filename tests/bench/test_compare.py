@@ -21,7 +21,7 @@ FIGURES = {**SHAPES, "ms": 12.345, "tokens_per_second": 1234.5, "weight_roofline
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What would run; every command succeeds but those in plain XLA."""
+    """Records the commands instead of running them; all succeed but those in plain XLA, which exit with code 1."""
     asked: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

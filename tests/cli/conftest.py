@@ -18,7 +18,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a command leaves."""
+    """Holds a command's exit code, and its text on stdout and stderr."""
 
     code: int
     out: str

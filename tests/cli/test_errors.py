@@ -230,7 +230,7 @@ def test_help_is_fast_because_jax_is_not_imported() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    """As in `smcjax … | head -1`: stdout is a pipe whose other end is closed."""
+    """A command whose stdout has lost its reader, like in `smcjax … | head -1`, exits with 1 and an empty stderr."""
     code = (
         "import sys; from smcjax.cli import generate\n"
         "def run(args):\n"
@@ -309,7 +309,7 @@ def test_without_a_command_the_help_is_shown(smcjax: Command, command: list[str]
 
 
 def test_choices_are_those_of_the_library(pair: Pair) -> None:
-    """What the command line offers is what the library takes, and its ranges are the library's."""
+    """The library takes every choice of the command line, and both refuse values outside of the library's ranges."""
     assert set(bench_options.SHAPES) == set(shapes.SHAPES)
     for quantization in options.QUANTIZATIONS:
         check_quantization("quantization", quantization)

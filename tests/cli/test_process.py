@@ -61,7 +61,7 @@ def test_streams_that_are_closed_or_full(redirections: str, expected: tuple[int,
 
 
 def test_no_file_takes_the_number_of_a_closed_stream() -> None:
-    """What XLA writes to descriptor 2 would land in it."""
+    """A file opened while stderr is closed does not get descriptor 2, where XLA's messages would land in it."""
     assert ended(quick("import tempfile; assert tempfile.TemporaryFile().fileno() > 2"), "2>&- <&-") == (
         0,
         "answer\n",
@@ -159,7 +159,7 @@ OUTSIDE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 @pytest.mark.parametrize("moments", [[2.0], [2.0, 0.001]])
 def test_ctrl_c_ends_what_does_not_return_to_python(moments: list[float]) -> None:
-    """As XLA's compiler does not: here a hash that takes hours, outside of the interpreter lock."""
+    """Ctrl-C ends C code that, like XLA's compiler, does not return to Python: here a hash that takes hours."""
     code, err, seconds = interrupted(quick(OUTSIDE), moments)
     assert (code, err) == (130, "remark\nsmcjax: interrupted\n")
     assert seconds < 2  # 0.1 where nothing else runs

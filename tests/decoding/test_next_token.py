@@ -77,7 +77,7 @@ class WindowConfig(ModelConfig):
 
 
 def test_the_fused_step_takes_only_what_it_computes() -> None:
-    """What it would leave out goes layer by layer: any field that it does not know, unless the model is without."""
+    """A model goes layer by layer if any of its fields holds something that the fused step does not compute."""
     program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")
 
     def layers(norm: Any) -> Any:

@@ -222,7 +222,7 @@ def test_ten_thousand_random_operations(tight: LLM, alone: list[tuple[Any, ...]]
 def test_few_prompts_do_not_take_as_long_as_many(
     llm: LLM, arriving: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four lanes: one prompt is read by the program for one, two by that for all lanes."""
+    """The program for one lane reads one prompt that arrives at four lanes; the program for all lanes reads two."""
     engine = llm.engine
     read: list[int] = []
     prefill = engine.runner.prefill

@@ -1,4 +1,4 @@
-"""What goes wrong while a batch runs: a model that gives NaN, an interruption, an LLM that was closed."""
+"""NaN ends its own request alone, an interruption leaves the LLM usable, and a closed LLM refuses further use."""
 
 from __future__ import annotations
 

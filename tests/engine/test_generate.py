@@ -1,4 +1,4 @@
-"""What a request gets back: inputs in every form, ends, text, stops, log probabilities."""
+"""`generate` takes prompts in every form and returns answers with their ends, text and log probabilities."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Fake:
 
 
 def fakes(*algorithms: str, **microseconds: float) -> tuple[Any, list[Fake]]:
-    """What compiles the hints, in their order, to these algorithms; and all that it made."""
+    """Returns a fake compiler that turns the hints, in order, into `algorithms`, and the list of all it has made."""
     made: list[Fake] = []
 
     def compiled(hint: AlgorithmHint) -> Fake:

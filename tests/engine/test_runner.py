@@ -1,4 +1,4 @@
-"""What is static about the programs of a batch."""
+"""The runner chooses the lengths of prompt chunks from the device, the implementation, the dtype and the models."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_long_prompts_come_in_chunks_between_cycles() -> None:
 
 
 def test_few_prompts_are_read_one_by_one_in_long_chunks() -> None:
-    """Of eight lanes, two are few. What is left of a prompt makes a long chunk where it fills more than half of one."""
+    """Two prompts count as few in eight lanes; a prompt's rest makes a long chunk if it fills more than half of one."""
     made = Scheduler([8], PAGES, ChunkLengths(together=8, alone=32), PrefixCache(0, PAGE_SIZE), ALONE)
     for number, tokens in enumerate((75, 30)):
         made.add(request(number, tokens))
@@ -144,7 +144,7 @@ def test_withdrawing() -> None:
 
 
 class Slots:
-    """What a device would keep in its cache slots: each page as all tokens up to its end."""
+    """A stand-in for a device's cache slots keeps each page as all tokens up to the page's end."""
 
     def __init__(self) -> None:
         self.pages: dict[int, list[int]] = {}

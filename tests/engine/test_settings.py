@@ -27,7 +27,7 @@ with LLM(decoding=SMC(n_particles=2, gamma=3), max_model_len=128, max_num_seqs=1
 
 
 def run(**settings: str) -> str:
-    """What the script says with these environment variables; all warnings are errors."""
+    """Runs the script with these environment variables, all warnings being errors, and returns its stdout."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT]
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **settings}  # each compiles for itself
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -97,7 +97,7 @@ def test_exact_decoders_give_the_answer_of_the_full_run(which: str, request: pyt
 
 
 def test_cycles_are_saved(llm: LLM) -> None:
-    """Of a cap of 40 tokens, 10 cycles, with a stop string after a few."""
+    """Requests that meet a stop string early take under 4 cycles on average, where their cap of 40 tokens takes 10."""
     params = [ask(number, stop=list("abcdefghijklm"), ignore_eos=True) for number in range(20)]
     early = generate(llm, ["ab"] * 20, params)
     never = generate(llm, ["ab"] * 20, [ask(number, stop=NEVER, ignore_eos=True) for number in range(20)])
@@ -107,7 +107,7 @@ def test_cycles_are_saved(llm: LLM) -> None:
 
 
 def any_row(rows: StopStrings, *_: Any) -> bool:
-    """What would end the work too early."""
+    """Ends the work too early, as a control: returns True as soon as any row holds a stop string."""
     return any(row.stopped for row in rows._rows)
 
 

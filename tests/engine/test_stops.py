@@ -1,4 +1,4 @@
-"""What ends an answer: tokens, EOS by whoever names it, text; and no stop that cannot have an effect."""
+"""Answers end at tokens, at text and at EOS, whoever names it; a stop that cannot have an effect is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_eos_of_config_and_tokenizer(chat: LLM, tmp_path: Path) -> None:
 
 
 def test_a_turn_ends_at_the_tokenizers_eos(chat: LLM) -> None:
-    """The same answer runs on where the token is an ordinary one, so the model does give it."""
+    """An answer ends at the tokenizer's token for the end of a turn, and runs on behind it when EOS is ignored."""
     for seed in range(200):
         on = chat.generate(
             "ab", SamplingParams(seed=seed, temperature=9, ignore_eos=True, max_tokens=40), use_tqdm=False

@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_definition(family: str, tmp_path: Path) -> None
 
 
 def llama3_factors(factor: float, theta: float, width: int) -> np.ndarray:
-    """As llama.cpp's converter writes them."""
+    """Returns the factors of Llama 3's scaled RoPE [width / 2], f32, by the formula of llama.cpp's converter."""
     factors = []
     for frequency in theta ** -(np.arange(0, width, 2) / width):
         wavelength = 2 * math.pi / frequency

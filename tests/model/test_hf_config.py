@@ -177,7 +177,7 @@ def kinds(config: ModelConfig) -> list[int | None]:
 
 
 def test_windows_are_those_of_transformers() -> None:
-    """As in transformers 5: all of Mistral's layers, those of Qwen's from max_window_layers on or in layer_types."""
+    """Like in transformers 5, Mistral's layers all have windows, Qwen's from max_window_layers on or by layer_types."""
     assert kinds(config_from_hf(make_config("mistral", sliding_window=64))) == [64, 64]
     assert kinds(config_from_hf(make_config("mistral", max_position_embeddings=32768))) == [4096, 4096]  # by default
     for family in ("qwen2", "qwen3"):

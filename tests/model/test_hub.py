@@ -30,7 +30,7 @@ TOKEN = "hf_secret"
 
 
 class Hub:
-    """What the server knows: files of each revision of org/model, and what has been downloaded."""
+    """A stand-in for the server has the files of each revision of org/model, and records the downloads."""
 
     def __init__(self, directory: Path) -> None:
         raw = make_config("llama", num_hidden_layers=1)
@@ -131,7 +131,7 @@ Asked = tuple[str, str | None]  # name and revision
 
 
 def fetch(cache: Path, address: str, *asked: Asked, **environment: str) -> list[str]:
-    """What `resolve_model_path` makes of each in one process: the path, or the sentence that refuses it."""
+    """Calls `resolve_model_path` for each in one process; returns each one's path, or the sentence that refuses it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     result = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(asked)],
@@ -247,7 +247,7 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_parts_are_put_together_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two distributions; parts that make another file, or a cache that cannot be written to, are one sentence."""
+    """Parts from two distributions make one file; a wrong file or an unwritable cache is refused in one sentence."""
     content = b"GGUF and what follows"
     installed = tmp_path / "site"
     for number, part in enumerate((content[:9], content[9:])):

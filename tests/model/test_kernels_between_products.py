@@ -1,4 +1,4 @@
-"""What stands between a layer's products as kernels: how many there are, and that nothing else touches the KV."""
+"""A layer calls a known number of kernels between its products, and nothing else touches the KV."""
 
 from __future__ import annotations
 

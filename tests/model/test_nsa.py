@@ -85,7 +85,7 @@ def layer_weights(arrays: Arrays, prefix: str = "w.") -> Arrays:
 
 
 def projected(o: Options, w: Arrays, x: jax.Array, positions: jax.Array) -> Projection:
-    """What the decoder hands to a layer's attention, of the golden cases' weights."""
+    """Returns the projection that the decoder hands to a layer's attention, made with a golden case's weights."""
     matrix = jnp.concatenate([w[name].reshape(-1, o["width"]) for name in ("wq", "wk", "wv")])
     angles = functools.partial(rope_angles, Rope(o["theta"]), o["dim"])
     qkv = linear(x, matrix, None).reshape(*x.shape[:2], -1, o["dim"])

@@ -1,4 +1,4 @@
-"""What follows a decode step: interpreted and on a GPU, against one reduction in plain XLA; and lowered for CUDA."""
+"""The end of a decode step, interpreted and on a GPU, equals one reduction in plain XLA; it lowers for CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 5000
 
 
 def candidates(tokens: int, count: int) -> Candidates:
-    """Of each token different ids; two share the largest perturbed logit; poison behind the last."""
+    """Makes candidates: a token's ids differ, two share its largest perturbed logit, and the padding is poison."""
     rng = np.random.default_rng(count)
     best, logit, top = rng.normal(size=(3, tokens, count)).astype(np.float32)
     ids = np.stack([rng.permutation(VOCABULARY)[:count] for _ in range(tokens)])

@@ -241,7 +241,7 @@ def check(problem: Problem, params: Any, got: Any) -> None:
 
 @jax.jit
 def unlike(some: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-    """Whether any element differs. A NaN is like a NaN: slots that hold nothing are full of them."""
+    """Returns True if any element differs; two NaN count as equal, since slots that hold nothing are full of NaN."""
     pairs = zip(some, others, strict=True)
     return jnp.any(jnp.stack([((one != other) & ~((one != one) & (other != other))).any() for one, other in pairs]))
 

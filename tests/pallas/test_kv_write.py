@@ -130,7 +130,7 @@ def test_copies_beside_a_pending_norm() -> None:
 
 
 def test_a_pending_norm_divides_the_product() -> None:
-    """As if the product had been made of x / rms(x): in f32 to its rounding."""
+    """A pending norm gives, within f32's rounding, the product that x / rms(x) would have given."""
     inputs = {**case(hidden=1024), "norms": None}
     inputs = {
         name: x.astype(jnp.float32) if name.endswith(("pages", "qkv")) and x.dtype == jnp.bfloat16 else x

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the kernels see of a batch."""
+    """Holds the part of a batch that the kernels see: page pool, table, tokens, log probabilities and lengths."""
 
     pool: PagePool
     table: Any

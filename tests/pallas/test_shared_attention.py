@@ -176,7 +176,7 @@ def test_many_queries_of_single_rows(columns: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [3, 7])
 def test_heads_that_do_not_fill_a_tile(group: int) -> None:
-    """As of Llama 3.2 3B and Qwen 2.5 7B."""
+    """The kernel is right for 3 and 7 query heads per KV head, like in Llama 3.2 3B and Qwen 2.5 7B."""
     poisoned, clean = case([150, 140], [9, 8], rows=2, columns=5, kv_heads=2, group=group)
     check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2 if group == 7 else 1, stages=2))
 

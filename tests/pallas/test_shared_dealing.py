@@ -18,7 +18,7 @@ from smcjax.pallas.sharing import Sharing
 def tasks(
     splits: jax.Array, chunks: jax.Array, pieces: jax.Array, *, in_task: int, skipped_rounds: int
 ) -> tuple[jax.Array, ...]:
-    """Of 16 blocks, the first 600 numbers each: how many are its own, which chunks and chunks of pieces they are."""
+    """Returns 16 blocks' counts of chunks and of all tasks [16], and their first 600 chunks and pieces [16, 600]."""
 
     def of_a_block(index: jax.Array) -> tuple[jax.Array, ...]:
         own = assign_tasks(index, splits, chunks, pieces, in_task=in_task, skipped_rounds=skipped_rounds)

@@ -89,7 +89,7 @@ def test_every_visible_slot_is_read_once(queries: int, page_size: int, chunk: in
 
 
 def same_tasks(found: Sharing, want: Sharing) -> None:
-    """As many tasks, and the same ones in the same order."""
+    """Asserts that both have equally many tasks, and equal ones in the same order."""
     for tasks, count, as_tasks, as_count in (
         (found.chunks, found.num_chunks, want.chunks, want.num_chunks),
         (found.pieces, found.num_pieces, want.pieces, want.num_pieces),

@@ -196,7 +196,7 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
 def test_log_probabilities_are_the_targets(decoding: Rejection) -> None:
-    """Of every token of long answers: whoever read another candidate's KV, or a wrong column, would be far off."""
+    """Every token of long answers has the target's log probability; wrong KV or a wrong column would be far off."""
     asks = [
         Ask((1, 2, 3), 14, seed=1),
         Ask((3, 3), 18, seed=5),

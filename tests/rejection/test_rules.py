@@ -166,7 +166,7 @@ def off(toy: Toy, name: str, **changes: Any) -> float:
 
 @pytest.mark.parametrize("name", ["token", "two candidates", "block"])
 def test_controls(name: str) -> None:
-    """What must not be the target's law."""
+    """Each broken variant of a rule gives a law that is not the target's."""
     verify, toy = RULES[name][2], Toy(0)
 
     def always_bonus(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
@@ -195,7 +195,7 @@ def test_without_the_candidates_taken_out_the_law_is_wrong(monkeypatch: pytest.M
 
 
 def verdicts_of(verify: Callable[..., rules.Verdict], *arrays: np.ndarray) -> rules.Verdict:
-    """Of many cases at once, in float64."""
+    """Returns the verdicts of `verify` on many cases at once, computed in float64."""
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(jax.vmap(verify))(*(jnp.asarray(x) for x in arrays)))
 

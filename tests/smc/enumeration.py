@@ -76,7 +76,7 @@ class Toy:
             return np.log(law / law.sum())
 
     def ends(self, tokens: Tokens) -> bool:
-        """Whether these tokens are a whole output."""
+        """Returns True if `tokens` are a whole output: as long as the cap, or with the stop token at the end."""
         return len(tokens) == self.cap or (len(tokens) > 0 and tokens[-1] == self.stop)
 
     def outcomes(self, alpha: float) -> dict[Tokens, float]:
@@ -256,7 +256,7 @@ class Enumeration:
         )
 
     def _row_outcomes(self, prefix: Tokens, propose: Callable[[Tokens], Proposals]) -> list[tuple[Row, float]]:
-        """What becomes of a live row in one block, cut at its end, equal ends merged."""
+        """Returns a live row's possible states after one block, cut at its end, with chances; equal ones are merged."""
         if (prefix, propose) not in self._seen:
             proposals = propose(prefix)
             stops = np.arange(self.toy.vocab) == (-1 if self.toy.stop is None else self.toy.stop)

@@ -47,7 +47,7 @@ class Row:
 
 @dataclasses.dataclass
 class Cycle:
-    """What `smc.Info` says of one cycle, and the rows after it."""
+    """Holds one cycle's fields of `smc.Info`, and the rows' tokens after the cycle."""
 
     ess: float
     log_weight: np.ndarray

@@ -104,7 +104,7 @@ def _leaves(state: smc.State) -> list[jax.Array]:
 
 
 def test_alone_equals_in_a_batch() -> None:
-    """The same compiled program, with the neighbours there or not: to the bit. In another slot: the same tokens."""
+    """One program gives a group equal bits with neighbours and without; in another slot it gives equal tokens."""
     prompts, requests = batch(ASKS, 5, MAX_MODEL_LEN)
     everyone, _ = finish(BASE, PAIR.params, start_present(BASE, prompts, requests, jnp.ones(4, bool)))
     for group in range(4):

@@ -64,7 +64,7 @@ def test_control_mistakes_break_the_law(mutation: str, threshold: float) -> None
 
 
 def falls_as_one_over_n(mutation: str, power: float) -> bool:
-    """Whether the total variation between the answer's law and π falls like 1/N (with 15% to spare) from 1 to 5."""
+    """Returns True if the answer's law nears π in total variation like 1/N (15% to spare), for N from 1 to 5."""
     toy = Toy(vocab=2, cap=3, stop=1, seed=6)
     weights = toy.outcomes(power)
     total = sum(weights.values())

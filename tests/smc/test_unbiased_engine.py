@@ -34,8 +34,8 @@ FUNCTIONS: dict[str, Callable[[exact.Tokens], float]] = {
 
 
 def populations(program: smc.Program, params: smc.PairParams = PAIR.params, batches: int = 4) -> list[Any]:
-    """Of finished groups: tokens [G, N, T], length, weights, log Ẑ, that without its closing term, the selected row,
-    whether any cycle resampled."""
+    """Returns finished groups' tokens [G, N, T], lengths and weights [G, N], log Ẑ with and without its closing term
+    [G], selected rows [G], and whether any cycle resampled [G]."""
 
     @jax.jit
     def decode(seed: jax.Array) -> tuple[jax.Array, ...]:

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def poisoned(ids: Any, dim: int, dtype: Any = ml_dtypes.bfloat16) -> Case:
-    """These ids, and random KV with NaN in every rejected entry."""
+    """Makes a case of `ids` and of random KV with NaN in every rejected entry."""
     kv = np.random.default_rng(1).standard_normal((*ids.draft.shape, dim)).astype(dtype)
     kv[np.arange(ids.draft.shape[1]) >= ids.lengths[:, None]] = np.nan
     return Case(ids.draft, ids.target, kv, ids.lengths)
@@ -104,7 +104,7 @@ def bits(x: Any) -> np.ndarray:
 
 
 def check_acceptance(got: Any, given: Case) -> None:
-    """As many of the results as there are."""
+    """Asserts that the results, of which `got` may hold only the first, equal the oracle's."""
     want = oracle(given).acceptance
     np.testing.assert_array_equal(want.lengths, given.lengths)  # what the generator promised
     for name, ours, theirs in zip(Acceptance._fields, got, want, strict=False):
@@ -348,7 +348,7 @@ def both_structures(given: Case) -> None:
 
 
 def every_variant(given: Case) -> None:
-    """As callers reach them."""
+    """Checks each function by its public name, the way that callers reach it."""
     assert uses_kernels()
     draft, target, kv = map(jnp.asarray, given[:3])
     check_acceptance(op_by_op(draft, target), given)
