@@ -158,6 +158,7 @@ class LLM:
             draft_revision=draft_revision,
             draft_drop_layers=draft_drop_layers,
             may_share=quantization == draft_quantization,
+            page_size=page_size,
         )
         try:
             self.models = prepared_models(self.models, quantization, draft_quantization, implementation)

@@ -144,6 +144,13 @@ def prepared_models(
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
+def _check_pages(config: ModelConfig, page_size: int | None) -> None:
+    """Raises ValueError for pages of `page_size` tokens that the model's attention cannot use, before weights are."""
+    if page_size is not None:
+        for layer in config.layers:
+            layer.attention.cache(config).check_page_size(page_size)
+
+
 @own_settings()
 def load_models(
     model: str | os.PathLike[str] | None,
@@ -155,12 +162,14 @@ def load_models(
     draft_revision: str | None = None,
     draft_drop_layers: Sequence[int] | None = None,
     may_share: bool = True,
+    page_size: int | None = None,
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
     with it, unless the two are to be quantised differently (`may_share` False). Raises ValueError for a pair that is
-    only half given or whose vocabularies differ, CheckpointError for a directory that cannot be used.
+    only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens,
+    CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -173,6 +182,7 @@ def load_models(
     path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
+    _check_pages(target, page_size)
     if not needs_draft or draft_model == NGRAM:
         _require_room({"model": target}, dtype)
         return Models(tokenizer, *load_checkpoint(path, dtype), proposes=NGram() if needs_draft else None)
@@ -181,6 +191,7 @@ def load_models(
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
     draft_tokenizer = Tokenizer.load(draft_path)
     whole_draft = load_config(draft_path)
+    _check_pages(whole_draft, page_size)
     try:
         dropped_config(whole_draft, dropped)
     except ValueError as error:

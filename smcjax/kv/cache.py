@@ -42,6 +42,14 @@ class CacheSpec:
     arrays: Mapping[str, PageArray]
     block: int = 1
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ValueError for pages of `page_size` tokens that cut the layer's blocks."""
+        if page_size % self.block and self.block % page_size:
+            raise ValueError(
+                f"page_size must be a multiple or a divisor of {self.block}, the block of a kind of attention, "
+                f"got {page_size}."
+            )
+
     def page_bytes(self, page_size: int, itemsize: int) -> int:
         """Bytes of a page of `page_size` tokens where a number takes `itemsize`."""
         return sum(array.entries(page_size) * array.heads * array.dim * itemsize for array in self.arrays.values())
@@ -66,11 +74,7 @@ class KVCache:
         Raises ValueError for pages that cut a layer's blocks.
         """
         for spec in layers:
-            if page_size % spec.block and spec.block % page_size:
-                raise ValueError(
-                    f"page_size must be a multiple or a divisor of {spec.block}, the block of a kind of attention, "
-                    f"got {page_size}."
-                )
+            spec.check_page_size(page_size)
 
         def zeros(array: PageArray) -> jax.Array:
             return jnp.zeros((num_pages, array.entries(page_size), array.heads, array.dim), dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from smcjax import LLM, SamplingParams
 from smcjax.engine.memory import worst_case_pages
@@ -22,6 +24,7 @@ PROMPTS = [{"prompt_token_ids": RANDOM[0][:shared] + RANDOM[family][:own]} for s
 PARAMS = [SamplingParams(seed=seed, max_tokens=14 + 2 * seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 
 
+OF_SPARSE: dict[str, Any] = {"layers": (LayerSpec(SPARSE),)}
 SMC = {"trace": False, "ess_threshold": 0.0}  # rows that are never resampled share few pages
 
 
@@ -32,9 +35,8 @@ def in_short_chunks(llm: LLM) -> LLM:
 
 def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
     page_size = 4  # half a block, and a compressed token's length
-    layers = (LayerSpec(SPARSE),)
-    target = write_model(tmp_path / "target", 272, 1, layers=layers)
-    pair = Pair(target, write_model(tmp_path / "draft", 264, 2, layers=layers, hidden_size=12))
+    target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
+    pair = Pair(target, write_model(tmp_path / "draft", 264, 2, **OF_SPARSE, hidden_size=12))
     with smc_llm(pair, SMC, page_size=page_size, enable_prefix_caching=False, max_num_seqs=1) as llm:
         alone = [fingerprint(output) for output in in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)]
     pages = 1 + worst_case_pages(1, MAX_MODEL_LEN, 4, page_size)  # for the largest request
@@ -45,3 +47,14 @@ def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
         metrics = llm.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("missing", ["target", "draft"])
+def test_pages_that_cut_blocks_are_refused_before_weights_are_read(tmp_path: Path, missing: str) -> None:
+    plain, sparse = (write_model(tmp_path / name, 272, 1, **of) for name, of in (("plain", {}), ("sparse", OF_SPARSE)))
+    pair = Pair(sparse, plain) if missing == "target" else Pair(plain, sparse)
+    for path in (plain, sparse):  # which to read would fail
+        (weights,) = Path(path).glob("*.safetensors")
+        weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 8, the block of .*, got 12\."):
+        smc_llm(pair, SMC, page_size=12)
