@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import stat
 from typing import Any
@@ -160,7 +161,8 @@ def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | N
         stop_token_ids=args.stop_token_ids,
         seed=seed,
     )
-    decoding.check(params)
+    # Which stop strings name special tokens, and so are tokens, the tokenizer will say.
+    decoding.check(dataclasses.replace(params, stop=None))
     return params
 
 

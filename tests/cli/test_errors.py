@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from smcjax import LLM
+from smcjax import LLM, SMC
 from smcjax.bench import shapes
 from smcjax.cli import bench_options, generate, main, options
 from smcjax.engine.sampling_params import MAX_SEED
@@ -342,3 +343,14 @@ def test_choices_are_those_of_the_library(pair: Pair) -> None:
         *(["--seed", str(seed)] for seed in (0, MAX_SEED)),
     ):
         parser.parse_args(["eval", *argv])
+
+
+def test_stop_strings_at_another_power_are_left_to_who_knows_the_tokenizer() -> None:
+    """A stop string may name a special token, which is exact at any power; other options are checked at once."""
+    parser = argparse.ArgumentParser()
+    options.add_sampling_options(parser, max_tokens=8)
+    powered = SMC(power=2.0)
+    params = options.sampling_from(parser.parse_args(["--stop", "<|im_end|>"]), powered)
+    assert params.stop_strings == ("<|im_end|>",)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        options.sampling_from(parser.parse_args(["--stop", "x", "--temperature", "0"]), powered)
