@@ -56,7 +56,7 @@ class Branches(NamedTuple):
         return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Keys and values by position, those of the selection and of the window, and compressed tokens by number."""
 
     keys: Float[Array, "R S Hkv D"]
@@ -164,14 +164,28 @@ class NSA:
 
     def dense_branches(self, projection: Projection, positions: Int[Array, "R T"]) -> Branches:
         """The parts of `dense`."""
-        arrays = self._new_arrays(projection)
-        length = positions.shape[1]
-        starts = jnp.arange(max(1, self._count(length)))[None] * self.kernel_stride
-        covered = jnp.minimum(starts[..., None] + jnp.arange(self.kernel_size), length - 1)
-        raw = {name: arrays[self._source(name)][:, covered[0]] for name in ("keys", "values")}
+        return self._attend(projection, self.seen_without_pages(projection), positions, positions)
+
+    def seen_without_pages(self, projection: Projection) -> Seen:
+        """The tokens' own keys and values, S = T, and the compressed tokens that are born among them.
+
+        Tokens stand at positions 0 … T − 1. Without any compressed token there is one that nobody sees.
+        """
+        arrays, stride, parts = self._new_arrays(projection), self.kernel_stride, self.kernel_size // self.kernel_stride
+        rows, length = projection.qkv.shape[:2]
+        count = max(1, self._count(length))
+        starts = jnp.arange(count)[None] * stride
+
+        def covered(array: Float[Array, "R T Hkv D"]) -> Float[Array, "R N l Hkv D"]:
+            """Slices, whose gradients are sums of few slices: a gather's would be a scatter."""
+            whole = (count + parts - 1) * stride
+            array = jnp.pad(array, [(0, 0), (0, max(0, whole - length)), (0, 0), (0, 0)])[:, :whole]
+            array = array.reshape(rows, count + parts - 1, stride, *array.shape[2:])
+            return jnp.concatenate([array[:, part : part + count] for part in range(parts)], axis=2)
+
+        raw = {name: covered(arrays[self._source(name)]) for name in ("keys", "values")}
         keys, values = self._compressed(projection, raw, starts)
-        seen = _Seen(*self._pairs(arrays), keys.astype(projection.qkv.dtype), values.astype(projection.qkv.dtype))
-        return self._attend(projection, seen, positions, positions)
+        return Seen(*self._pairs(arrays), keys.astype(projection.qkv.dtype), values.astype(projection.qkv.dtype))
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
@@ -267,7 +281,7 @@ class NSA:
         cos, sin = _over(projection.angles(positions), rows)
         return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
 
-    def _read(self, cache: LayerCache, view: BatchView) -> _Seen:
+    def _read(self, cache: LayerCache, view: BatchView) -> Seen:
         """Each row's pages in the order of positions; values that are not there yet are 0."""
         size, table = view.page_size, view.block_table
         rows, width = table.shape
@@ -288,7 +302,7 @@ class NSA:
             return jnp.where((last < view.lengths[:, None])[..., None, None], values, 0)
 
         keys, values, window_keys, window_values = self._pairs(found)
-        return _Seen(
+        return Seen(
             keys,
             there(values, slots),
             window_keys,
@@ -298,7 +312,7 @@ class NSA:
         )
 
     def _attend(
-        self, projection: Projection, seen: _Seen, positions: Int[Array, "R T"], last: Int[Array, "R T"]
+        self, projection: Projection, seen: Seen, positions: Int[Array, "R T"], last: Int[Array, "R T"]
     ) -> Branches:
         """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
         rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
@@ -321,7 +335,7 @@ class NSA:
         _, win = _softmax(_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there)
         outputs = jnp.stack([cmp, slc, win], axis=4)
         outputs = outputs.reshape(*positions.shape, -1, len(BRANCHES), outputs.shape[-1])
-        return Branches(outputs, self._gates(projection, unrotated), scores, selected)
+        return Branches(outputs, self.gates(projection, unrotated), scores, selected)
 
     def block_scores(
         self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int
@@ -357,7 +371,7 @@ class NSA:
         _, best = jax.lax.top_k(ranked, min(self.num_blocks, scores.shape[-1]))
         return jnp.any(best[..., None] == block, axis=-2) & (block <= own)
 
-    def _gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
+    def gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
         """Sigmoids of a linear map, f32."""
         assert projection.weights is not None
         gate, bias = projection.weights["gate"], projection.weights["gate_bias"]

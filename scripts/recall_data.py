@@ -1,0 +1,65 @@
+"""Tokenizer and token arrays for `train_recall.py`. Imports no JAX: worker processes run it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from smcjax.tasks.recall import BOS, PIECES, SPECIAL, UNKNOWN, Split, tokens, vocabulary
+
+ROUND = 2048  # tokens of a round of questions in most training documents
+# The words `questions` and `answers` end a document; what follows a chat's message is the answer itself.
+CHAT_TEMPLATE = "{{ bos_token + messages[-1]['content'] }}"
+
+
+def tokenizer() -> Tokenizer:
+    """Splits text into the pieces that are the task's vocabulary, whatever else into <unk>; one <bos> in front."""
+    ids = {piece: index for index, piece in enumerate(vocabulary())}
+    made = Tokenizer(models.WordLevel(ids, unk_token=SPECIAL[UNKNOWN]))
+    made.add_special_tokens(list(SPECIAL))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return made
+
+
+def save_tokenizer(directory: Path, max_length: int) -> None:
+    """tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer wants beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(str(directory / "tokenizer.json"))
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _rows(seed: int, count: int, length: int, split: Split, several: bool) -> np.ndarray:
+    rng = np.random.default_rng([seed, length])
+    rounds = length // ROUND if several else 1
+    # One document in four has one round, as those that are measured have.
+    return np.stack([tokens(rng, length, split, rounds if rounds > 1 and index % 4 else 1) for index in range(count)])
+
+
+def make_rows(seed: int, count: int, length: int, split: Split, workers: int, *, several: bool = True) -> np.ndarray:
+    """About `count` documents of `length` tokens, one a row, uint16; `several`: of more than one round where they fit.
+
+    The same for any number of workers: chunk i has its own seed.
+    """
+    each = min(count, 64)
+    chunks = -(-count // each)
+    jobs = ([seed * 1_000_003 + i for i in range(chunks)], *([x] * chunks for x in (each, length, split, several)))
+    if workers <= 1:
+        return np.concatenate(list(map(_rows, *jobs)))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return np.concatenate(list(pool.map(_rows, *jobs, chunksize=4)))

@@ -1,0 +1,137 @@
+"""Attention for training at long contexts: dense, windowed, and Native Sparse Attention, by cuDNN's fused kernels.
+
+`NSA.dense` holds the scores of all queries against all keys, which at 8,192 tokens is 2 GB a row and layer. Here
+
+    selection    ranks by compressed tokens row by row, without gradient: none passes a choice
+    o_slc        is causal attention under a mask of the chosen blocks
+    o_cmp        is attention under the fixed mask of compressed tokens that are born
+    o_win        is attention in a window
+
+each by one fused call, whose memory grows with the length but for the masks. What a layer makes is made again in the
+backward pass, but for the choice of blocks. Equal to `NSA.dense` up to rounding (tests/tasks/test_sparse_training.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from smcjax.model import ModelConfig
+from smcjax.model.attention import Full, Projection, SlidingWindow
+from smcjax.model.decoder import Attend
+from smcjax.model.nsa import NSA, Seen
+from smcjax.numerics import product_precision
+from smcjax.pallas.attention import LOWEST
+
+SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by this name
+
+
+def fused(implementation: str, q: Any, k: Any, v: Any, **options: Any) -> Float[Array, "R T H D"]:
+    """`jax.nn.dot_product_attention` over q [R, T, H, D] and k, v [R, S, Hkv, D]."""
+    return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)  # type: ignore[arg-type]
+
+
+def attend_by(implementation: str, config: ModelConfig) -> Attend:
+    """The attention of every layer of `config` for `smcjax.model.decoder.hidden_states`; implementation: "cudnn", which
+    is for a GPU and bf16, or "xla"."""
+
+    def attend(index: int, projection: Projection) -> jax.Array:
+        kind = config.layer(index).attention
+        if isinstance(kind, NSA):
+            # What is not an array of the projection is static.
+            arrays = (projection.qkv, projection.cos, projection.sin, projection.x, projection.weights)
+
+            @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
+            def sparse(qkv: Any, cos: Any, sin: Any, x: Any, weights: Any) -> jax.Array:
+                new = Projection(qkv, cos, sin, projection.num_kv_heads, None, None, x, weights, projection.angles)
+                return nsa(implementation, kind, new)
+
+            return sparse(*arrays)
+        assert isinstance(kind, Full | SlidingWindow), kind
+        window = None if kind.window is None else (kind.window - 1, 0)
+        return fused(implementation, *projection.heads(), is_causal=True, local_window_size=window, scale=kind.scale)
+
+    return attend
+
+
+def nsa(implementation: str, kind: NSA, projection: Projection) -> Float[Array, "R T H D"]:
+    """`kind.dense` at positions 0 … T − 1, for kinds that rank by probabilities and choose by groups of heads."""
+    if kind.score != "prob" or kind.share != "group":
+        raise ValueError(f"score and share must be 'prob' and 'group' to be trained here, got {kind}.")
+    seen = kind.seen_without_pages(projection)
+    rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
+    q_compressed = unrotated if kind.compressed_rope == "none" else rotated
+    selected = checkpoint_name(
+        selection(kind, *map(jax.lax.stop_gradient, (q_compressed, seen.compressed_keys))), SELECTED
+    )
+    rows, length, _, dim = rotated.shape
+    kv_heads = seen.keys.shape[2]
+
+    def by_head(x: jax.Array) -> jax.Array:
+        """[R, S, Hkv·G, D] → [R·Hkv, S, G, D]: each key-value head has a mask of its own."""
+        x = x.reshape(rows, x.shape[1], kv_heads, -1, dim)
+        return jnp.moveaxis(x, 2, 1).reshape(rows * kv_heads, x.shape[1], -1, dim)
+
+    chosen = jnp.repeat(jnp.moveaxis(selected, 2, 1), kind.block_size, axis=-1)[..., :length]
+    mask = chosen.reshape(rows * kv_heads, 1, length, length)
+    slc = fused(implementation, by_head(rotated), by_head(seen.keys), by_head(seen.values), mask=mask, is_causal=True)
+    slc = jnp.moveaxis(slc.reshape(rows, kv_heads, length, -1, dim), 1, 2).reshape(rotated.shape)
+
+    window = (kind.window - 1, 0)
+    pair = seen.window_keys, seen.window_values
+    win = fused(implementation, rotated, *pair, is_causal=True, local_window_size=window)
+    outputs = jnp.stack([compressed(implementation, kind, q_compressed, seen), slc, win], axis=3)
+    gates = kind.gates(projection, unrotated)
+    return jnp.sum(gates[..., None].astype(outputs.dtype) * outputs, axis=3)
+
+
+def compressed(implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Seen) -> Float[Array, "R T H D"]:
+    """The branch of compressed tokens; 0 where none is born."""
+    pad = [(0, 0), (0, -seen.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
+    keys, values = (jnp.pad(x, pad) for x in (seen.compressed_keys, seen.compressed_values))
+    born = _born(kind, q.shape[1], keys.shape[1])
+    # A query that sees nothing is given a token to see, as kernels may make NaN of nothing, and its output dropped.
+    mask = born.at[:, 0].set(True)[None, None]
+    return jnp.where(born.any(axis=1)[:, None, None], fused(implementation, q, keys, values, mask=mask), 0)
+
+
+def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv D"]) -> Bool[Array, "R T Hkv blocks"]:
+    """The blocks that queries attend to, as `NSA.select` has them, one row after the other."""
+    length, kv_heads = q.shape[1], keys.shape[2]
+    born = _born(kind, length, keys.shape[1])
+    own = (jnp.arange(length) // kind.block_size)[:, None, None]
+    blocks = -(-length // kind.block_size)
+    block = jnp.arange(blocks)
+    forced = (block <= own) & ((block < kind.init_blocks) | (block > own - kind.local_blocks))
+
+    def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, keys = row
+        q = q.reshape(length, kv_heads, -1, q.shape[-1])
+        precision = product_precision(q.dtype)
+        logits = jnp.einsum("tkgd,nkd->tkgn", q, keys, precision=precision, preferred_element_type=jnp.float32)
+        logits = jnp.where(born[:, None, None], logits / q.shape[-1] ** 0.5, LOWEST)
+        weights = jnp.where(born[:, None, None], jax.nn.softmax(logits, axis=-1), 0).sum(axis=2)
+        share = kind.overlap(keys.shape[0], blocks)
+        scores = jnp.einsum("tkn,nb->tkb", weights, share, precision=jax.lax.Precision.HIGHEST)
+        ranked = jnp.where(block <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+
+        def take(_: Any, left: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            ranked, taken = left
+            best = block == jnp.argmax(ranked, axis=-1, keepdims=True)  # of equal ones the first
+            best &= ranked > -jnp.inf
+            return jnp.where(best, -jnp.inf, ranked), taken | best
+
+        return jax.lax.fori_loop(0, min(kind.num_blocks, blocks), take, (ranked, jnp.zeros(ranked.shape, bool)))[1]
+
+    return jax.lax.map(of_row, (q, keys))
+
+
+def _born(kind: NSA, length: int, tokens: int) -> Bool[Array, "T N"]:
+    """True for the compressed tokens that a query at each position sees."""
+    ends = jnp.arange(tokens) * kind.kernel_stride + kind.kernel_size - 1
+    return ends <= jnp.arange(length)[:, None]
