@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from smcjax.tasks.recall import BOS, PIECES, SPECIAL, UNKNOWN, Split, tokens, vocabulary
 
-ROUND = 2048  # tokens of a round of questions in most training documents
+ROUNDS = {512: 2, 8192: 4, 16384: 8}  # of questions, in three of four training documents of a length; else one
 # The words `questions` and `answers` end a document; what follows a chat's message is the answer itself.
 CHAT_TEMPLATE = "{{ bos_token + messages[-1]['content'] }}"
 
@@ -45,9 +46,9 @@ def save_tokenizer(directory: Path, max_length: int) -> None:
 
 def _rows(seed: int, count: int, length: int, split: Split, several: bool) -> np.ndarray:
     rng = np.random.default_rng([seed, length])
-    rounds = length // ROUND if several else 1
+    rounds = ROUNDS.get(length, 1) if several else 1
     # One document in four has one round, as those that are measured have.
-    return np.stack([tokens(rng, length, split, rounds if rounds > 1 and index % 4 else 1) for index in range(count)])
+    return np.stack([tokens(rng, length, split, rounds if index % 4 else 1) for index in range(count)])
 
 
 def make_rows(seed: int, count: int, length: int, split: Split, workers: int, *, several: bool = True) -> np.ndarray:
@@ -57,9 +58,10 @@ def make_rows(seed: int, count: int, length: int, split: Split, workers: int, *,
     """
     each = min(count, 64)
     chunks = -(-count // each)
-    jobs = ([seed * 1_000_003 + i for i in range(chunks)], *([x] * chunks for x in (each, length, split, several)))
+    seeds = [seed * 1_000_003 + chunk for chunk in range(chunks)]
+    make = functools.partial(_rows, count=each, length=length, split=split, several=several)
     if workers <= 1:
-        return np.concatenate(list(map(_rows, *jobs)))
+        return np.concatenate(list(map(make, seeds)))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return np.concatenate(list(pool.map(_rows, *jobs, chunksize=4)))
+        return np.concatenate(list(pool.map(make, seeds, chunksize=4)))

@@ -13,13 +13,14 @@ backward pass, but for the choice of blocks. Equal to `NSA.dense` up to rounding
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Full, Projection, SlidingWindow
@@ -33,7 +34,48 @@ SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by thi
 
 def fused(implementation: str, q: Any, k: Any, v: Any, **options: Any) -> Float[Array, "R T H D"]:
     """`jax.nn.dot_product_attention` over q [R, T, H, D] and k, v [R, S, Hkv, D]."""
-    return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)  # type: ignore[arg-type]
+    attend: Any = jax.nn.dot_product_attention
+    return attend(q, k, v, implementation=implementation, **options)
+
+
+def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, " Q"]) -> Float[Array, ""]:
+    """How far the ranking of blocks is from dense attention's own, at some queries: a mean cross-entropy in nats.
+
+    The teacher is what each block would get of the heads' attention if a query saw all; blocks that are always selected
+    are left out, so a query that attends to those weighs little. Only the weights that compress learn from it.
+    """
+    still = dataclasses.replace(projection, qkv=jax.lax.stop_gradient(projection.qkv))
+    seen, (rotated, _, _) = kind.seen_without_pages(still), still.heads()
+    rows, length, _, dim = rotated.shape
+    kv_heads, blocks = seen.keys.shape[2], -(-length // kind.block_size)
+    q = rotated[:, queries].reshape(rows, queries.shape[0], kv_heads, -1, dim)
+    if kind.compressed_rope == "none":
+        raise ValueError("compressed_rope must be 'block' or 'token' to learn to route, got 'none'.")
+
+    def weights(q: jax.Array, keys: jax.Array, visible: jax.Array) -> jax.Array:
+        """Attention of a group's heads together, [Q, Hkv, S]; 0 where nothing is visible."""
+        precision = product_precision(q.dtype)
+        logits = jnp.einsum("tkgd,skd->tkgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
+        logits = jnp.where(visible[:, None, None], logits / dim**0.5, LOWEST)
+        return jnp.where(visible[:, None, None], jax.nn.softmax(logits, axis=-1), 0).mean(axis=2)
+
+    seen_slots = jnp.arange(length) <= queries[:, None]
+    free = _free(kind, queries, blocks)[:, None]
+    share = kind.overlap(seen.compressed_keys.shape[1], blocks)
+
+    def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, keys, compressed_keys = row
+        mass = weights(q, keys, seen_slots)
+        mass = jnp.pad(mass, [(0, 0), (0, 0), (0, blocks * kind.block_size - length)])
+        mass = mass.reshape(*mass.shape[:2], blocks, -1).sum(-1) * free
+        born = _born(kind, queries, compressed_keys.shape[0])
+        scores = jnp.einsum(
+            "tkn,nb->tkb", weights(q, compressed_keys, born), share, precision=jax.lax.Precision.HIGHEST
+        )
+        scores = scores * free + 1e-9
+        return -(mass * jnp.log(scores / scores.sum(axis=-1, keepdims=True))).sum(-1).mean()
+
+    return jax.lax.map(of_row, (q, seen.keys, seen.compressed_keys)).mean()
 
 
 def attend_by(implementation: str, config: ModelConfig) -> Attend:
@@ -52,9 +94,10 @@ def attend_by(implementation: str, config: ModelConfig) -> Attend:
                 return nsa(implementation, kind, new)
 
             return sparse(*arrays)
-        assert isinstance(kind, Full | SlidingWindow), kind
-        window = None if kind.window is None else (kind.window - 1, 0)
-        return fused(implementation, *projection.heads(), is_causal=True, local_window_size=window, scale=kind.scale)
+        if isinstance(kind, SlidingWindow):
+            return windowed(implementation, *projection.heads(), kind.window)
+        assert isinstance(kind, Full), kind
+        return fused(implementation, *projection.heads(), is_causal=True)
 
     return attend
 
@@ -82,19 +125,49 @@ def nsa(implementation: str, kind: NSA, projection: Projection) -> Float[Array, 
     slc = fused(implementation, by_head(rotated), by_head(seen.keys), by_head(seen.values), mask=mask, is_causal=True)
     slc = jnp.moveaxis(slc.reshape(rows, kv_heads, length, -1, dim), 1, 2).reshape(rotated.shape)
 
-    window = (kind.window - 1, 0)
-    pair = seen.window_keys, seen.window_values
-    win = fused(implementation, rotated, *pair, is_causal=True, local_window_size=window)
+    win = windowed(implementation, rotated, seen.window_keys, seen.window_values, kind.window)
     outputs = jnp.stack([compressed(implementation, kind, q_compressed, seen), slc, win], axis=3)
     gates = kind.gates(projection, unrotated)
     return jnp.sum(gates[..., None].astype(outputs.dtype) * outputs, axis=3)
+
+
+def windowed(
+    implementation: str,
+    q: Float[Array, "R T H D"],
+    k: Float[Array, "R T Hkv D"],
+    v: Float[Array, "R T Hkv D"],
+    window: int,
+) -> Float[Array, "R T H D"]:
+    """Attention to the last `window` positions, in chunks of as many queries, each over its own keys and those before.
+
+    cuDNN has windows, but its backward pass makes NaN of a key outside that matches far better than all inside.
+    """
+    rows, length = q.shape[:2]
+    chunks = -(-length // window)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, chunks * window - length), (0, 0), (0, 0)]).reshape(
+            rows, chunks, window, *x.shape[2:]
+        )
+
+    def with_before(x: jax.Array) -> jax.Array:
+        x = cut(x)
+        before = jnp.pad(x, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])[:, :-1]
+        return jnp.concatenate([before, x], axis=2).reshape(-1, 2 * window, *x.shape[3:])
+
+    query, key = jnp.arange(window)[:, None] + window, jnp.arange(2 * window)
+    near = (key <= query) & (key > query - window)
+    there = (jnp.arange(chunks) > 0)[:, None, None] | (key >= window)
+    mask = jnp.tile((near & there)[:, None], (rows, 1, 1, 1))
+    out = fused(implementation, cut(q).reshape(-1, window, *q.shape[2:]), with_before(k), with_before(v), mask=mask)
+    return out.reshape(rows, chunks * window, *q.shape[2:])[:, :length]
 
 
 def compressed(implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Seen) -> Float[Array, "R T H D"]:
     """The branch of compressed tokens; 0 where none is born."""
     pad = [(0, 0), (0, -seen.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
     keys, values = (jnp.pad(x, pad) for x in (seen.compressed_keys, seen.compressed_values))
-    born = _born(kind, q.shape[1], keys.shape[1])
+    born = _born(kind, jnp.arange(q.shape[1]), keys.shape[1])
     # A query that sees nothing is given a token to see, as kernels may make NaN of nothing, and its output dropped.
     mask = born.at[:, 0].set(True)[None, None]
     return jnp.where(born.any(axis=1)[:, None, None], fused(implementation, q, keys, values, mask=mask), 0)
@@ -103,7 +176,7 @@ def compressed(implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen:
 def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv D"]) -> Bool[Array, "R T Hkv blocks"]:
     """The blocks that queries attend to, as `NSA.select` has them, one row after the other."""
     length, kv_heads = q.shape[1], keys.shape[2]
-    born = _born(kind, length, keys.shape[1])
+    born = _born(kind, jnp.arange(length), keys.shape[1])
     own = (jnp.arange(length) // kind.block_size)[:, None, None]
     blocks = -(-length // kind.block_size)
     block = jnp.arange(blocks)
@@ -128,10 +201,16 @@ def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv
 
         return jax.lax.fori_loop(0, min(kind.num_blocks, blocks), take, (ranked, jnp.zeros(ranked.shape, bool)))[1]
 
-    return jax.lax.map(of_row, (q, keys))
+    return jax.lax.map(of_row, (q, keys), batch_size=max(1, 16_384 // length))
 
 
-def _born(kind: NSA, length: int, tokens: int) -> Bool[Array, "T N"]:
+def _born(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:
     """True for the compressed tokens that a query at each position sees."""
     ends = jnp.arange(tokens) * kind.kernel_stride + kind.kernel_size - 1
-    return ends <= jnp.arange(length)[:, None]
+    return ends <= positions[:, None]
+
+
+def _free(kind: NSA, positions: Int[Array, " T"], blocks: int) -> Bool[Array, "T blocks"]:
+    """True for the blocks that queries at `positions` may select, and need not."""
+    block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
+    return (block <= own - kind.local_blocks) & (block >= kind.init_blocks)

@@ -1,4 +1,4 @@
-"""Accuracy of an `LLM` on freshly generated word problems, with its uncertainty."""
+"""Accuracy of an `LLM` on freshly generated questions, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.tasks.intervals import wilson_interval
-from smcjax.tasks.word_problems import Problem, is_correct, prompt
+from smcjax.tasks.questions import Question
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One run over n problems."""
+    """One run over all questions."""
 
-    correct: list[bool]  # [n], in the problems' order
+    correct: list[bool]  # of all their parts, in order
     outputs: list[RequestOutput]
     seconds: float  # wall time, compilation excluded
     generated_tokens: int
@@ -29,7 +29,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of problems answered correctly."""
+        """Share of parts answered correctly."""
         return sum(self.correct) / len(self.correct)
 
     def report(self) -> dict[str, float]:
@@ -52,17 +52,19 @@ class Evaluation:
 
 
 def evaluate(
-    llm: LLM, problems: list[Problem], params: SamplingParams, *, seed: int, use_tqdm: bool = True
+    llm: LLM, questions: list[Question], params: SamplingParams, *, seed: int, use_tqdm: bool = True
 ) -> Evaluation:
-    """Asks `llm` every problem once. Each has a seed of its own, so results do not depend on the batching."""
-    each = [dataclasses.replace(params, seed=(seed * 1_000_003 + index) & MAX_SEED) for index in range(len(problems))]
+    """Asks `llm` every question once. Each has a seed of its own, so results do not depend on the batching."""
+    each = [dataclasses.replace(params, seed=(seed * 1_000_003 + index) & MAX_SEED) for index in range(len(questions))]
     before, began = llm.metrics(), time.perf_counter()
-    outputs = llm.generate([prompt(problem) for problem in problems], each, use_tqdm=use_tqdm)
+    outputs = llm.generate([question.prompt for question in questions], each, use_tqdm=use_tqdm)
     seconds, after = time.perf_counter() - began, llm.metrics()
     spent = {name: after[name] - before[name] for name in ("compile_seconds", "steps", "preemptions")}
     return Evaluation(
         correct=[
-            is_correct(problem, output.outputs[0].text) for problem, output in zip(problems, outputs, strict=True)
+            right
+            for question, output in zip(questions, outputs, strict=True)
+            for right in question.right(output.outputs[0].text)
         ],
         outputs=outputs,
         seconds=seconds - spent["compile_seconds"],

@@ -18,7 +18,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.tasks.intervals import paired_difference_interval
-from smcjax.tasks.word_problems import generate
+from smcjax.tasks.questions import questions
 
 TARGET = "target alone"
 DRAFT = "draft alone"
@@ -65,7 +65,7 @@ def compare(
 
     `llm` are arguments of `LLM`. Intervals are at 95%: Wilson's of accuracies, Agresti and Min's of differences.
     """
-    problems = generate(seed, num_problems, "eval")
+    problems = questions("words", seed, num_problems)
     params = SamplingParams(max_tokens=160, temperature=temperature)
     rows: list[dict[str, Any]] = []
     first: Evaluation | None = None

@@ -1,4 +1,9 @@
-"""`smcjax eval`: accuracy on freshly generated word problems, with a 95% interval."""
+"""`smcjax eval`: accuracy on freshly generated questions, with a 95% interval.
+
+Words are word problems, one answer each. Recall asks about facts in a long document, for a model such as
+`scripts/train_recall.py` makes: --context says how many tokens document and answers have, and every line of answer is
+judged by itself.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +21,42 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import whole
 from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.tasks.questions import TASKS, questions
+from smcjax.tasks.recall import SHORTEST
+
+LONGEST_ANSWER = {"words": 160, "recall": 384}  # tokens
+JUDGED = {"words": "problems", "recall": "lines of answer"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    parser = subparsers.add_parser("eval", help="accuracy on word problems", description=__doc__)
+    parser = subparsers.add_parser("eval", help="accuracy on word problems or long documents", description=__doc__)
+    parser.add_argument("--task", choices=TASKS, default="words", help="(words)")
+    parser.add_argument("--context", type=whole(SHORTEST, 1 << 20), metavar="T", help="tokens of a document (2048)")
     parser.add_argument("-n", "--num-problems", type=whole(1, 1_000_000), default=200, help="problems (200)")
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=123, help="of problems and all randomness (123)")
     parser.add_argument("--max-num-seqs", type=whole(1, 4096), default=16, help="requests in a batch (16)")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
-    add_sampling_options(parser, max_tokens=160)
+    add_sampling_options(parser, max_tokens=None)
     add_decoding_options(parser, gamma=4)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates problems of the evaluation split, answers them, prints the figures."""
+    """Generates questions of the evaluation split, answers them, prints the figures."""
+    if args.context is not None and args.task != "recall":
+        raise ValueError(f"--context is an option of --task recall, got --task {args.task}; leave it out.")
+    if args.task == "recall" and args.model is None:
+        raise ValueError("--task recall needs a model that knows it, and the bundled pair does not; give --model.")
+    if args.max_tokens is None:
+        args.max_tokens = LONGEST_ANSWER[args.task]
     decoding = decoding_from(args)
     params = sampling_from(args, decoding)
     check_models(args)
 
     from smcjax.bench.accuracy import evaluate
     from smcjax.engine.llm import LLM
-    from smcjax.tasks.word_problems import generate
 
     with LLM(
         args.model,
@@ -48,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         **llm_arguments(args),
     ) as llm:
-        problems = generate(args.seed, args.num_problems, "eval")
-        evaluation = evaluate(llm, problems, params, seed=args.seed)
+        asked = questions(args.task, args.seed, args.num_problems, context=args.context or 2048)
+        evaluation = evaluate(llm, asked, params, seed=args.seed)
     report = evaluation.report()
     print(
         f"accuracy  {100 * report['accuracy']:.1f}%  (95% interval {100 * report['ci_low']:.1f} to "
-        f"{100 * report['ci_high']:.1f})  {report['n']} problems, {decoding}, temperature {args.temperature}"
+        f"{100 * report['ci_high']:.1f})  {report['n']} {JUDGED[args.task]}, {decoding}, temperature {args.temperature}"
     )
     print(f"speed     {report['tokens_per_second']:.0f} tokens/s, {report['tokens_per_cycle']:.2f} tokens a cycle")
     if args.json:

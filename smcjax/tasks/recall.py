@@ -2,13 +2,13 @@
 
     >>> problem = generate(seed=0, n=1, split="eval", length=2048)[0]
 
-A fact is a line `K7Q3:48` or, where its value names another key, `T4A1:M2P9`; between facts is filler, words without
+A fact is a line `K7Q3=48` or, where its value names another key, `T4A1=M2P9`; between facts is filler, words without
 meaning. Numbered questions follow, of four kinds, and a line of answer for each:
 
-    1 recall K7Q3         1 K7Q3=48
-    2 sum K7Q3 M2P9       2 K7Q3=48 M2P9=15 sum=63
-    3 hop T4A1            3 T4A1=M2P9 M2P9=15
-    4 copy K7Q3           4 K7Q3=48 B0C5=31 D1D1=20        (the fact and the two lines below it)
+    recall 1 K7Q3         1 K7Q3=48
+    sum 2 K7Q3 M2P9       2 K7Q3=48 M2P9=15 sum=63
+    hop 3 T4A1            3 T4A1=M2P9 M2P9=15
+    copy 4 K7Q3           4 K7Q3=48 B0C5=31 D1D1=20        (the fact and the two lines below it)
 
 Documents are made of the pieces that are the tokens of `vocabulary`, so `length` counts tokens, answers included.
 Training and evaluation are apart by construction: a hash sets an eighth of all keys aside, and a document has keys of
@@ -46,7 +46,7 @@ def vocabulary() -> tuple[str, ...]:
     numbers = tuple(str(number) for number in range(100))
     syllables = [f"{consonant}{vowel}" for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     filler = tuple(f" {first}{second}" for first in syllables[:20] for second in syllables[::3])
-    return (*SPECIAL, "\n", " ", ":", "=", "questions", "answers", *KINDS, *numbers, *HALVES, *filler)
+    return (*SPECIAL, "\n", " ", "=", "questions", "answers", *KINDS, *numbers, *HALVES, *filler)
 
 
 class _Pieces:
@@ -54,7 +54,7 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.of = {piece: index for index, piece in enumerate(vocabulary())}
-        self.newline, self.space, self.colon, self.equals = (self.of[mark] for mark in "\n :=")
+        self.newline, self.space, self.equals = (self.of[mark] for mark in "\n =")
         self.questions, self.answers = self.of["questions"], self.of["answers"]
         self.half, self.filler = self.of[HALVES[0]], self.of[HALVES[-1]] + 1
 
@@ -177,7 +177,7 @@ def _told(rng: np.random.Generator, facts: _Facts, keys: list[int], fresh: Itera
     values = rng.integers(VALUES[0], VALUES[1] + 1, size=len(keys)).tolist()
     facts.values.update(zip(keys, values, strict=True))
     said = zip(keys, values, strict=True)
-    run = [t for k, v in said for t in (*pieces.key(k), pieces.colon, pieces.number(v), pieces.newline)]
+    run = [t for k, v in said for t in (*pieces.key(k), pieces.equals, pieces.number(v), pieces.newline)]
     if len(keys) == RUN:
         facts.runs.append(keys)
         return [run]
@@ -185,7 +185,7 @@ def _told(rng: np.random.Generator, facts: _Facts, keys: list[int], fresh: Itera
         return [run]
     pointer = int(next(fresh))
     facts.hops[pointer] = keys[0]
-    return [run, [*pieces.key(pointer), pieces.colon, *pieces.key(keys[0]), pieces.newline]]
+    return [run, [*pieces.key(pointer), pieces.equals, *pieces.key(keys[0]), pieces.newline]]
 
 
 def _asked(rng: np.random.Generator, facts: _Facts, count: int) -> Round:
@@ -218,7 +218,7 @@ def _asked(rng: np.random.Generator, facts: _Facts, count: int) -> Round:
         named = [t for key in about for t in (pieces.space, *pieces.key(key))]
         answer = [t for part in parts for t in (pieces.space, *part)]
         told.kinds.append(kind)
-        told.questions.append([pieces.number(number), pieces.space, pieces.of[kind], *named, pieces.newline])
+        told.questions.append([pieces.of[kind], pieces.space, pieces.number(number), *named, pieces.newline])
         told.answers.append([pieces.number(number), *answer, pieces.newline])
     return told
 

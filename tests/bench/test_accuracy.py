@@ -9,7 +9,9 @@ import pytest
 from smcjax import CompletionOutput, RequestOutput, SamplingParams
 from smcjax.bench.accuracy import evaluate
 from smcjax.engine.outputs import RequestMetrics
+from smcjax.tasks import recall
 from smcjax.tasks.intervals import wilson_interval
+from smcjax.tasks.questions import questions
 from smcjax.tasks.word_problems import generate, prompt
 
 
@@ -42,7 +44,7 @@ def test_the_report() -> None:
     problems = generate(7, 20, "eval")
     oracle = Oracle(13, problems)
     base = SamplingParams(max_tokens=50, temperature=0.3)
-    evaluation = evaluate(oracle, problems, base, seed=9, use_tqdm=False)
+    evaluation = evaluate(oracle, questions("words", 7, 20), base, seed=9, use_tqdm=False)
     report = evaluation.report()
     low, high = wilson_interval(13, 20)
     assert evaluation.correct == [True] * 13 + [False] * 7
@@ -55,3 +57,13 @@ def test_the_report() -> None:
     assert (report["steps"], report["preemptions"]) == (100, 2)
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}
+
+
+def test_lines_of_answer_are_judged_each() -> None:
+    """Questions about a document: their lines count each, and a wrong or missing one alone is wrong."""
+    one, two = recall.generate(3, 2, "eval", 512)
+    asked = questions("recall", 3, 2, context=512)
+    assert [question.prompt for question in asked] == [one.prompt, two.prompt]
+    assert asked[0].right("\n".join(one.answers)) == [True] * len(one.answers)
+    assert asked[1].right("\n".join(one.answers)) == [False] * len(two.answers)
+    assert asked[0].right("\n".join(one.answers[:-1])) == [True] * (len(one.answers) - 1) + [False]

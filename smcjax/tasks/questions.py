@@ -1,0 +1,32 @@
+"""The tasks as questions that any model can be asked: a prompt each, and what is right in a completion of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from smcjax.tasks import recall, word_problems
+
+TASKS = ("words", "recall")
+
+
+class Question(NamedTuple):
+    """A prompt, and the function from a completion of it to a verdict on each part that is judged by itself."""
+
+    prompt: str
+    right: Callable[[str], list[bool]]
+
+
+def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Question]:
+    """`n` questions of the evaluation split: "words", a verdict for each problem, or "recall", one for each line of
+    answer about a document of `context` tokens."""
+    if task == "recall":
+        documents = recall.generate(seed, n, "eval", context)
+        return [Question(one.prompt, functools.partial(recall.right_lines, one)) for one in documents]
+    problems = word_problems.generate(seed, n, "eval")
+    return [Question(word_problems.prompt(one), functools.partial(_answered, one)) for one in problems]
+
+
+def _answered(problem: word_problems.Problem, text: str) -> list[bool]:
+    return [word_problems.is_correct(problem, text)]
