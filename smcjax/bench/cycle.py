@@ -150,7 +150,7 @@ class CycleResult:
     draft_quantization: str | None
     synthetic_kv: bool
     weight_bytes: int  # a cycle
-    kv_bytes: int  # a cycle, unique
+    kv_bytes: int  # a cycle, that must be read at least
     held_weight_bytes: int  # on the device
     held_kv_bytes: int
     scratch_bytes: int  # of the program that needs most

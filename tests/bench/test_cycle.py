@@ -78,7 +78,7 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     result = bench.measure(cycle.Rates(1e10, 1e12))
     assert result.private == 5
     assert result.kv_bytes == sum(
-        times * config.kv_bytes_per_token * 2 * (5 + 3 * 5)
+        times * config.page_bytes(1) * 2 * (5 + 3 * 5)
         for times, config in ((2, plain.draft_config), (1, plain.target_config))
     )
     assert result.weight_bytes < 0.26 * sum(phase.times * phase.weight_bytes for phase in _float32_phases(decoding))
@@ -143,7 +143,7 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     models, case = Models("tiny-target", "tiny-draft"), small_case(Autoregressive(), context=12)
     budget = budget_of(models, case)
-    assert budget.kv == 13 * 4 * models.target_config.kv_bytes_per_token
+    assert budget.kv == 13 * models.target_config.page_bytes(4)
     assert budget.left == budget.device - sum(budget.weights.values()) - budget.kv
     for module in (cycle, memory):
         monkeypatch.setattr(module, "device_memory", lambda: sum(budget.weights.values()) + 5)
