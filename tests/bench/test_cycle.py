@@ -24,6 +24,7 @@ def small(decoding: SMC | Autoregressive, **changes: Any) -> CycleResult:
             "draft": "tiny-draft",
             "quantization": None,
             "draft_quantization": None,
+            "attention": None,
         }.items()
     }
     return bench_cycle(Models(**models), small_case(decoding, **changes), bandwidth=1e10)
@@ -85,6 +86,15 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     assert bench.runner.memory is None
 
 
+@pytest.mark.slow
+def test_a_sparse_target_runs_and_counts_what_it_must_read() -> None:
+    result = small(Autoregressive(), attention="nsa-shared", groups=2)
+    assert result.attention == "nsa-shared"
+    token = 2 * 2 * 32 * 4  # of keys and values, of one layer
+    assert result.kv_bytes == 2 * 2 * 8 * token  # no token is compressed, and all lie in the window
+    assert result.roofline_ms > result.weight_roofline_ms
+
+
 def _float32_phases(decoding: SMC) -> list[Any]:
     models = Models("tiny-target", "tiny-draft")
     return cycle.cycle_phases(models.target_config, models.draft_config, decoding.speculation, groups=2, context=10)
@@ -119,6 +129,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"private": 8, "synthetic_kv": True}, r"private must be 0, or less than context 8 .*, got 8"),
     ({"quantization": "int4"}, r"quantization must be 'int8' or None .*, got 'int4'"),
     ({"draft_quantization": "fp8"}, r"draft_quantization must be 'int8' or None"),
+    ({"attention": "linear"}, r"attention 'linear' is unknown; use one of nsa, nsa-shared, or None"),
+    ({"attention": "nsa", "page_size": 24}, r"page_size must be a multiple or a divisor of 64, .*, got 24"),
 ]
 
 
