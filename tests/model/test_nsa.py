@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from smcjax.kv import TRASH, Copies, KVCache
 from smcjax.model import LayerSpec, ModelConfig, Rope, config_from_hf, load_checkpoint, save_checkpoint
-from smcjax.model.attention import FULL, Projection
+from smcjax.model.attention import FULL, AttentionKind, Full, Projection, SlidingWindow
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.export import written_config
 from smcjax.model.nsa import NSA
@@ -411,8 +411,33 @@ def test_config_keys_are_refused_by_name(options: dict[str, int], words: str) ->
         config_from_hf(written | {"native_sparse_attention": options})
 
 
-def test_layers_of_other_kinds_beside_are_not_written() -> None:
-    sparse = config_of(SMALL).layer(0)
-    mixed = dataclasses.replace(config_of(SMALL), layers=(sparse, dataclasses.replace(sparse, attention=FULL)))
-    with pytest.raises(ValueError, match=r"attention is NSA.*, but .*ForCausalLM, .*, has Full"):
-        written_config(mixed)
+def mixed(*others: AttentionKind) -> ModelConfig:
+    """A sparse layer, one layer of each other kind, and so on."""
+    config = config_of(SMALL)
+    kinds = [config.layer(0).attention, *others]
+    layers = tuple(dataclasses.replace(config.layer(0), attention=kind) for kind in kinds)
+    return dataclasses.replace(config, layers=layers, num_layers=len(layers) + 1, eos_token_ids=(2,))
+
+
+@pytest.mark.parametrize("others", [(FULL,), (SlidingWindow(5),), (FULL, SlidingWindow(5))], ids=str)
+def test_layers_of_other_kinds_beside_go_round(others: tuple[AttentionKind, ...], tmp_path: Path) -> None:
+    config = mixed(*others)
+    params = noisy_params(config)
+    save_checkpoint(config, params, tmp_path, dtype="float32")
+    read, loaded = load_checkpoint(tmp_path, dtype="float32")
+    assert [read.layer(index) for index in range(config.num_layers)] == [*config.layers, config.layers[0]]
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_which_layers_are_sparse_is_read_or_refused_by_name() -> None:
+    _, written = written_config(mixed(FULL, SlidingWindow(5)))
+    sparse, *others = written["layer_types"][:3]
+    assert (sparse, others) == ("native_sparse_attention", ["full_attention", "sliding_attention"])
+    turned = config_from_hf(written | {"layer_types": [*others, sparse, sparse]})
+    assert [type(turned.layer(index).attention) for index in range(4)] == [Full, SlidingWindow, NSA, NSA]
+    with pytest.raises(ValueError, match=r"layer_types is \['sparse'.*only native_sparse_attention and full_attention"):
+        config_from_hf(written | {"layer_types": ["sparse"] * 4})
+    with pytest.raises(ValueError, match=r"sliding_window is None .* needed"):
+        config_from_hf(written | {"sliding_window": None})
+    with pytest.raises(ValueError, match=r"attention is NSA.*, but .*ForCausalLM, .*, has "):
+        written_config(mixed(dataclasses.replace(kind_of(SMALL), window=6)))
