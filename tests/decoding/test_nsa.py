@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -91,7 +92,7 @@ def decode(decoding: Any, draft: ModelConfig | None, asks: list[Ask], page_size:
 
 
 def finished(
-    program: Any, params: PairParams, asks: list[Ask], absent: set[int] = frozenset()
+    program: Any, params: PairParams, asks: list[Ask], absent: AbstractSet[int] = frozenset()
 ) -> tuple[Any, list[Any]]:
     """`decode` of a program; requests of these indices are not there."""
     module = MODULES[type(program.decoding)]
@@ -224,7 +225,7 @@ def test_control_particles_that_meddle_are_seen(fault: type[NSA]) -> None:
 APART = [smc.SMC(n_particles=n, gamma=2, ess_threshold=0.0) for n in (1, 3)]  # never resampled
 
 
-def company(target: ModelConfig, absent: set[int] = frozenset()) -> list[tuple[Any, ...]]:
+def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list[tuple[Any, ...]]:
     """Tokens, log weights and log evidence of each request's particles, the absent left out."""
     program = dataclasses.replace(program_of(APART[1], DENSE_DRAFT, 4), target=target)
     state, _ = finished(program, pair_of(DENSE_DRAFT), SAMPLED[:4], absent)
