@@ -110,20 +110,30 @@ def test_the_target_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "dense", "sparse", "tokens"),
-    [(8192, 33.6, 8.4, 2047), (16_384, 67.1, 10.5, 2559), (32_768, 134, 14.7, 3583), (65_536, 268, 23.1, 5631)],
+    ("context", "dense", "sparse", "shared", "tokens"),
+    [
+        (8192, 33.6, 8.4, 6.3, 2047),
+        (16_384, 67.1, 10.5, 8.4, 2559),
+        (32_768, 134, 14.7, 12.6, 3583),
+        (65_536, 268, 23.1, 21.0, 5631),
+    ],
 )
-def test_bytes_and_tokens_of_the_specification(context: int, dense: float, sparse: float, tokens: int) -> None:
-    """Megabytes a layer at the 8B model's shape (SSV.md, section 7), and what a query reads (section 6, law 8)."""
+def test_bytes_and_tokens_of_the_specification(
+    context: int, dense: float, sparse: float, shared: float, tokens: int
+) -> None:
+    """Megabytes a layer at the 8B model's shape, and how many positions and compressed tokens a query reads."""
     assert least_kv_bytes(TARGET, context) / 32e6 == pytest.approx(dense, rel=5e-3)
     assert least_kv_bytes(SPARSE, context) / 32e6 == pytest.approx(sparse, abs=0.05)
     read = NSA().least_read(context)
     assert sum(count for name, count in read.items() if "keys" in name) == tokens
     assert sum(count for name, count in read.items() if "values" in name) == tokens
-    shared = NSA(kv="shared").least_read(context)
-    # The window's 8 blocks are the last two and six of the free ones; 8 lie elsewhere.
-    assert shared["keys"] == 512 + 8 * 64
-    assert shared["compressed_keys"] == read["compressed_keys"] == (context - 32) // 16 + 1
+    # Of one pair of keys and values for all branches, the window's 8 blocks are the last two and six of the free ones.
+    one_pair = NSA(kv="shared").least_read(context)
+    assert one_pair["keys"] == 512 + 8 * 64
+    assert one_pair["compressed_keys"] == read["compressed_keys"] == (context - 32) // 16 + 1
+    config = dataclasses.replace(TARGET, layers=(LayerSpec(NSA(kv="shared")),))
+    assert least_kv_bytes(config, context) / 32e6 == pytest.approx(shared, abs=0.05)
+    assert (SPARSE.page_bytes(16), config.page_bytes(16)) == (32 * 16 * 12_544, 32 * 16 * 4352)
 
 
 @st.composite

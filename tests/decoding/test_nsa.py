@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from smcjax import autoregressive, rejection, smc
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.decoding.groups import PairParams
-from smcjax.kv import LayerCache
+from smcjax.kv import LayerCache, PagePool, allocate
 from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
@@ -251,6 +251,17 @@ def test_a_particle_alone_is_the_first_of_many() -> None:
     assert [rows[0] for rows in ones] == [rows[0] for rows in threes]
     np.testing.assert_allclose(alone.log_weight[:, 0], many.log_weight[:, 0], atol=1e-5)
     assert all(rows[0] != rows[1] for rows in threes), "control"
+
+
+def test_control_counts_that_are_not_the_tables_are_seen() -> None:
+    """A page that is counted once too often, and one that is free and in use."""
+    pool, table = allocate(PagePool.create(5), jnp.ones((1, 2), bool))
+    assert_pages_sound(table, pool)
+    counted = dataclasses.replace(pool, refcount=pool.refcount.at[table[0, 0]].add(1))
+    given_back = dataclasses.replace(pool, num_free=pool.num_free + 1)
+    for wrong in (counted, given_back):
+        with pytest.raises(AssertionError):
+            assert_pages_sound(table, wrong)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])

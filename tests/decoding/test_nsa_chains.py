@@ -141,7 +141,7 @@ def check_chains(kind: NSA, page_size: int, faulty: NSA | None = None) -> None:
     ids=["paper", "shared", "source"],
 )
 def test_greedy_chains_of_any_quality_are_the_targets(kind: NSA, page_size: int) -> None:
-    """Frontiers anywhere in a stride and a block, 0 … K drafts accepted at each (law 3)."""
+    """Frontiers anywhere in a stride and a block, 0 … K drafts accepted at each."""
     check_chains(kind, page_size)
 
 
