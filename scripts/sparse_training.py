@@ -180,7 +180,7 @@ def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv
     own = (jnp.arange(length) // kind.block_size)[:, None, None]
     blocks = -(-length // kind.block_size)
     block = jnp.arange(blocks)
-    forced = (block <= own) & ((block < kind.init_blocks) | (block > own - kind.local_blocks))
+    forced = (block <= own) & kind.forced(block, own)
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, keys = row
@@ -213,4 +213,4 @@ def _born(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T
 def _free(kind: NSA, positions: Int[Array, " T"], blocks: int) -> Bool[Array, "T blocks"]:
     """True for the blocks that queries at `positions` may select, and need not."""
     block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
-    return (block <= own - kind.local_blocks) & (block >= kind.init_blocks)
+    return (block <= own) & ~kind.forced(block, own)

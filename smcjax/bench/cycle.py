@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from smcjax.bench.roofline import Phase, cycle_phases
-from smcjax.bench.shapes import SHAPES
+from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
 from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.device import this_device
 from smcjax.engine.batch import Batch
-from smcjax.engine.loading import make_decoder, prepared
+from smcjax.engine.loading import check_pages, make_decoder, prepared
 from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
@@ -42,24 +42,36 @@ WARMUP = 4  # the first runs of a program on a GPU are eager, then record the gr
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The shapes that a benchmark runs on, by name, and how their weights are kept."""
+    """The shapes that a benchmark runs on, by name, and how their weights are kept.
+
+    `attention` names the kind that the target has in all layers; None leaves the shape's own.
+    """
 
     target: str
     draft: str
     quantization: str | None = None
     draft_quantization: str | None = None
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.target, self.draft):
             if name not in SHAPES:
                 raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
+        if self.attention is not None and self.attention not in ATTENTIONS:
+            raise ValueError(f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTIONS)}, or None.")
         check_quantization("quantization", self.quantization)
         check_quantization("draft_quantization", self.draft_quantization)
 
     @property
     def target_config(self) -> ModelConfig:
         """The target's shape."""
-        return SHAPES[self.target]
+        config = SHAPES[self.target]
+        if self.attention is None:
+            return config
+        kind = ATTENTIONS[self.attention]
+        return config.with_layers(
+            dataclasses.replace(config.layer(index), attention=kind) for index in range(config.num_layers)
+        )
 
     @property
     def draft_config(self) -> ModelConfig:
@@ -148,9 +160,10 @@ class CycleResult:
     implementation: str  # "auto": with the GPU kernels where they apply; "xla": without
     quantization: str | None
     draft_quantization: str | None
+    attention: str | None  # the target's; None: its shape's own
     synthetic_kv: bool
     weight_bytes: int  # a cycle
-    kv_bytes: int  # a cycle, unique
+    kv_bytes: int  # a cycle, that must be read at least
     held_weight_bytes: int  # on the device
     held_kv_bytes: int
     scratch_bytes: int  # of the program that needs most
@@ -226,7 +239,8 @@ def budget_of(models: Models, case: Case) -> Budget:
 
 
 def require_room(models: Models, case: Case) -> None:
-    """Logs what the case will take. Raises ValueError where it does not fit, before any of it is taken."""
+    """Logs what the case will take, before it is taken. Raises ValueError where it does not fit or pages cut blocks."""
+    check_pages(models.target_config, case.page_size)
     models.require_room(with_draft=case.decoding.drafts)
     budget = budget_of(models, case)
     logger.info("%s: %s", described(case), budget)
@@ -337,6 +351,7 @@ class Bench:
             implementation=case.implementation,
             quantization=models.quantization,
             draft_quantization=models.draft_quantization if case.decoding.drafts else None,
+            attention=models.attention,
             synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),

@@ -23,7 +23,7 @@ from smcjax.bench.cycle import Models
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import make_decoder
+from smcjax.engine.loading import check_pages, make_decoder
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.outputs import RequestOutput
 from smcjax.engine.programs import Programs, enable_compilation_cache
@@ -83,9 +83,10 @@ def make_engine(models: Models, load: Load) -> Engine:
 def build_engine(models: Models, load: Load) -> Engine:
     """An engine on random weights with memory for `max_num_seqs` requests.
 
-    Raises ValueError where the weights alone do not fit the device.
+    Raises ValueError for pages that cut blocks and where the weights alone do not fit the device.
     """
     enable_compilation_cache()
+    check_pages(models.target_config, load.page_size)
     models.require_room(with_draft=load.decoding.drafts)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)

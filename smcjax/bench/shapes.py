@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from smcjax.model.attention import AttentionKind
 from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
+from smcjax.model.nsa import NSA
+
+ATTENTIONS: dict[str, AttentionKind] = {"nsa": NSA(), "nsa-shared": NSA(kv="shared")}  # instead of a shape's own
 
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": ModelConfig(

@@ -101,6 +101,8 @@ def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
     if args.compare and DECODINGS[args.decoding].ragged:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
+    if args.compare and args.attention is not None:
+        raise ValueError(f"--compare has no peer for --attention {args.attention}; leave one of them out.")
     from smcjax.bench.cycle import Case, bench_cycle
 
     decoding = shape_decoding(args)
@@ -230,6 +232,7 @@ def _conditions(result: CycleResult, models: Models) -> str:
 
 
 def _models_named(result: CycleResult, draft: str, target: str) -> str:
+    target += f" with {result.attention}" if result.attention else ""
     target += f" ({result.quantization})" if result.quantization else ""
     draft += f" ({result.draft_quantization})" if result.draft_quantization else ""
     return f"{draft} → {target}" if result.gamma else target

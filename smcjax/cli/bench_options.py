@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ON_GPU = ("llama-3.1-8b", "llama-3.2-1b")  # the shapes of target and draft where none are named
 ON_CPU = ("tiny-target", "tiny-draft")
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b", "tiny-draft", "tiny-target")
+ATTENTIONS = ("nsa", "nsa-shared")
 
 # Ranges of numbers that several benchmarks take.
 ROWS, DRAFTS, PAGE, BATCH = whole(1, 1024), whole(1, 64), whole(1, 64), whole(1, 4096)
@@ -26,6 +27,12 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     """Adds options for the models' shapes and how they are held; with `sizes`, for rows and drafts as well."""
     for which, on_gpu, on_cpu in zip(("target", "draft"), ON_GPU, ON_CPU, strict=True):
         parser.add_argument(f"--{which}-shape", choices=SHAPES, help=f"({on_gpu} on a GPU, {on_cpu} on a CPU)")
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        help="the target's: Native Sparse Attention with the paper's options, or with one pair of keys and values for "
+        "all branches (default: dense)",
+    )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's weights (default: bfloat16)")
     if sizes:
@@ -60,7 +67,7 @@ def shape_models(args: argparse.Namespace) -> Models:
         raise ValueError("--implementation mosaic needs a Hopper GPU and there is none; use auto or xla.")
     target, draft = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
     named = (args.target_shape or target, args.draft_shape or draft)
-    models = Models(*named, args.quantization, args.draft_quantization)
+    models = Models(*named, args.quantization, args.draft_quantization, args.attention)
     print(f"Making random weights: {models.target}, {models.draft} …", file=sys.stderr)
     return models
 

@@ -144,7 +144,7 @@ def prepared_models(
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
-def _check_pages(config: ModelConfig, page_size: int | None) -> None:
+def check_pages(config: ModelConfig, page_size: int | None) -> None:
     """Raises ValueError for pages of `page_size` tokens that the model's attention cannot use, before weights are."""
     if page_size is not None:
         for layer in config.layers:
@@ -182,7 +182,7 @@ def load_models(
     path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
-    _check_pages(target, page_size)
+    check_pages(target, page_size)
     if not needs_draft or draft_model == NGRAM:
         _require_room({"model": target}, dtype)
         return Models(tokenizer, *load_checkpoint(path, dtype), proposes=NGram() if needs_draft else None)
@@ -191,7 +191,7 @@ def load_models(
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
     draft_tokenizer = Tokenizer.load(draft_path)
     whole_draft = load_config(draft_path)
-    _check_pages(whole_draft, page_size)
+    check_pages(whole_draft, page_size)
     try:
         dropped_config(whole_draft, dropped)
     except ValueError as error:

@@ -54,9 +54,11 @@ class CacheSpec:
         """Bytes of a page of `page_size` tokens where a number takes `itemsize`."""
         return sum(array.entries(page_size) * array.heads * array.dim * itemsize for array in self.arrays.values())
 
-    def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token where a number takes `itemsize`, rounded up for entries that stand for several tokens."""
-        return sum(-(-array.heads * array.dim * itemsize // array.stride) for array in self.arrays.values())
+    def bytes_of(self, entries: Mapping[str, int], itemsize: int) -> int:
+        """Bytes of so many entries of the arrays that are named, where a number takes `itemsize`."""
+        return sum(
+            count * self.arrays[name].heads * self.arrays[name].dim * itemsize for name, count in entries.items()
+        )
 
 
 @jax.tree_util.register_dataclass

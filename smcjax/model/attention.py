@@ -89,6 +89,13 @@ class AttentionKind(Protocol):
         """Names the arrays that a layer's pages hold."""
         ...
 
+    def least_read(self, context: int, first: int = 0) -> Mapping[str, int]:
+        """Counts what the last of `context` positions reads at least: entries of arrays that `cache` names.
+
+        Entries written at positions before `first` are left out. An array that is not named need not be read.
+        """
+        ...
+
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         """Makes what all layers of the kind need once a cycle, for steps of 1 to `columns` new tokens a row."""
         ...
@@ -124,6 +131,10 @@ class _Softmax:
     def cache(self, config: HeadShape) -> CacheSpec:
         array = PageArray(config.num_kv_heads, config.head_dim)
         return CacheSpec({"keys": array, "values": array})
+
+    def least_read(self, context: int, first: int = 0) -> dict[str, int]:
+        start = 0 if self.window is None else max(0, context - self.window)
+        return dict.fromkeys(("keys", "values"), max(0, context - max(start, first)))
 
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         return plan_sharing(

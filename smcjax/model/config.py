@@ -132,11 +132,6 @@ class ModelConfig:
         """The arrays that pages of each layer hold."""
         return tuple(self.layer(index).attention.cache(self) for index in range(self.num_layers))
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that long pages hold of one token, in all layers."""
-        return sum(spec.token_bytes(self.itemsize) for spec in self.cache_specs)
-
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in all layers."""
         return sum(spec.page_bytes(page_size, self.itemsize) for spec in self.cache_specs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from smcjax.files import shortened
@@ -190,9 +190,17 @@ def written_rope(rope: Rope) -> dict[str, Any]:
 def local_layers(keys: HFKeys, num_layers: int, default: Callable[[int], bool] | None) -> list[bool]:
     """The layers that attend within a window, by layer_types or, without, by `default` (None: there is no window)."""
     kinds = ["full_attention"] if default is None else ["full_attention", "sliding_attention"]
-    layer_types = keys.raw("layer_types")
+    layer_types = read_layer_types(keys, num_layers, kinds)
     if layer_types is None:
         return [default is not None and default(index) for index in range(num_layers)]
+    return [kind == "sliding_attention" for kind in layer_types]
+
+
+def read_layer_types(keys: HFKeys, num_layers: int, kinds: Sequence[str]) -> list[str] | None:
+    """The kinds of all layers by the key layer_types, each one of `kinds`; None without."""
+    layer_types = keys.raw("layer_types")
+    if layer_types is None:
+        return None
     if (
         not isinstance(layer_types, list | tuple)
         or len(layer_types) != num_layers
@@ -201,7 +209,7 @@ def local_layers(keys: HFKeys, num_layers: int, default: Callable[[int], bool] |
         raise keys.refusal(
             "layer_types", f"only {' and '.join(kinds)} in all num_hidden_layers = {num_layers} layers is implemented"
         )
-    return [kind == "sliding_attention" for kind in layer_types]
+    return list(layer_types)
 
 
 def windowed(window: int, max_positions: int, scale: float | None = None) -> AttentionKind:

@@ -153,6 +153,26 @@ class NSA:
         arrays = {**dict.fromkeys(names, token), "compressed_keys": compressed, "compressed_values": compressed}
         return CacheSpec(arrays, block=self.block_size)
 
+    def least_read(self, context: int, first: int = 0) -> dict[str, int]:
+        """Entries that the last position reads, whichever blocks it selects: their fewest, each counted once.
+
+        Of blocks that may be chosen, those count that add least. No compressed token is born, so none of what it is
+        made of is read.
+        """
+        start = max(0, context - self.window)
+        compressed = self._count(context) - self._count(first)
+        shared = self.kv == "shared"  # what lies in the window is read already
+        position = np.arange(first, start if shared else context)
+        blocks = -(-context // self.block_size)
+        added = np.bincount(position // self.block_size, minlength=blocks)
+        forced = self.forced(np.arange(blocks), blocks - 1)
+        free = min(self.num_blocks, blocks) - int(forced.sum())
+        selected = int(added[forced].sum() + np.sort(added[~forced])[:free].sum())
+        window = max(0, context - max(start, first))
+        own = dict.fromkeys(("window_keys", "window_values"), window) if not shared else {}
+        raw = dict.fromkeys(("keys", "values"), selected + window if shared else selected)
+        return {**raw, **own, **dict.fromkeys(("compressed_keys", "compressed_values"), compressed)}
+
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
         """Nothing is planned."""
 
@@ -366,10 +386,13 @@ class NSA:
         the earlier."""
         block = jnp.arange(scores.shape[-1])
         own = positions[:, :, None, None] // self.block_size
-        forced = (block < self.init_blocks) | (block > own - self.local_blocks)
-        ranked = jnp.where(block <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+        ranked = jnp.where(block <= own, jnp.where(self.forced(block, own), jnp.inf, scores), -jnp.inf)
         _, best = jax.lax.top_k(ranked, min(self.num_blocks, scores.shape[-1]))
         return jnp.any(best[..., None] == block, axis=-2) & (block <= own)
+
+    def forced(self, block: Any, own: Any) -> Any:
+        """True for blocks that a query of block `own` always selects."""
+        return (block < self.init_blocks) | (block > own - self.local_blocks)
 
     def gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
         """Sigmoids of a linear map, f32."""

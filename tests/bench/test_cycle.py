@@ -24,6 +24,7 @@ def small(decoding: SMC | Autoregressive, **changes: Any) -> CycleResult:
             "draft": "tiny-draft",
             "quantization": None,
             "draft_quantization": None,
+            "attention": None,
         }.items()
     }
     return bench_cycle(Models(**models), small_case(decoding, **changes), bandwidth=1e10)
@@ -78,11 +79,20 @@ def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     result = bench.measure(cycle.Rates(1e10, 1e12))
     assert result.private == 5
     assert result.kv_bytes == sum(
-        times * config.kv_bytes_per_token * 2 * (5 + 3 * 5)
+        times * config.page_bytes(1) * 2 * (5 + 3 * 5)
         for times, config in ((2, plain.draft_config), (1, plain.target_config))
     )
     assert result.weight_bytes < 0.26 * sum(phase.times * phase.weight_bytes for phase in _float32_phases(decoding))
     assert bench.runner.memory is None
+
+
+@pytest.mark.slow
+def test_a_sparse_target_runs_and_counts_what_it_must_read() -> None:
+    result = small(Autoregressive(), attention="nsa-shared", groups=2)
+    assert result.attention == "nsa-shared"
+    token = 2 * 2 * 32 * 4  # of keys and values, of one layer
+    assert result.kv_bytes == 2 * 2 * 8 * token  # no token is compressed, and all lie in the window
+    assert result.roofline_ms > result.weight_roofline_ms
 
 
 def _float32_phases(decoding: SMC) -> list[Any]:
@@ -119,6 +129,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"private": 8, "synthetic_kv": True}, r"private must be 0, or less than context 8 .*, got 8"),
     ({"quantization": "int4"}, r"quantization must be 'int8' or None .*, got 'int4'"),
     ({"draft_quantization": "fp8"}, r"draft_quantization must be 'int8' or None"),
+    ({"attention": "linear"}, r"attention 'linear' is unknown; use one of nsa, nsa-shared, or None"),
+    ({"attention": "nsa", "page_size": 24}, r"page_size must be a multiple or a divisor of 64, .*, got 24"),
 ]
 
 
@@ -143,7 +155,7 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     models, case = Models("tiny-target", "tiny-draft"), small_case(Autoregressive(), context=12)
     budget = budget_of(models, case)
-    assert budget.kv == 13 * 4 * models.target_config.kv_bytes_per_token
+    assert budget.kv == 13 * models.target_config.page_bytes(4)
     assert budget.left == budget.device - sum(budget.weights.values()) - budget.kv
     for module in (cycle, memory):
         monkeypatch.setattr(module, "device_memory", lambda: sum(budget.weights.values()) + 5)

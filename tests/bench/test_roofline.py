@@ -1,20 +1,28 @@
-"""The roofline by hand: DESIGN.md's bytes and times, and how they grow."""
+"""The roofline by hand: DESIGN.md's bytes and times, and how they grow; what sparse queries must read."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from typing import Any
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from smcjax.bench.roofline import cycle_phases, streamed_weights
+from smcjax.bench.roofline import cycle_phases, least_kv_bytes, streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import SMC, Autoregressive
 from smcjax.device import H200
-from smcjax.model import ModelConfig
+from smcjax.model import LayerSpec, ModelConfig
+from smcjax.model.attention import AttentionKind, Full, SlidingWindow
+from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
 
 DRAFT, TARGET = SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
+SPARSE = dataclasses.replace(TARGET, layers=(LayerSpec(NSA()),))
 GB = 1e9
 
 
@@ -28,14 +36,14 @@ def totals(smc: SMC, groups: int = 1, context: int = 256) -> tuple[int, int, int
     )
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "sparse"])
 def test_streamed_weights_are_the_matrices(name: str) -> None:
-    config: ModelConfig = SHAPES[name]
+    config: ModelConfig = {**SHAPES, "sparse": SPARSE}[name]
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config, config.dtype))
     matrices = 0
     for path, leaf in shapes:
         where = jax.tree_util.keystr(path)
-        if len(leaf.shape) == 2 and (where != ".embed" or config.tie_embeddings):
+        if ".attention" not in where and len(leaf.shape) == 2 and (where != ".embed" or config.tie_embeddings):
             matrices += math.prod(leaf.shape)
     assert streamed_weights(config) == matrices
 
@@ -48,8 +56,8 @@ def test_the_numbers_of_the_design() -> None:
     assert weights / H200.bandwidth * 1e3 == pytest.approx(7.25, abs=0.01)
     assert 9 / (weights / H200.bandwidth) == pytest.approx(1241, abs=2)
     assert kv / 256 == 393_216
-    assert DRAFT.kv_bytes_per_token == 32_768
-    assert TARGET.kv_bytes_per_token == 131_072
+    assert DRAFT.page_bytes(1) == 32_768
+    assert TARGET.page_bytes(1) == 131_072
 
 
 def test_an_undeferred_bonus_costs_one_draft_forward() -> None:
@@ -96,6 +104,107 @@ def test_the_target_alone() -> None:
     (phase,) = cycle_phases(TARGET, DRAFT, Autoregressive().speculation, groups=3, context=100)
     assert phase.times == 1
     assert phase.weight_bytes == 2 * streamed_weights(TARGET)
-    assert phase.kv_bytes == 300 * TARGET.kv_bytes_per_token
+    assert phase.kv_bytes == 300 * TARGET.page_bytes(1)
     assert phase.flops == 2 * streamed_weights(TARGET) * 3
     assert phase.seconds(1e12, 1e30) == pytest.approx((phase.weight_bytes + phase.kv_bytes) / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("context", "dense", "sparse", "shared", "tokens"),
+    [
+        (8192, 33.6, 8.4, 6.3, 2047),
+        (16_384, 67.1, 10.5, 8.4, 2559),
+        (32_768, 134, 14.7, 12.6, 3583),
+        (65_536, 268, 23.1, 21.0, 5631),
+    ],
+)
+def test_bytes_and_tokens_of_the_specification(
+    context: int, dense: float, sparse: float, shared: float, tokens: int
+) -> None:
+    """Megabytes a layer at the 8B model's shape, and how many positions and compressed tokens a query reads."""
+    assert least_kv_bytes(TARGET, context) / 32e6 == pytest.approx(dense, rel=5e-3)
+    assert least_kv_bytes(SPARSE, context) / 32e6 == pytest.approx(sparse, abs=0.05)
+    read = NSA().least_read(context)
+    assert sum(count for name, count in read.items() if "keys" in name) == tokens
+    assert sum(count for name, count in read.items() if "values" in name) == tokens
+    # Of one pair of keys and values for all branches, the window's 8 blocks are the last two and six of the free ones.
+    one_pair = NSA(kv="shared").least_read(context)
+    assert one_pair["keys"] == 512 + 8 * 64
+    assert one_pair["compressed_keys"] == read["compressed_keys"] == (context - 32) // 16 + 1
+    config = dataclasses.replace(TARGET, layers=(LayerSpec(NSA(kv="shared")),))
+    assert least_kv_bytes(config, context) / 32e6 == pytest.approx(shared, abs=0.05)
+    assert (SPARSE.page_bytes(16), config.page_bytes(16)) == (32 * 16 * 12_544, 32 * 16 * 4352)
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> NSA:
+    """Small ones, whose selections can be counted."""
+    stride, init, local = draw(st.integers(1, 3)), draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    return NSA(
+        kernel_size=stride * draw(st.integers(1, 3)),
+        kernel_stride=stride,
+        block_size=stride * draw(st.integers(1, 3)),
+        num_blocks=max(1, init + local) + draw(st.integers(0, 2)),
+        window=draw(st.integers(1, 9)),
+        init_blocks=init,
+        local_blocks=local,
+        kv=draw(st.sampled_from(["per_branch", "shared"])),
+    )
+
+
+def reads(kind: NSA, context: int, first: int) -> list[dict[str, int]]:
+    """What the last query reads under every selection that it can make, position by position."""
+    t, blocks = context - 1, (context - 1) // kind.block_size + 1
+    forced = {j for j in range(blocks) if j < kind.init_blocks or j > blocks - 1 - kind.local_blocks}
+    window = {r for r in range(context) if r > t - kind.window}
+    ends = range(kind.kernel_size - 1, context, kind.kernel_stride)
+    compressed = sum(end >= first for end in ends)
+    found = []
+    for chosen in itertools.combinations(range(blocks), min(kind.num_blocks, blocks)):
+        if forced <= set(chosen):
+            selected = {r for r in range(context) if r // kind.block_size in chosen}
+            arrays = {"": selected | window} if kind.kv == "shared" else {"": selected, "window_": window}
+            found.append({"compressed_keys": compressed, "compressed_values": compressed})
+            for name, positions in arrays.items():
+                number = sum(r >= first for r in positions)
+                found[-1] |= {f"{name}keys": number, f"{name}values": number}
+    return found
+
+
+@given(kind=kinds(), context=st.integers(1, 24), data=st.data())
+def test_least_read_is_that_of_the_cheapest_selection(kind: NSA, context: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, context))
+    found = reads(kind, context, first)
+    assert kind.least_read(context, first) == min(found, key=lambda read: read["keys"])
+    assert set(kind.least_read(context)) <= set(kind.cache(TARGET).arrays)
+
+
+def test_control_selections_differ_in_what_they_read() -> None:
+    kind = NSA(kernel_size=2, kernel_stride=2, block_size=2, num_blocks=3, window=4, local_blocks=1, kv="shared")
+    assert len({read["keys"] for read in reads(kind, 16, 0)}) > 1
+    assert kind.least_read(16)["keys"] < max(read["keys"] for read in reads(kind, 16, 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"), [(Full(), 100), (SlidingWindow(30), 30), (SlidingWindow(100), 100), (SlidingWindow(300), 100)]
+)
+def test_dense_kinds_read_what_they_see(kind: AttentionKind, read: int) -> None:
+    assert kind.least_read(100) == {"keys": read, "values": read}
+    assert kind.least_read(100, 90) == {"keys": 10, "values": 10}
+    assert kind.least_read(100, 60) == dict.fromkeys(("keys", "values"), min(read, 40))
+    assert kind.least_read(100, 100) == {"keys": 0, "values": 0}
+
+
+def phases(target: ModelConfig, **case: Any) -> list[int]:
+    found = cycle_phases(target, DRAFT, SMC(8, 8).speculation, context=8192, **case)
+    return [phase.kv_bytes for phase in found]
+
+
+def test_a_sparse_targets_cycle() -> None:
+    """Its verification reads what one query of a request does, and of private pages what one of each row does."""
+    *of_draft, verify = phases(SPARSE, groups=3)
+    assert of_draft == phases(TARGET, groups=3)[:-1]
+    assert verify == 3 * 32 * 2047 * 4096
+    # Of the last 1,024 tokens each row reads its window, its last two blocks, 64 compressed tokens; the rest is shared.
+    private = phases(SPARSE, groups=3, private=1024)[-1]
+    assert private == verify + 3 * 32 * 7 * (512 + 2 * 64 + 64) * 4096

@@ -231,6 +231,7 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
 def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     figures |= {"device": "test", "decoding": "smc", "private": 0, "quantization": None, "draft_quantization": "int8"}
+    figures["attention"] = "nsa"
     asked: list[Any] = []
 
     def run_cases(models: Models, cases: list[Case], **options: Any) -> list[CycleResult]:
@@ -239,12 +240,13 @@ def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.Monkey
         return [CycleResult(**figures)] * len(cases)
 
     monkeypatch.setattr(bench_table, "run_cases", run_cases)
-    result = smcjax("bench", "table", "--contexts", "32", "--requests", "--draft-quantization", "int8", "--json")
+    options = ["--draft-quantization", "int8", "--attention", "nsa"]
+    result = smcjax("bench", "table", "--contexts", "32", "--requests", *options, "--json")
     assert result.code == 0
     assert [case.context for case in asked[0][1]] == [32, 32, 32, 32]  # N, 2N, 2K, the target alone
-    assert asked[0][0].draft_quantization == "int8"
+    assert (asked[0][0].draft_quantization, asked[0][0].attention) == ("int8", "nsa")
     assert "a case: 1 ms" in result.err
-    assert f"{asked[0][0].draft} (int8) → {asked[0][0].target}," in result.out
+    assert f"{asked[0][0].draft} (int8) → {asked[0][0].target} with nsa," in result.out
     lines = result.out.splitlines()
     assert sum(line.startswith("|") for line in lines) == 2 + 4
     assert len(json.loads(lines[-1])) == 4

@@ -277,6 +277,7 @@ def test_arguments_are_refused_before_jax_is_imported() -> None:
     argvs = [argv for argv, _ in USAGE if argv[-1] != "a" * 5000 and not {*needs_jax} & {*argv}]
     argvs += [[*GENERATE, "--model", path, "--draft-model", "/"] for path in NOWHERE]
     argvs += [[*GENERATE, "--model", "org/name"], ["bench", "cycle", "--compare", "--decoding", "rejection"]]
+    argvs += [["bench", "cycle", "--compare", "--attention", "nsa"]]
     assert len(argvs) > 70
     code = (
         "import json, sys; from smcjax.cli.main import main\n"
@@ -312,6 +313,7 @@ def test_without_a_command_the_help_is_shown(smcjax: Command, command: list[str]
 def test_choices_are_those_of_the_library(pair: Pair) -> None:
     """The library takes every choice of the command line, and both refuse values outside of the library's ranges."""
     assert set(bench_options.SHAPES) == set(shapes.SHAPES)
+    assert set(bench_options.ATTENTIONS) == set(shapes.ATTENTIONS)
     for quantization in options.QUANTIZATIONS:
         check_quantization("quantization", quantization)
     for dtype in options.DTYPES:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float, Int
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.decoding.groups import PairParams
+from smcjax.kv import LayerCache, PagePool, allocate
 from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.nsa import NSA
+from smcjax.model.view import BatchView
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, tiny_config, tiny_params
 from tests.smc import reference
@@ -85,10 +88,19 @@ def program_of(decoding: Any, draft: ModelConfig | None, page_size: int) -> Any:
 
 def decode(decoding: Any, draft: ModelConfig | None, asks: list[Ask], page_size: int) -> tuple[Any, list[Any]]:
     """The state in which all requests have ended, and what was said of each step; pages are sound after each."""
-    program, params = program_of(decoding, draft, page_size), pair_of(draft)
-    module = MODULES[type(decoding)]
+    return finished(program_of(decoding, draft, page_size), pair_of(draft), asks)
+
+
+def finished(
+    program: Any, params: PairParams, asks: list[Ask], absent: AbstractSet[int] = frozenset()
+) -> tuple[Any, list[Any]]:
+    """`decode` of a program; requests of these indices are not there."""
+    module = MODULES[type(program.decoding)]
+    prompts, requests = batch(asks, V, program.max_model_len)
+    there = jnp.asarray([index not in absent for index in range(len(asks))])
+    requests = dataclasses.replace(requests, prompt_length=jnp.where(there, requests.prompt_length, 0))
     num_pages = len(asks) * program.rows * (program.max_pages + 2) + 1
-    state = init(program, params, *batch(asks, V, MAX_MODEL_LEN), num_pages)
+    state = init(program, params, prompts, requests, num_pages)
     run_step, infos = jax.jit(module.step, static_argnames="program"), []
     while state.running.any():
         state, info = run_step(program, params, state)
@@ -156,10 +168,11 @@ def test_log_probabilities_are_the_targets(decoding: Any, draft: ModelConfig, pa
         np.testing.assert_allclose(logprobs, want, atol=1e-4)
 
 
-def check_smc(draft: ModelConfig, page_size: int) -> None:
+def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET) -> None:
     """Every row of SMC is plain Python's. Every cycle resamples, and 3 tokens a cycle keep no step with pages."""
     decoding = smc.SMC(n_particles=3, gamma=2, ess_threshold=1.0)
-    state, infos = decode(decoding, draft, SAMPLED, page_size)
+    program = dataclasses.replace(program_of(decoding, draft, page_size), target=target)
+    state, infos = finished(program, pair_of(draft), SAMPLED)
     assert any(np.asarray(info.resampled).any() for info in infos)
     of_draft = reference.language_model(draft, pair_of(draft).draft, MAX_MODEL_LEN + 8)
     rows = outputs(state)
@@ -182,12 +195,73 @@ class AtFirst(NSA):
         return starts
 
 
-def test_control_compressed_tokens_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above fails where rows write compressed tokens to pages that they share."""
-    wrong = LayerSpec(AtFirst(**dataclasses.asdict(PAPER)))
-    monkeypatch.setattr(sys.modules[__name__], "TARGET", dataclasses.replace(TARGET, layers=(wrong,)))
+class ByLogicalPage(NSA):
+    """All rows of a group read the pages of its first one."""
+
+    def _read(self, cache: LayerCache, view: BatchView) -> Any:
+        first = jnp.arange(view.block_table.shape[0]) // view.rows * view.rows
+        return super()._read(cache, dataclasses.replace(view, block_table=view.block_table[first]))
+
+
+class OfTheFirst(NSA):
+    """All rows of a batch attend to the blocks that its first row selects, as far as they lie behind them."""
+
+    def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Any:
+        own = positions[:, :, None, None] // self.block_size
+        return super().select(scores, positions)[:1] & (jnp.arange(scores.shape[-1]) <= own)
+
+
+def with_fault(fault: type[NSA]) -> ModelConfig:
+    return dataclasses.replace(TARGET, layers=(LayerSpec(fault(**dataclasses.asdict(PAPER))),))
+
+
+@pytest.mark.parametrize("fault", [AtFirst, ByLogicalPage, OfTheFirst])
+def test_control_particles_that_meddle_are_seen(fault: type[NSA]) -> None:
+    """The comparison above fails where rows write to, read from or select for others."""
     with pytest.raises(AssertionError):
-        check_smc(DENSE_DRAFT, page_size=4)
+        check_smc(DENSE_DRAFT, 4, with_fault(fault))
+
+
+APART = [smc.SMC(n_particles=n, gamma=2, ess_threshold=0.0) for n in (1, 3)]  # never resampled
+
+
+def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list[tuple[Any, ...]]:
+    """Tokens, log weights and log evidence of each request's particles, the absent left out."""
+    program = dataclasses.replace(program_of(APART[1], DENSE_DRAFT, 4), target=target)
+    state, _ = finished(program, pair_of(DENSE_DRAFT), SAMPLED[:4], absent)
+    weights = zip(np.asarray(state.log_weight).tolist(), np.asarray(smc.log_evidence(state)).tolist(), strict=True)
+    groups = zip(outputs(state), weights, strict=True)
+    return [group for index, group in enumerate(groups) if index not in absent]
+
+
+@pytest.mark.parametrize("target", [TARGET, with_fault(OfTheFirst)], ids=["strict", "control"])
+def test_a_requests_weights_are_the_same_alone(target: ModelConfig) -> None:
+    """To the bit, in one program; control: not where the batch's first row selects for all."""
+    everyone = company(target)
+    others = set(range(4)) - {1}
+    assert (company(target, others) == everyone[1:2]) == (target is TARGET)
+    if target is TARGET:
+        assert company(target, {1}) == [everyone[0], *everyone[2:]]
+
+
+def test_a_particle_alone_is_the_first_of_many() -> None:
+    """Tokens and weight; control: other particles are others."""
+    (alone, _), (many, _) = (decode(decoding, DENSE_DRAFT, SAMPLED[:4], 4) for decoding in APART)
+    ones, threes = outputs(alone), outputs(many)
+    assert [rows[0] for rows in ones] == [rows[0] for rows in threes]
+    np.testing.assert_allclose(alone.log_weight[:, 0], many.log_weight[:, 0], atol=1e-5)
+    assert all(rows[0] != rows[1] for rows in threes), "control"
+
+
+def test_control_counts_that_are_not_the_tables_are_seen() -> None:
+    """A page that is counted once too often, and one that is free and in use."""
+    pool, table = allocate(PagePool.create(5), jnp.ones((1, 2), bool))
+    assert_pages_sound(table, pool)
+    counted = dataclasses.replace(pool, refcount=pool.refcount.at[table[0, 0]].add(1))
+    given_back = dataclasses.replace(pool, num_free=pool.num_free + 1)
+    for wrong in (counted, given_back):
+        with pytest.raises(AssertionError):
+            assert_pages_sound(table, wrong)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])

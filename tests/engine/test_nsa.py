@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, SamplingParams
+from smcjax import LLM, Autoregressive, SamplingParams
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.model import LayerSpec
@@ -47,6 +47,29 @@ def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
         metrics = llm.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["prefix_cache_hits"] > 0
+
+
+@pytest.mark.slow
+def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Harmless for requests that share nothing; those behind one cached prefix write to its pages."""
+    target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+
+    def logprobs(num_pages: int, caching: bool) -> np.ndarray:
+        """Of another number of pages, programs are other ones, and compiled anew."""
+        fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "page_size": 4, "max_num_seqs": 2}
+        fields |= {"num_pages": num_pages, "enable_prefix_caching": caching}
+        with LLM(target, decoding=Autoregressive(), **fields) as llm:
+            outputs = in_short_chunks(llm).generate(PROMPTS, params, use_tqdm=False)
+            assert (llm.metrics()["prefix_cache_hits"] > 0) == caching
+        return np.array([output.outputs[0].logprobs for output in outputs])
+
+    strict = logprobs(80, caching=True)
+    monkeypatch.setattr(NSA, "_home", lambda kind, starts: starts)
+    np.testing.assert_allclose(logprobs(81, caching=False), strict, atol=1e-5)
+    assert np.abs(logprobs(82, caching=True) - strict).max() > 1e-3
 
 
 @pytest.mark.parametrize("missing", ["target", "draft"])

@@ -112,5 +112,5 @@ def test_norms_in_float32_leave_activations_in_the_models_dtype() -> None:
 def test_bytes_of_kv_follow_from_the_kinds_of_attention() -> None:
     local = LayerSpec(SlidingWindow(3))
     config = tiny_config(11, layers=(local, LayerSpec()), num_layers=5, num_heads=4, num_kv_heads=2, head_dim=8)
-    assert config.kv_bytes_per_token == 5 * 2 * 2 * 8 * 4
-    assert dataclasses.replace(config, dtype="bfloat16").kv_bytes_per_token == 5 * 2 * 2 * 8 * 2
+    assert config.page_bytes(1) == 5 * 2 * 2 * 8 * 4
+    assert dataclasses.replace(config, dtype="bfloat16").page_bytes(1) == 5 * 2 * 2 * 8 * 2

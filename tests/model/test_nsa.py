@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.kv import TRASH, Copies, KVCache
+from smcjax.kv import TRASH, Copies, KVCache, LayerCache
 from smcjax.model import LayerSpec, ModelConfig, Rope, config_from_hf, load_checkpoint, save_checkpoint
-from smcjax.model.attention import FULL, Projection
+from smcjax.model.attention import FULL, AttentionKind, Full, Projection, SlidingWindow
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.export import written_config
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_compression import COMPRESSIONS
 from smcjax.model.view import BatchView
+from smcjax.pallas import copy_pages
 from tests.helpers import noisy_params, tiny_config
 from tests.model import nsa_oracle
 
@@ -243,14 +244,22 @@ def test_a_token_at_a_time_equals_the_whole(page_size: int, changes: Options) ->
     np.testing.assert_allclose(np.array(got), want, atol=1e-5)
 
 
-def test_queries_beyond_what_is_written_are_finite() -> None:
-    """Columns behind a sequence's end see what it has, and no slot of NaN."""
+class AllThere(NSA):
+    """Reads values of slots that nobody has written."""
+
+    def _read(self, cache: LayerCache, view: BatchView) -> Any:
+        return super()._read(cache, dataclasses.replace(view, lengths=jnp.full_like(view.lengths, 1000)))
+
+
+@pytest.mark.parametrize("kind", [NSA, AllThere])
+def test_queries_beyond_what_is_written_are_finite(kind: type[NSA]) -> None:
+    """Columns behind a sequence's end see what it has, and no slot of NaN; control: slots that count as written."""
     w, x = random_weights(SMALL, 0), np.ones((1, 6, SMALL["width"]), np.float32)
-    pages = Pages(SMALL, w, np.array([[1, 2]]), 8)
+    pages = Pages(SMALL, w, np.array([[1, 2]]), 8, kind(**dataclasses.asdict(kind_of(SMALL))))
     pages.forward(x, 0)
     pages.table = np.array([[1, TRASH]])
     out = pages.forward(x, 6)  # positions 8 … 11 have no page
-    assert np.isfinite(out).all()
+    assert np.isfinite(out).all() == (kind is NSA)
 
 
 class AtFirst(NSA):
@@ -260,9 +269,22 @@ class AtFirst(NSA):
         return starts
 
 
+class RawCopies(NSA):
+    """A copied page is without its compressed tokens."""
+
+    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> Any:
+        if view.copies is not None:
+            copied = {name: copy_pages(cache[name], view.copies) for name in cache if "compressed" not in name}
+            cache, view = cache | copied, dataclasses.replace(view, copies=None)
+        return super().paged_branches(projection, cache, view)
+
+
 @pytest.mark.parametrize("shared", range(3, 9))
 def test_forks_are_like_rows_alone(shared: int) -> None:
-    """Two rows go their ways behind `shared` common positions; control: compressed tokens where they begin."""
+    """Two rows go their ways behind `shared` common positions.
+
+    Controls: compressed tokens where they begin, and such as stay behind when a page is copied.
+    """
     o = SMALL | {"n": 2}
     w, rng, size = random_weights(o, 1), np.random.default_rng(1), 4
     x = rng.standard_normal((2, 16, o["width"])).astype(np.float32)
@@ -285,9 +307,14 @@ def test_forks_are_like_rows_alone(shared: int) -> None:
         return np.concatenate([first, pages.forward(x[:, shared + 2 :], shared + 2)], axis=1)
 
     np.testing.assert_allclose(last_outputs(kind_of(o)), want[:, shared:], atol=1e-5)
-    begins_in_a_shared_page = any(start < shared // size * size <= shared <= start + 3 for start in range(0, 16, 2))
-    wrong = np.abs(last_outputs(AtFirst(**dataclasses.asdict(kind_of(o)))) - want[:, shared:]).max()
-    assert (not wrong < 1e-3) == begins_in_a_shared_page, "control"
+
+    def goes_wrong(fault: type[NSA]) -> bool:
+        difference = np.abs(last_outputs(fault(**dataclasses.asdict(kind_of(o)))) - want[:, shared:]).max()
+        return not difference < 1e-3
+
+    full = shared // size * size
+    assert goes_wrong(AtFirst) == any(start < full <= shared <= start + 3 for start in range(0, 16, 2)), "control"
+    assert goes_wrong(RawCopies) == any(full <= start + 3 < shared for start in range(0, 16, 2)), "control"
 
 
 REFUSED = {
@@ -411,8 +438,33 @@ def test_config_keys_are_refused_by_name(options: dict[str, int], words: str) ->
         config_from_hf(written | {"native_sparse_attention": options})
 
 
-def test_layers_of_other_kinds_beside_are_not_written() -> None:
-    sparse = config_of(SMALL).layer(0)
-    mixed = dataclasses.replace(config_of(SMALL), layers=(sparse, dataclasses.replace(sparse, attention=FULL)))
-    with pytest.raises(ValueError, match=r"attention is NSA.*, but .*ForCausalLM, .*, has Full"):
-        written_config(mixed)
+def mixed(*others: AttentionKind) -> ModelConfig:
+    """A sparse layer, one layer of each other kind, and so on."""
+    config = config_of(SMALL)
+    kinds = [config.layer(0).attention, *others]
+    layers = tuple(dataclasses.replace(config.layer(0), attention=kind) for kind in kinds)
+    return dataclasses.replace(config, layers=layers, num_layers=len(layers) + 1, eos_token_ids=(2,))
+
+
+@pytest.mark.parametrize("others", [(FULL,), (SlidingWindow(5),), (FULL, SlidingWindow(5))], ids=str)
+def test_layers_of_other_kinds_beside_go_round(others: tuple[AttentionKind, ...], tmp_path: Path) -> None:
+    config = mixed(*others)
+    params = noisy_params(config)
+    save_checkpoint(config, params, tmp_path, dtype="float32")
+    read, loaded = load_checkpoint(tmp_path, dtype="float32")
+    assert [read.layer(index) for index in range(config.num_layers)] == [*config.layers, config.layers[0]]
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_which_layers_are_sparse_is_read_or_refused_by_name() -> None:
+    _, written = written_config(mixed(FULL, SlidingWindow(5)))
+    sparse, *others = written["layer_types"][:3]
+    assert (sparse, others) == ("native_sparse_attention", ["full_attention", "sliding_attention"])
+    turned = config_from_hf(written | {"layer_types": [*others, sparse, sparse]})
+    assert [type(turned.layer(index).attention) for index in range(4)] == [Full, SlidingWindow, NSA, NSA]
+    with pytest.raises(ValueError, match=r"layer_types is \['sparse'.*only native_sparse_attention and full_attention"):
+        config_from_hf(written | {"layer_types": ["sparse"] * 4})
+    with pytest.raises(ValueError, match=r"sliding_window is None .* needed"):
+        config_from_hf(written | {"sliding_window": None})
+    with pytest.raises(ValueError, match=r"attention is NSA.*, but .*ForCausalLM, .*, has "):
+        written_config(mixed(dataclasses.replace(kind_of(SMALL), window=6)))

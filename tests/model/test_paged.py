@@ -50,6 +50,11 @@ class Blocks:
         arrays = {"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block}
         return CacheSpec(arrays, block=self.size)
 
+    def least_read(self, context: int, first: int = 0) -> dict[str, int]:
+        own, means = (context - 1) // self.size * self.size, (context - 1) // self.size
+        counts = context - max(own, first), max(0, means - first // self.size)
+        return dict(zip(("keys", "values", "mean_keys", "mean_values"), np.repeat(counts, 2).tolist(), strict=True))
+
     def plan(self, config: ModelConfig, view: BatchView, *, columns: int, dtype: Any) -> Any:
         return {"table": view.block_table}
 
@@ -100,6 +105,7 @@ LAYERS: dict[str, tuple[LayerSpec, ...]] = {
     "scale": (dataclasses.replace(GLOBAL, attention=Full(0.2)),),
     "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
     "sparse": (LayerSpec(SPARSE, qk_norm=True),),
+    "sparse, local, global, sparse": (LayerSpec(SPARSE), LOCAL, GLOBAL, LayerSpec(SPARSE)),
     "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared", gate="q"), Rope(100.0)),),
     "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
 }
@@ -214,7 +220,7 @@ def test_a_row_that_leaves_a_shared_page_takes_a_copy(name: str) -> None:
 
 def test_pages_hold_whole_blocks() -> None:
     config = tiny_config(VOCAB, layers=LAYERS["means of blocks"])
-    assert config.kv_bytes_per_token == 4 * 4 * (2 + 1 + 2)
+    assert config.page_bytes(2) == 2 * 4 * 4 * (2 + 1 + 2)
     with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 2, the block of .*, got 3\."):
         create_cache(config, noisy_params(config), num_pages=2, page_size=3)
 

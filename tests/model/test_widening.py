@@ -50,4 +50,4 @@ def test_config_of_widened_models() -> None:
 
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     models = Models(None, config, init_params(CONFIG, jax.random.key(0))).keeping("float32")
-    assert models.target.kv_bytes_per_token == 2 * config.kv_bytes_per_token
+    assert models.target.page_bytes(4) == 2 * config.page_bytes(4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -12,19 +14,31 @@ import numpy as np
 import pytest
 
 from smcjax import smc
-from tests.helpers import Ask, batch, start, tiny_pair
+from smcjax.bench.cycle import Models
+from smcjax.decoding.sequences import Requests
+from smcjax.model import LayerSpec
+from smcjax.model.folding import fold_norms
+from smcjax.model.nsa import NSA
+from smcjax.model.params import param_shapes
+from tests.helpers import Ask, Pair, batch, start, tiny_pair, tiny_params
 
 PAIR = tiny_pair()
+NSA_SPEC = LayerSpec(NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, local_blocks=1))
+NSA_TARGET = dataclasses.replace(PAIR.target, layers=(NSA_SPEC,))
+SPARSE = dataclasses.replace(
+    PAIR, target=NSA_TARGET, params=smc.PairParams(tiny_params(NSA_TARGET, 1), PAIR.params.draft)
+)
 NUM_PAGES = 2003  # odd: its shape is unmistakable in HLO, and its bytes dwarf everything else
-HOST = ("callback", "infeed", "outfeed", "send(", "recv(", "custom-call")
+HOST = ("callback", "infeed", "outfeed", "send(", "recv(")
+CALL = re.compile(r'custom_call_target="([^"]*)"')
 KV_COPY = re.compile(rf"= f32\[{NUM_PAGES},\d+,\d+,\d+\]\S* copy(-start)?\(")
 
 
-def compiled(function: Any, program: smc.Program, donate: bool = True) -> Any:
+def compiled(function: Any, program: smc.Program, donate: bool = True, pair: Pair = PAIR) -> Any:
     """`function(params, state)` compiled for two groups, its state donated."""
-    state = start(program, PAIR.params, [Ask((1, 2, 3)), Ask((2,))], num_pages=NUM_PAGES)
+    state = start(program, pair.params, [Ask((1, 2, 3)), Ask((2,))], num_pages=NUM_PAGES)
     jitted = jax.jit(functools.partial(function, program), donate_argnums=(1,) if donate else ())
-    return jitted.lower(PAIR.params, state).compile(), state
+    return jitted.lower(pair.params, state).compile(), state
 
 
 def kv_bytes(state: smc.State) -> int:
@@ -34,11 +48,21 @@ def kv_bytes(state: smc.State) -> int:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("cycles", [None, 3])
 def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> None:
-    program = PAIR.program(24, page_size, gamma=2, n_particles=2)
-    function = smc.step if cycles is None else functools.partial(_run, cycles)
-    executable, state = compiled(function, program)
+    check_one_program(PAIR, page_size, smc.step if cycles is None else functools.partial(_run, cycles))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int) -> None:
+    check_one_program(SPARSE, page_size, smc.step, calls={"TopK"})  # XLA's own on a CPU
+
+
+def check_one_program(pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset()) -> None:
+    """No host, no calls out of XLA but these, no copy of the KV, and every buffer of the state donated."""
+    program = pair.program(24, page_size, gamma=2, n_particles=2)
+    executable, state = compiled(function, program, pair=pair)
     text, memory = executable.as_text(), executable.memory_analysis()
     assert not [word for word in HOST if word in text]
+    assert set(CALL.findall(text)) == calls
     assert not KV_COPY.findall(text)
     leaves = jax.tree.leaves(state)
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
@@ -64,7 +88,45 @@ def test_control_without_donation_the_kv_is_copied() -> None:
         jax.debug.print("{}", x)
         return x
 
-    assert any(word in jax.jit(chatty).lower(1.0).compile().as_text() for word in HOST)
+    text = jax.jit(chatty).lower(1.0).compile().as_text()
+    assert any(word in text for word in HOST)
+    assert CALL.findall(text)
+
+
+def lowered(implementation: str, donate: bool = True) -> tuple[str, int]:
+    """A cycle with a sparse target at the 8B model's widths, lowered for CUDA, and how many buffers its state has."""
+    models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
+    configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
+    program = smc.Program(smc.SMC(8, 8), configs[0], configs[1], 1024, implementation=implementation)
+    shapes = [param_shapes(config, jnp.bfloat16) for config in configs]
+    if implementation == "mosaic":
+        shapes = [jax.eval_shape(fold_norms, one) for one in shapes]
+    params = smc.PairParams(*shapes)
+
+    def begin() -> smc.State:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        memory = program.create_memory(zeros, NUM_PAGES)
+        requests = Requests.alike(jax.random.key(0), jnp.asarray([64]), vocab_size=128_256, max_tokens=100)
+        return smc.begin(program, memory, jnp.zeros((1, 64), jnp.int32), requests, jnp.ones(1, bool))
+
+    state = jax.eval_shape(begin)
+    jitted = jax.jit(functools.partial(smc.step, program), donate_argnums=(1,) if donate else ())
+    text = jitted.trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
+    return text, len(jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_sparse_cycle_lowers_for_cuda(implementation: str) -> None:
+    """Without a GPU; with kernels where they apply too, which the sparse layers do without."""
+    text, buffers = lowered(implementation)
+    assert ("mosaic_gpu" in text) == (implementation == "mosaic")
+    assert not [word for word in HOST if word in text]
+    assert text.count("tf.aliasing_output") == buffers
+
+
+def test_control_a_lowered_cycle_without_donation_aliases_nothing() -> None:
+    text, _ = lowered("xla", donate=False)
+    assert "tf.aliasing_output" not in text
 
 
 @pytest.mark.slow

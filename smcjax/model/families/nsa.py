@@ -1,21 +1,23 @@
-"""Llama with Native Sparse Attention in all layers, under our own names: no public model class computes all of it."""
+"""Llama with Native Sparse Attention in all or some layers, under our own names: no public class computes all of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from smcjax.model.attention import FULL, AttentionKind
 from smcjax.model.config import ModelConfig
 from smcjax.model.families.family import Family
 from smcjax.model.families.llama import plain_keys, plain_layer
-from smcjax.model.hf_keys import HFKeys, local_layers
+from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_windows
 from smcjax.model.nsa import NSA as Attention
 
 _KEY = "native_sparse_attention"  # an object of the fields of `smcjax.model.nsa.NSA`; an absent one has its default
+_TYPES = (_KEY, "full_attention", "sliding_attention")  # of layers, in layer_types; without, all are of the first
 
 
 def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
-    local_layers(keys, config.num_layers, None)
+    types = read_layer_types(keys, config.num_layers, _TYPES) or [_KEY] * config.num_layers
     inner = keys.inner(_KEY)
     options = {field.name: inner.raw(field.name, field.default) for field in dataclasses.fields(Attention)}
     inner.refuse_unknown()
@@ -23,17 +25,26 @@ def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
         attention = Attention(**options)
     except ValueError as error:
         raise ValueError(f"{_KEY} in the model's config: {error}") from None
+    kinds: dict[str, AttentionKind] = {_KEY: attention, "full_attention": FULL}
+    if "sliding_attention" in types:
+        kinds["sliding_attention"] = windowed(keys.integer("sliding_window"), config.max_position_embeddings)
     bias = keys.flag("attention_bias")
     variant: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": keys.flag("mlp_bias")}
-    return config.with_layers([plain_layer(keys, config, attention=attention, **variant)] * config.num_layers)
+    layer = plain_layer(keys, config, **variant)
+    return config.with_layers(dataclasses.replace(layer, attention=kinds[kind]) for kind in types)
 
 
 def _write(config: ModelConfig) -> dict[str, Any] | None:
     layer = config.layer(0)
-    if not isinstance(layer.attention, Attention):
+    kinds = [config.layer(index).attention for index in range(config.num_layers)]
+    sparse = [kind for kind in kinds if isinstance(kind, Attention)]
+    if not sparse:
         return None
+    types, window = written_windows(config)
+    types = [_KEY if isinstance(kind, Attention) else other for kind, other in zip(kinds, types, strict=True)]
     biases = {"attention_bias": layer.qkv_bias and layer.o_bias, "mlp_bias": layer.mlp_bias}
-    return {**plain_keys(config), **biases, _KEY: dataclasses.asdict(layer.attention)}
+    mixed = {} if len(sparse) == len(kinds) else {"layer_types": types, "sliding_window": window}
+    return {**plain_keys(config), **biases, **mixed, _KEY: dataclasses.asdict(sparse[0])}
 
 
 NSA = Family(
