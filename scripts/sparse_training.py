@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.model import ModelConfig
-from smcjax.model.attention import Full, Projection, SlidingWindow
+from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
 from smcjax.model.nsa import NSA, Seen
 from smcjax.numerics import product_precision
@@ -48,7 +48,8 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, " Q"]) -
     seen, (rotated, _, _) = kind.seen_without_pages(still), still.heads()
     rows, length, _, dim = rotated.shape
     kv_heads, blocks = seen.keys.shape[2], -(-length // kind.block_size)
-    q = rotated[:, queries].reshape(rows, queries.shape[0], kv_heads, -1, dim)
+    q = jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1)
+    q = q.reshape(rows, queries.shape[1], kv_heads, -1, dim)
     if kind.compressed_rope == "none":
         raise ValueError("compressed_rope must be 'block' or 'token' to learn to route, got 'none'.")
 
@@ -59,32 +60,30 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, " Q"]) -
         logits = jnp.where(visible[:, None, None], logits / dim**0.5, LOWEST)
         return jnp.where(visible[:, None, None], jax.nn.softmax(logits, axis=-1), 0).mean(axis=2)
 
-    seen_slots = jnp.arange(length) <= queries[:, None]
-    free = _free(kind, queries, blocks)[:, None]
     share = kind.overlap(seen.compressed_keys.shape[1], blocks)
 
-    def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, keys, compressed_keys = row
-        mass = weights(q, keys, seen_slots)
+    def of_row(row: tuple[jax.Array, ...]) -> jax.Array:
+        positions, q, keys, compressed_keys = row
+        free = _free(kind, positions, blocks)[:, None]
+        mass = weights(q, keys, jnp.arange(length) <= positions[:, None])
         mass = jnp.pad(mass, [(0, 0), (0, 0), (0, blocks * kind.block_size - length)])
         mass = mass.reshape(*mass.shape[:2], blocks, -1).sum(-1) * free
-        born = _born(kind, queries, compressed_keys.shape[0])
-        scores = jnp.einsum(
-            "tkn,nb->tkb", weights(q, compressed_keys, born), share, precision=jax.lax.Precision.HIGHEST
-        )
-        scores = scores * free + 1e-9
+        of_tokens = weights(q, compressed_keys, _born(kind, positions, compressed_keys.shape[0]))
+        scores = jnp.einsum("tkn,nb->tkb", of_tokens, share, precision=jax.lax.Precision.HIGHEST) * free + 1e-9
         return -(mass * jnp.log(scores / scores.sum(axis=-1, keepdims=True))).sum(-1).mean()
 
-    return jax.lax.map(of_row, (q, seen.keys, seen.compressed_keys)).mean()
+    return jax.lax.map(of_row, (queries, q, seen.keys, seen.compressed_keys)).mean()
 
 
-def attend_by(implementation: str, config: ModelConfig) -> Attend:
-    """The attention of every layer of `config` for `smcjax.model.decoder.hidden_states`; implementation: "cudnn", which
-    is for a GPU and bf16, or "xla"."""
+def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) -> Attend:
+    """The attention of every layer of `config` for `smcjax.model.decoder.hidden_states`.
+
+    implementation: "cudnn", which is for a GPU and bf16, or "xla"; `dense`: sparse layers attend to all.
+    """
 
     def attend(index: int, projection: Projection) -> jax.Array:
         kind = config.layer(index).attention
-        if isinstance(kind, NSA):
+        if isinstance(kind, NSA) and not dense:
             # What is not an array of the projection is static.
             arrays = (projection.qkv, projection.cos, projection.sin, projection.x, projection.weights)
 
@@ -96,7 +95,8 @@ def attend_by(implementation: str, config: ModelConfig) -> Attend:
             return sparse(*arrays)
         if isinstance(kind, SlidingWindow):
             return windowed(implementation, *projection.heads(), kind.window)
-        assert isinstance(kind, Full), kind
+        if isinstance(kind, NSA) and kind.kv != "shared":
+            raise ValueError(f"kv must be 'shared' to attend to all, got {kind.kv!r}.")
         return fused(implementation, *projection.heads(), is_causal=True)
 
     return attend
@@ -140,7 +140,7 @@ def windowed(
 ) -> Float[Array, "R T H D"]:
     """Attention to the last `window` positions, in chunks of as many queries, each over its own keys and those before.
 
-    cuDNN has windows, but its backward pass makes NaN of a key outside that matches far better than all inside.
+    cuDNN has windows too; with them gradients became NaN after some hundred steps (three of three runs, an H100).
     """
     rows, length = q.shape[:2]
     chunks = -(-length // window)
