@@ -216,7 +216,9 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """Two requests, two candidates, three drafts: twelve. (`decide` runs as it is, so no trace hides the patch.)"""
     program = program_of(Rejection(gamma=3, n_candidates=2))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
-    monkeypatch.setattr(decoder, "tree", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1)))
+    monkeypatch.setattr(
+        decoder, "candidates", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1))
+    )
     drafts = jnp.zeros((4, 3), jnp.int32)
     law = decoder.decide(program, state, jnp.zeros((4, 4, V)), jnp.zeros((4, 3, V)), drafts).law
     assert np.unique(law).size == 12
