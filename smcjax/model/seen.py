@@ -61,7 +61,7 @@ class ByPath(NamedTuple):
     """
 
     committed: Float[Array, "R S Hkv D"]  # 0 for entries that pages do not hold
-    path: Float[Array, "R T C Hkv D"]  # by the depth of the node; 0 where it ends none, or pages hold it
+    path: Float[Array, "R T C Hkv D"]  # by depth; 0 where the path has no node or it ends no entry, or pages hold it
     depth: Int[Array, "R S"]  # of the node that ends each entry; −1: pages hold it
     entry: Int[Array, "R C"]  # that the node of each depth ends; −1: none, or pages hold it
 
@@ -117,9 +117,12 @@ def by_path(
     depths = view.root[:, None] + jnp.arange(view.tree.depth + 1)
     entry = array.ended_at(depths)
     entry = jnp.where((depths >= view.committed[:, None]) & (entry < count), entry, -1)
+    # From a node's own depth on its path names the node again.
+    on_path = jnp.arange(depths.shape[1]) <= (view.positions - view.root[:, None])[..., None]
+    ends_one = on_path & (entry >= 0)[:, None]
     return ByPath(
         committed=jnp.where(is_held[..., None, None], held, 0),
-        path=jnp.where((entry >= 0)[:, None, :, None, None], scratch[:, jnp.asarray(view.paths)], 0),
+        path=jnp.where(ends_one[..., None, None], scratch[:, jnp.asarray(view.paths)], 0),
         depth=jnp.where(is_held, -1, jnp.maximum(ends - view.root[:, None], 0)),
         entry=entry,
     )
