@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -26,7 +27,7 @@ def test_paths_lead_from_node_0(tree: DraftTree) -> None:
         assert len(path) == tree.depth + 1
         assert path[0] == 0
         assert set(path[depth:]) == {node}
-        assert all(tree.parents[below] == above for above, below in zip(path[:depth], path[1 : depth + 1], strict=True))
+        assert all(tree.parents[below] == above for above, below in itertools.pairwise(path[: depth + 1]))
         assert [tree.depths[above] for above in path[: depth + 1]] == list(range(depth + 1))
 
 

@@ -17,9 +17,7 @@ import pytest
 
 from smcjax.rejection import rules
 from smcjax.trees import DraftTree
-from tests.rejection.test_rules import V, Tokens, Toy, norm
-
-Laws = Callable[[Toy, Tokens], np.ndarray]
+from tests.rejection.test_rules import Tokens, Toy, V, norm
 
 
 def path_tokens(shape: DraftTree, tokens: Tokens, node: int) -> Tokens:
