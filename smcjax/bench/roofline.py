@@ -70,8 +70,11 @@ def cycle_phases(
         return [_phase("step", target, 1, rows, groups * context, quantization)]
     kv_tokens = groups * (context - private + speculation.rows * private)
     single_forwards = speculation.gamma - 1 + (speculation.bonus and not speculation.defers)
+    # Of a tree a forward a depth, over all inner nodes of that depth: here each over their mean.
+    drafted = single_forwards if speculation.tree is None else len(speculation.tree.inner) - 1
+    tokens = -(-rows * drafted // max(1, single_forwards))
     return [
         _phase("draft head", draft, 1, rows * (2 if speculation.defers else 1), kv_tokens, draft_quantization),
-        _phase("draft", draft, single_forwards, rows, kv_tokens, draft_quantization),
-        _phase("verify", target, 1, rows * speculation.width, kv_tokens, quantization),
+        _phase("draft", draft, single_forwards, tokens, kv_tokens, draft_quantization),
+        _phase("verify", target, 1, rows * speculation.scored, kv_tokens, quantization),
     ]

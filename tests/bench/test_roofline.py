@@ -9,7 +9,7 @@ import pytest
 
 from smcjax.bench.roofline import cycle_phases, streamed_weights
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoders import SMC, Autoregressive
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.device import H200
 from smcjax.model import ModelConfig
 from smcjax.model.params import param_shapes
@@ -18,9 +18,9 @@ DRAFT, TARGET = SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
 GB = 1e9
 
 
-def totals(smc: SMC, groups: int = 1, context: int = 256) -> tuple[int, int, int]:
+def totals(decoding: Decoding, groups: int = 1, context: int = 256) -> tuple[int, int, int]:
     """Bytes of weights, bytes of KV and FLOPs of a cycle."""
-    phases = cycle_phases(TARGET, DRAFT, smc.speculation, groups=groups, context=context)
+    phases = cycle_phases(TARGET, DRAFT, decoding.speculation, groups=groups, context=context)
     return (
         sum(phase.times * phase.weight_bytes for phase in phases),
         sum(phase.times * phase.kv_bytes for phase in phases),
@@ -99,3 +99,12 @@ def test_the_target_alone() -> None:
     assert phase.kv_bytes == 300 * TARGET.kv_bytes_per_token
     assert phase.flops == 2 * streamed_weights(TARGET) * 3
     assert phase.seconds(1e12, 1e30) == pytest.approx((phase.weight_bytes + phase.kv_bytes) / 1e12)
+
+
+def test_a_tree_costs_its_nodes() -> None:
+    """21 nodes of three levels stream the weights as often as a chain of three, and go through them one by one."""
+    chain, tree = totals(Rejection(gamma=3)), totals(Rejection(tree=(4, 2, 1)))
+    assert tree[:2] == chain[:2]
+    assert totals(Rejection(tree=(1, 1, 1))) == chain
+    drafted, scored = (4 + 8) - 2, 21 - 4  # more than the chain
+    assert tree[2] - chain[2] == 2 * (drafted * streamed_weights(DRAFT) + scored * streamed_weights(TARGET))
