@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
-from smcjax.model.nsa import NSA, Seen
+from smcjax.model.nsa import NSA, Entries
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 
@@ -45,7 +45,7 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, " Q"]) -
     are left out, so a query that attends to those weighs little. Only the weights that compress learn from it.
     """
     still = dataclasses.replace(projection, qkv=jax.lax.stop_gradient(projection.qkv))
-    seen, (rotated, _, _) = kind.seen_without_pages(still), still.heads()
+    seen, (rotated, _, _) = kind.entries_without_pages(still), still.heads()
     rows, length, _, dim = rotated.shape
     kv_heads, blocks = seen.keys.shape[2], -(-length // kind.block_size)
     q = jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1)
@@ -106,7 +106,7 @@ def nsa(implementation: str, kind: NSA, projection: Projection) -> Float[Array, 
     """`kind.dense` at positions 0 … T − 1, for kinds that rank by probabilities and choose by groups of heads."""
     if kind.score != "prob" or kind.share != "group":
         raise ValueError(f"score and share must be 'prob' and 'group' to be trained here, got {kind}.")
-    seen = kind.seen_without_pages(projection)
+    seen = kind.entries_without_pages(projection)
     rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
     q_compressed = unrotated if kind.compressed_rope == "none" else rotated
     selected = checkpoint_name(
@@ -163,7 +163,9 @@ def windowed(
     return out.reshape(rows, chunks * window, *q.shape[2:])[:, :length]
 
 
-def compressed(implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Seen) -> Float[Array, "R T H D"]:
+def compressed(
+    implementation: str, kind: NSA, q: Float[Array, "R T H D"], seen: Entries[jax.Array]
+) -> Float[Array, "R T H D"]:
     """The branch of compressed tokens; 0 where none is born."""
     pad = [(0, 0), (0, -seen.compressed_keys.shape[1] % 64), (0, 0), (0, 0)]
     keys, values = (jnp.pad(x, pad) for x in (seen.compressed_keys, seen.compressed_values))

@@ -9,11 +9,13 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
-from smcjax.plain import use_plain_numbers
+from smcjax.plain import plain_numbers, use_plain_numbers
+from smcjax.trees import ORDERS, DraftTree
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
 SELECTIONS = ("sample", "best")  # of SMC's answer
 VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
+SIBLINGS = ("sampled", "top")  # of a draft tree
 
 # Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
@@ -31,6 +33,9 @@ class Speculation:
         defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
             forward is over two tokens.
         draft_temperature: T_q; None: the request's.
+        tree: the drafts' tree, K deep, in place of a chain of K; None: a chain.
+        siblings: how children of one node of the tree are chosen, one of `SIBLINGS`.
+        order: the order in which the target's forward sees the tree's nodes, one of `smcjax.trees.ORDERS`.
     """
 
     rows: int
@@ -38,11 +43,24 @@ class Speculation:
     bonus: bool = True
     defers: bool = True
     draft_temperature: float | None = None
+    tree: DraftTree | None = None
+    siblings: str = "sampled"
+    order: str = "bfs"
 
     @property
     def width(self) -> int:
         """Tokens of a block: positions that the target's forward covers."""
         return self.gamma + 1 if self.bonus else self.gamma
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of a row."""
+        return self.gamma if self.tree is None else self.tree.size - 1
+
+    @property
+    def scored(self) -> int:
+        """Tokens of a row that the target's forward scores: a block's, or all nodes of a tree."""
+        return self.width if self.tree is None else self.tree.size
 
 
 class Decoding(abc.ABC):
@@ -77,7 +95,7 @@ class Decoding(abc.ABC):
     @property
     def drafts_per_cycle(self) -> int:
         """Draft tokens of a request in a cycle."""
-        return self.speculation.rows * self.speculation.gamma
+        return self.speculation.rows * self.speculation.drafts
 
     @property
     def tokens_per_cycle(self) -> int:
@@ -91,8 +109,8 @@ class Decoding(abc.ABC):
     def check(self, params: Any) -> None:  # noqa: B027
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
 
-    def check_draft(self, *, full_support: bool) -> None:  # noqa: B027
-        """Raises ValueError for drafts that this decoder cannot use; `full_support`: of `Proposer`."""
+    def check_draft(self, *, full_support: bool, branches: bool) -> None:  # noqa: B027
+        """Raises ValueError for drafts that this decoder cannot use; the arguments are attributes of `Proposer`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +191,7 @@ class SMC(Decoding):
     def __str__(self) -> str:
         return f"SMC, N={self.n_particles}, K={self.gamma}"
 
-    def check_draft(self, *, full_support: bool) -> None:
+    def check_draft(self, *, full_support: bool, branches: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
         if not full_support:
             raise ValueError(
@@ -220,25 +238,40 @@ class Rejection(Decoding):
     """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
 
     Attributes:
-        gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens.
+        gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens. None: 4, or
+            with a tree its depth, which is what the field then holds.
         verification: "token" decides draft by draft (arXiv 2211.17192, 2302.01318), "block" about all of them together,
             which accepts never fewer in the mean (arXiv 2403.10444).
-        n_candidates: N, independent drafts of a request, of which the target accepts along a tree ("token" only):
+        n_candidates: N, independent drafts of a request, of which the target accepts along one ("token" only):
             recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
         draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
+        tree: drafts that branch, scored by one forward of the target: how many children a node of each depth has, as
+            (4, 2, 1), or every node's parent, as (-1, 0, 0, 1), node 0 being the newest token of the answer
+            (`smcjax.trees`; at most 64 nodes). None: a chain of `gamma` tokens.
+        siblings: how the draft chooses the k children of a node: "sampled" draws k times independently, "top" takes
+            its k likeliest tokens. Greedy requests always take the likeliest: draws would all be one.
+        order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
+            the law is the same.
     """
 
     name = "rejection"
     ragged = True
     rows_argument = "n_candidates"
 
-    gamma: int = 4
+    gamma: int | None = None
     verification: str = "token"
     n_candidates: int = 1
     draft_temperature: float | None = None
+    tree: tuple[int, ...] | None = None
+    siblings: str = "sampled"
+    order: str = "bfs"
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
+        if self.tree is None and self.gamma is None:
+            object.__setattr__(self, "gamma", 4)
+        if self.tree is not None:
+            self._set_tree()
         _check_sizes(self, "gamma", "n_candidates")
         if self.verification not in VERIFICATIONS:
             raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
@@ -247,16 +280,58 @@ class Rejection(Decoding):
                 f"verification='block' is for one candidate, got n_candidates={self.n_candidates}; "
                 "use verification='token' or n_candidates=1."
             )
+        for name, known in (("siblings", SIBLINGS), ("order", ORDERS)):
+            value, usual = getattr(self, name), known[0]
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+            if self.tree is None and value != usual:
+                raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
         _check_draft_temperature(self.draft_temperature)
+
+    def _set_tree(self) -> None:
+        """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
+        tree = plain_numbers(self.tree)
+        depth = DraftTree.of(tree).depth
+        object.__setattr__(self, "tree", tree)
+        if self.gamma not in (None, depth) or isinstance(self.gamma, bool):
+            raise ValueError(f"gamma is {self.gamma!r} and the tree is {depth} deep; leave gamma out.")
+        object.__setattr__(self, "gamma", depth)
+        if self.n_candidates != 1:
+            raise ValueError(
+                f"n_candidates is {self.n_candidates!r} and a tree drafts for one row; leave one of them out."
+            )
+        if self.verification == "block":
+            raise ValueError(
+                "verification='block' is for a chain of drafts, got a tree; use verification='token' or no tree."
+            )
 
     @property
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
-        return Speculation(self.n_candidates, self.gamma, draft_temperature=self.draft_temperature)
+        assert self.gamma is not None
+        return Speculation(
+            self.n_candidates,
+            self.gamma,
+            draft_temperature=self.draft_temperature,
+            tree=None if self.tree is None else DraftTree.of(self.tree),
+            siblings=self.siblings,
+            order=self.order,
+        )
 
     def __str__(self) -> str:
+        if self.tree is not None:
+            shape = " ".join(map(str, self.tree))
+            return f"rejection along a tree, {'parents' if self.tree[0] < 0 else 'children'} {shape}, {self.siblings}"
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}"
+
+    def check_draft(self, *, full_support: bool, branches: bool) -> None:
+        """Refuses a tree of drafts that cannot branch."""
+        if self.tree is not None and not branches:
+            raise ValueError(
+                "draft_model is 'ngram', which proposes one continuation, and decoding asks for a tree of drafts; "
+                f"use Rejection(gamma={self.gamma}), or a draft model."
+            )
 
 
 DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}

@@ -18,6 +18,16 @@ def use_plain_numbers(options: Any) -> None:
             object.__setattr__(options, field.name, value.item())
 
 
+def plain_numbers(values: Any) -> Any:
+    """A list, tuple or array of numbers as a tuple of Python's own; anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(values, numpy.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return values
+    return tuple(value.item() if numpy is not None and isinstance(value, numpy.generic) else value for value in values)
+
+
 def is_unicode(text: str) -> bool:
     """True for a text free of lone surrogates, which stand for undecodable bytes of a command line."""
     try:

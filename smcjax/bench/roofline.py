@@ -94,8 +94,11 @@ def cycle_phases(
         return [_phase("step", target, 1, rows, of_target, quantization)]
     of_draft = kv_bytes(draft)
     single_forwards = speculation.gamma - 1 + (speculation.bonus and not speculation.defers)
+    # Of a tree a forward a depth, over all inner nodes of that depth: here each over their mean.
+    drafted = single_forwards if speculation.tree is None else len(speculation.tree.inner) - 1
+    tokens = -(-rows * drafted // max(1, single_forwards))
     return [
         _phase("draft head", draft, 1, rows * (2 if speculation.defers else 1), of_draft, draft_quantization),
-        _phase("draft", draft, single_forwards, rows, of_draft, draft_quantization),
-        _phase("verify", target, 1, rows * speculation.width, of_target, quantization),
+        _phase("draft", draft, single_forwards, tokens, of_draft, draft_quantization),
+        _phase("verify", target, 1, rows * speculation.scored, of_target, quantization),
     ]

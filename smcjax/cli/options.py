@@ -9,9 +9,10 @@ import stat
 from typing import Any
 
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, VERIFICATIONS, Decoding
+from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
+from smcjax.trees import ORDERS
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
@@ -27,6 +28,9 @@ OPTIONS: dict[str, dict[str, str]] = {
         "gamma": "gamma",
         "draft_temperature": "draft_temperature",
         "verification": "verification",
+        "tree": "tree",
+        "siblings": "siblings",
+        "tree_order": "order",
     },
     "autoregressive": {},
 }
@@ -118,6 +122,15 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
     group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
+    group.add_argument(
+        "--tree",
+        type=int,
+        nargs="+",
+        metavar="NUMBER",
+        help="of rejection: children per depth, or every node's parent from -1 on (default: a chain of K)",
+    )
+    group.add_argument("--siblings", choices=SIBLINGS, help="of a tree's nodes (sampled)")
+    group.add_argument("--tree-order", choices=ORDERS, help="of a tree's nodes in the target's forward (bfs)")
     group.add_argument("--power", type=float, help="exponent of the target distribution (1)")
     group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
@@ -182,6 +195,8 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
             )
         given[fields[name]] = value
     defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
+    if args.tree is not None:  # which says how deep it is
+        defaults.pop("gamma", None)
     return DECODINGS[args.decoding](**{**defaults, **given}, **({"trace": True} if trace else {}))
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import Copies, make_room
+from smcjax.kv import TRASH, Copies, make_room
 from smcjax.model.view import BatchView
 
 
@@ -71,3 +72,20 @@ def view_of(
         rows=groups.sequences.length.shape[0] // groups.running.shape[0],
         page_size=page_size,
     )
+
+
+def head_view(speculation: Speculation, groups: Groups, copies: Copies | None, *, page_size: int) -> BatchView:
+    """The draft's first forward of a cycle: over the frontier, and before it `prev` where its KV is lacking."""
+    sequences = groups.sequences
+    frontier_at = sequences.length - 1
+    tokens, positions = sequences.token_at(frontier_at)[:, None], frontier_at[:, None]
+    if speculation.defers:
+        tokens = jnp.concatenate([sequences.token_at(frontier_at - 1)[:, None], tokens], axis=1)
+        positions = jnp.concatenate([positions - 1, positions], axis=1)
+    view = view_of(groups, tokens, positions, copies, width=speculation.width, page_size=page_size)
+    if not speculation.defers:
+        return view
+    # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
+    at_start = sequences.length == groups.per_row(groups.requests.prompt_length) + 1
+    pages = view.write_pages.at[:, 0].set(jnp.where(at_start, TRASH, view.write_pages[:, 0]))
+    return dataclasses.replace(view, write_pages=pages)

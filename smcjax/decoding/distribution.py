@@ -28,6 +28,12 @@ class SamplingDistribution:
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
 
+    def at(self, temperature: float | None) -> SamplingDistribution:
+        """The distribution at one temperature for all rows; None: as it is."""
+        if temperature is None:
+            return self
+        return dataclasses.replace(self, temperature=jnp.full_like(self.temperature, temperature))
+
     def noise_scale(self) -> Float[Array, " R"]:
         """1, or 0 for greedy rows: kernels multiply their Gumbel noise by it."""
         return jnp.ones_like(self.temperature) if self.greedy is None else jnp.where(self.greedy, 0.0, 1.0)

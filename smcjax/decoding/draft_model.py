@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
-from smcjax.decoding.cycle_view import pages_at, view_of
+from smcjax.decoding.cycle_view import head_view, pages_at
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, processed_logits
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.next_token import Steps, beginning, next_token, plan_steps, prepare
@@ -19,7 +19,8 @@ from smcjax.decoding.prefill import prefill_chunk
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, column_keys, row_keys
 from smcjax.decoding.sequences import Sequences
-from smcjax.kv import TRASH, Copies, KVCache
+from smcjax.decoding.tree_drafts import Path, TreeDrafts, draft_tree, keep_path
+from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.model.params import Params
@@ -35,6 +36,7 @@ class DraftModel:
 
     config: ModelConfig
     full_support: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page in the draft model's cache."""
@@ -89,21 +91,10 @@ class DraftModel:
         frontier_at = sequences.length - 1
         keys = row_keys(groups.requests.key, groups.cycle, speculation.rows, Purpose.DRAFT)
         generated = sequences.length - groups.per_row(groups.requests.prompt_length)
-        if speculation.draft_temperature is not None:
-            temperature = jnp.full_like(distribution.temperature, speculation.draft_temperature)
-            distribution = dataclasses.replace(distribution, temperature=temperature)
+        distribution = distribution.at(speculation.draft_temperature)
 
-        # The first forward: over the frontier, and before it `prev` where its KV is lacking.
-        tokens, positions = sequences.token_at(frontier_at)[:, None], frontier_at[:, None]
-        if speculation.defers:
-            tokens = jnp.concatenate([sequences.token_at(frontier_at - 1)[:, None], tokens], axis=1)
-            positions = jnp.concatenate([positions - 1, positions], axis=1)
-        view = view_of(groups, tokens, positions, copies, width=speculation.width, page_size=page_size)
-        pages = view.write_pages
-        if speculation.defers:
-            # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
-            at_start = sequences.length == groups.per_row(groups.requests.prompt_length) + 1
-            pages = pages.at[:, 0].set(jnp.where(at_start, TRASH, pages[:, 0]))
+        view = head_view(speculation, groups, copies, page_size=page_size)
+        tokens, positions, pages = view.tokens, view.positions, view.write_pages
         plan = plan_steps(config, params, view, distribution, columns=tokens.shape[1], keep_logits=keep_logits)
 
         def prepared(columns: Int[Array, " K"], positions: Int[Array, "K R T"], pages: Int[Array, "K R T"]) -> Steps:
@@ -141,6 +132,32 @@ class DraftModel:
         if after:
             _, cache = forward(cache, token, gamma - 1, begin)
         return _joined(params, distribution, generated, first, others), cache
+
+    @jax.named_scope("propose")
+    def propose_tree(
+        self,
+        speculation: Speculation,
+        params: Params,
+        groups: Groups,
+        copies: Copies | None,
+        distribution: SamplingDistribution,
+        *,
+        page_size: int,
+    ) -> tuple[TreeDrafts, KVCache]:
+        """A tree of drafts by a forward a depth: `smcjax.decoding.tree_drafts.draft_tree`."""
+        return draft_tree(
+            self.config,
+            speculation,
+            params,
+            groups,
+            copies,
+            distribution.at(speculation.draft_temperature),
+            page_size=page_size,
+        )
+
+    def keep_path(self, speculation: Speculation, memory: KVCache, scratch: Any, path: Path) -> KVCache:
+        """The cache with the KV of the accepted drafts that have some: `smcjax.decoding.tree_drafts.keep_path`."""
+        return keep_path(self.config, speculation, memory, scratch, path)
 
 
 def _joined(

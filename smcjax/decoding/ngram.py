@@ -34,6 +34,7 @@ class NGram:
 
     longest: int = 3
     full_support: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def page_bytes(self, page_size: int) -> int:
         """Nothing is kept."""

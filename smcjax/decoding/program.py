@@ -57,7 +57,7 @@ class Program[D: Decoding]:
     def __post_init__(self) -> None:
         if self.proposer is not None:
             self.proposer.check(self.target.vocab_size)
-            self.decoding.check_draft(full_support=self.proposer.full_support)
+            self.decoding.check_draft(full_support=self.proposer.full_support, branches=self.proposer.branches)
 
     @property
     def proposer(self) -> Proposer | None:

@@ -12,6 +12,7 @@ from smcjax.decoders import Speculation
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.sequences import Sequences
+from smcjax.decoding.tree_drafts import Path, TreeDrafts
 from smcjax.kv import Copies
 
 
@@ -30,9 +31,11 @@ class Proposer(Protocol):
 
     Attributes:
         full_support: true where q is above 0 wherever the target may be, as importance weights need.
+        branches: true where trees can be drafted: the proposer is a `TreeProposer`.
     """
 
     full_support: ClassVar[bool]
+    branches: ClassVar[bool]
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of `Memory.draft` that one page takes."""
@@ -77,4 +80,25 @@ class Proposer(Protocol):
         keep_logits: bool = False,
     ) -> tuple[Drafts, Any]:
         """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole."""
+        ...
+
+
+class TreeProposer(Proposer, Protocol):
+    """A way to draft trees too, which `branches` says."""
+
+    def propose_tree(
+        self,
+        speculation: Speculation,
+        params: Any,
+        groups: Groups,
+        copies: Copies | None,
+        distribution: SamplingDistribution,
+        *,
+        page_size: int,
+    ) -> tuple[TreeDrafts, Any]:
+        """Tokens for all nodes of `speculation.tree` behind each row's frontier, and the memory after them."""
+        ...
+
+    def keep_path(self, speculation: Speculation, memory: Any, scratch: Any, path: Path) -> Any:
+        """The memory with what `scratch` of the drafts holds of the accepted ones."""
         ...

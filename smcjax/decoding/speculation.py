@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.cycle_view import reserve, view_of
+from smcjax.decoding.cycle_view import pages_at, reserve, view_of
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
-from smcjax.decoding.proposer import Drafts
-from smcjax.kv import Copies
+from smcjax.decoding.proposer import Drafts, TreeProposer
+from smcjax.decoding.tree_drafts import Path, TreeDrafts
+from smcjax.kv import TRASH, Copies
 from smcjax.model.decoder import unembed
-from smcjax.model.paged import paged_hidden_states, plan_attention
+from smcjax.model.paged import (
+    Scratch,
+    create_scratch,
+    paged_hidden_states,
+    plan_attention,
+    tree_hidden_states,
+    write_path,
+)
+from smcjax.model.view import TreeView
 
 
 def propose[S: Groups](
@@ -54,3 +64,65 @@ def score[S: Groups](
     hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans)
     groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
     return groups, unembed(params.target, hidden)
+
+
+def propose_tree[S: Groups](
+    program: Program[Any], params: PairParams, groups: S, distribution: SamplingDistribution
+) -> tuple[S, TreeDrafts, Copies | None]:
+    """Like `propose`, but drafts a tree of tokens a row."""
+    proposer = cast(TreeProposer, program.proposer)
+    groups, copies = reserve(groups, width=program.speculation.width, page_size=program.page_size)
+    drafts, draft = proposer.propose_tree(
+        program.speculation, params.draft, groups, copies, distribution, page_size=program.page_size
+    )
+    return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, draft=draft)), drafts, copies
+
+
+def score_tree[S: Groups](
+    program: Program[Any], params: PairParams, groups: S, tokens: Int[Array, "R M"], copies: Copies | None
+) -> tuple[S, Float[Array, "R M V"], Scratch]:
+    """The target's logits behind each node of the tree, and what the nodes keep; pages get the copies alone."""
+    speculation, config, cache = program.speculation, program.target, groups.memory.target
+    tree = speculation.tree
+    assert tree is not None
+    if copies is not None:
+        cache = cache.copy_pages(copies)
+    order = tree.order(speculation.order)
+    frontier_at = groups.sequences.length - 1
+    view = TreeView(
+        tokens=tokens[:, jnp.asarray(order)],
+        root=frontier_at,
+        committed=frontier_at,
+        block_table=groups.sequences.block_table,
+        tree=tree,
+        nodes=order,
+        page_size=program.page_size,
+    )
+    scratch = create_scratch(config, params.target, rows=tokens.shape[0], nodes=tree.size)
+    hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view)
+    column_of = jnp.asarray([order.index(node) for node in range(tree.size)])
+    groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
+    return groups, unembed(params.target, hidden[:, column_of]), scratch
+
+
+@jax.named_scope("keep_path")
+def keep_path[S: Groups](
+    program: Program[Any], groups: S, drafts: TreeDrafts, scratch: Scratch, last: Int[Array, " R"]
+) -> S:
+    """Writes what the nodes up to each row's `last` accepted one keep to the row's pages, in both models.
+
+    `scratch` is the target's. Rows that are not live and positions beyond the cap write nowhere.
+    """
+    tree, proposer = program.speculation.tree, cast(TreeProposer, program.proposer)
+    assert tree is not None
+    column = jnp.arange(tree.depth + 1)
+    positions = groups.sequences.length[:, None] - 1 + column
+    accepted = column <= jnp.asarray(tree.depths)[last][:, None]
+    pages = jnp.where(accepted, pages_at(groups, positions, program.page_size), TRASH)
+    path = Path(jnp.asarray(tree.paths)[last], positions, pages)
+    memory = dataclasses.replace(
+        groups.memory,
+        target=write_path(program.target, groups.memory.target, scratch, *path),
+        draft=proposer.keep_path(program.speculation, groups.memory.draft, drafts.scratch, path),
+    )
+    return dataclasses.replace(groups, memory=memory)

@@ -130,7 +130,7 @@ class LLM:
         drafts = self.decoding.drafts
         of_drafts: dict[str, Any] = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
         if draft_model == NGRAM and drafts:
-            self.decoding.check_draft(full_support=NGram.full_support)
+            self.decoding.check_draft(full_support=NGram.full_support, branches=NGram.branches)
             of_drafts["draft_revision"] = draft_revision
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):

@@ -13,23 +13,37 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from smcjax.pallas import Copies, copy_all_pages
+from smcjax.pallas.kv_write import TRASH
 
 LayerCache = dict[str, Float[Array, "P entries heads D"]]
 
 
 class PageArray(NamedTuple):
-    """The shape of one array that pages hold, [P, ⌈B/stride⌉, heads, dim]."""
+    """The shape of one array that pages hold, [P, ⌈B/stride⌉, heads, dim].
+
+    Entry i of a sequence stands for the `size` tokens from i·stride on, and lies in the page of the last of them.
+    """
 
     heads: int
     dim: int
-    stride: int = 1  # tokens that an entry stands for
+    stride: int = 1  # tokens between entries
+    size: int = 1  # tokens that an entry stands for
 
     def entries(self, page_size: int) -> int:
         """Entries of a page of `page_size` tokens, at least one."""
         return -(-page_size // self.stride)
+
+    def count(self, length: int) -> int:
+        """Entries that end within the first `length` positions."""
+        return max(0, (length - self.size) // self.stride + 1)
+
+    def ended_at(self, positions: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The entry whose last token stands at each position; −1 where none does."""
+        start = positions + 1 - self.size
+        return jnp.where((start >= 0) & (start % self.stride == 0), start // self.stride, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +114,27 @@ class KVCache:
             {**layer, **{name: of_layers[index] for name, of_layers in arrays.items()}}
             for index, layer in enumerate(self.layers)
         ]
+        return dataclasses.replace(self, layers=tuple(layers))
+
+    def write(
+        self,
+        specs: Sequence[CacheSpec],
+        new: Sequence[LayerCache],
+        positions: Int[Array, "R C"],
+        pages: Int[Array, "R C"],
+    ) -> KVCache:
+        """Writes the numbers [R, C, heads, D] of tokens at `positions` to `pages`, those of `TRASH` nowhere.
+
+        Of an array whose entries stand for several tokens those are written that end at one of the positions.
+        """
+        slots, layers = positions % self.page_size, []
+        for spec, layer, numbers in zip(specs, self.layers, new, strict=True):
+            written = {}
+            for name, array in spec.arrays.items():
+                home = jnp.where(array.ended_at(positions) >= 0, pages, TRASH)
+                entries = numbers[name].astype(layer[name].dtype)
+                written[name] = layer[name].at[home, slots // array.stride].set(entries)
+            layers.append({**layer, **written})
         return dataclasses.replace(self, layers=tuple(layers))
 
     def copy_pages(self, copies: Copies) -> KVCache:

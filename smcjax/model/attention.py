@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
-from smcjax.model.view import BatchView
+from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
@@ -117,6 +119,15 @@ class AttentionKind(Protocol):
         """
         ...
 
+    def over_tree(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        """Puts what the new nodes end to scratch, attends to what is committed and each path; returns both results.
+
+        All goes by path position: a node's output is that of its path written out as a sequence.
+        """
+        ...
+
 
 class _Softmax:
     """Softmax over keys and values that pages hold as they are."""
@@ -182,6 +193,17 @@ class _Softmax:
             scale=self.scale,
         )
         return attended, {"keys": keys, "values": values}
+
+    def over_tree(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        q, keys, values = projection.heads()
+        scratch = view.put(scratch, {"keys": keys, "values": values})
+        seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
+        _, slots, kv_heads, _ = seen_keys.shape
+        scores = scaled_scores(grouped(q, kv_heads), seen_keys, self.scale)
+        visible = sees(jnp.arange(slots), view.positions[:, :, None, None, None], self.window)
+        return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch
 
 
 def _shape_of(config: HeadShape, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:

@@ -25,12 +25,14 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray
 from smcjax.model.attention import HeadShape, Projection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
-from smcjax.model.view import BatchView
+from smcjax.model.seen import ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
 from smcjax.pallas import copy_pages, rotate
 from smcjax.pallas.attention import LOWEST, sees
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
+COMPRESSED = ("compressed_keys", "compressed_values")
 CHOICES = {
     "phi": COMPRESSIONS,
     "kv": ("per_branch", "shared"),
@@ -56,22 +58,23 @@ class Branches(NamedTuple):
         return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
 
 
-class Seen(NamedTuple):
+class Entries[T](NamedTuple):
     """Keys and values by position, those of the selection and of the window, and compressed tokens by number."""
 
-    keys: Float[Array, "R S Hkv D"]
-    values: Float[Array, "R S Hkv D"]
-    window_keys: Float[Array, "R S Hkv D"]
-    window_values: Float[Array, "R S Hkv D"]
-    compressed_keys: Float[Array, "R N Hkv D"]
-    compressed_values: Float[Array, "R N Hkv D"]
+    keys: T
+    values: T
+    window_keys: T
+    window_values: T
+    compressed_keys: T
+    compressed_values: T
 
 
 @dataclasses.dataclass(frozen=True)
 class NSA:
     """Native Sparse Attention. The defaults are the paper's; where it is silent, or public code disagrees, ours.
 
-    Positions of a row's new tokens are consecutive. Raises ValueError for options that are unknown or contradict.
+    Positions of a row's new tokens are consecutive, but for nodes of a tree. Raises ValueError for options that are
+    unknown or contradict.
 
     Attributes:
         kernel_size: l = 32, positions that a compressed token stands for (paper, section 4.1).
@@ -149,9 +152,8 @@ class NSA:
         names = ["keys", "values"]
         if self.kv == "per_branch":
             names += ["window_keys", "window_values", "raw_keys", "raw_values"]
-        compressed = token._replace(stride=self.kernel_stride)
-        arrays = {**dict.fromkeys(names, token), "compressed_keys": compressed, "compressed_values": compressed}
-        return CacheSpec(arrays, block=self.block_size)
+        compressed = token._replace(stride=self.kernel_stride, size=self.kernel_size)
+        return CacheSpec({**dict.fromkeys(names, token), **dict.fromkeys(COMPRESSED, compressed)}, self.block_size)
 
     def least_read(self, context: int, first: int = 0) -> dict[str, int]:
         """Entries that the last position reads, whichever blocks it selects: their fewest, each counted once.
@@ -184,9 +186,10 @@ class NSA:
 
     def dense_branches(self, projection: Projection, positions: Int[Array, "R T"]) -> Branches:
         """The parts of `dense`."""
-        return self._attend(projection, self.seen_without_pages(projection), positions, positions)
+        seen = Entries(*map(ByRow, self.entries_without_pages(projection)))
+        return self._attend(projection, seen, positions, positions)
 
-    def seen_without_pages(self, projection: Projection) -> Seen:
+    def entries_without_pages(self, projection: Projection) -> Entries[jax.Array]:
         """The tokens' own keys and values, S = T, and the compressed tokens that are born among them.
 
         Tokens stand at positions 0 … T − 1. Without any compressed token there is one that nobody sees.
@@ -205,7 +208,8 @@ class NSA:
 
         raw = {name: covered(arrays[self._source(name)]) for name in ("keys", "values")}
         keys, values = self._compressed(projection, raw, starts)
-        return Seen(*self._pairs(arrays), keys.astype(projection.qkv.dtype), values.astype(projection.qkv.dtype))
+        compressed = (x.astype(projection.qkv.dtype) for x in (keys, values))
+        return Entries(*self._pairs(arrays), *compressed)
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
@@ -231,11 +235,37 @@ class NSA:
         of_covered, pages = pages_of(covered), jnp.where(born, pages_of(home), TRASH)
         raw = {name: cache[self._source(name)][of_covered, covered % size] for name in ("keys", "values")}
         slots = home % size // self.kernel_stride
-        for name, made in zip(("keys", "values"), self._compressed(projection, raw, starts), strict=True):
-            array = cache[f"compressed_{name}"]
-            cache[f"compressed_{name}"] = array.at[pages, slots].set(made.astype(array.dtype))
+        for name, made in zip(COMPRESSED, self._compressed(projection, raw, starts), strict=True):
+            cache[name] = cache[name].at[pages, slots].set(made.astype(cache[name].dtype))
         last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
         return self._attend(projection, self._read(cache, view), view.positions, last), cache
+
+    def over_tree(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        branches, scratch = self.tree_branches(projection, cache, scratch, view)
+        return branches.gated(), scratch
+
+    def tree_branches(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+    ) -> tuple[Branches, LayerCache]:
+        """The parts of a forward over nodes of a tree, and the layer's scratch.
+
+        A node at the last position of a compressed token bears it, of committed positions and of its path. Another
+        node's number in scratch is nobody's.
+        """
+        scratch = view.put(scratch, self._new_arrays(projection))
+        starts = view.positions - (self.kernel_size - 1)
+        covered = starts[..., None] + jnp.arange(self.kernel_size)
+        sources = {name: self._source(name) for name in ("keys", "values")}
+        raw = {name: view.at(cache[source], scratch[source], covered) for name, source in sources.items()}
+        made = self._compressed(projection, raw, starts)
+        scratch = view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
+        entries = {"stride": self.kernel_stride, "size": self.kernel_size}
+        tokens = (by_path(view, *arrays) for arrays in zip(self._pairs(cache), self._pairs(scratch), strict=True))
+        compressed = (by_path(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
+        seen = Entries(*tokens, *compressed)
+        return self._attend(projection, seen, view.positions, view.positions), scratch
 
     def _count(self, length: int) -> int:
         """Compressed tokens that are born within the first `length` positions."""
@@ -301,7 +331,7 @@ class NSA:
         cos, sin = _over(projection.angles(positions), rows)
         return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
 
-    def _read(self, cache: LayerCache, view: BatchView) -> Seen:
+    def _read(self, cache: LayerCache, view: BatchView) -> Entries[ByRow]:
         """Each row's pages in the order of positions; values that are not there yet are 0."""
         size, table = view.page_size, view.block_table
         rows, width = table.shape
@@ -313,36 +343,27 @@ class NSA:
             for name, pages in cache.items()
             if "raw" not in name and "compressed" not in name
         }
-        compressed = [
-            cache[f"compressed_{name}"][table[:, home // size], home % size // self.kernel_stride]
-            for name in ("keys", "values")
-        ]
+        compressed = [cache[name][table[:, home // size], home % size // self.kernel_stride] for name in COMPRESSED]
 
         def there(values: jax.Array, last: jax.Array) -> jax.Array:
             return jnp.where((last < view.lengths[:, None])[..., None, None], values, 0)
 
         keys, values, window_keys, window_values = self._pairs(found)
-        return Seen(
-            keys,
-            there(values, slots),
-            window_keys,
-            there(window_values, slots),
-            compressed[0],
-            there(compressed[1], ends),
-        )
+        tokens = (keys, there(values, slots), window_keys, there(window_values, slots))
+        return Entries(*map(ByRow, (*tokens, compressed[0], there(compressed[1], ends))))
 
-    def _attend(
-        self, projection: Projection, seen: Seen, positions: Int[Array, "R T"], last: Int[Array, "R T"]
+    def _attend[S: Seen](
+        self, projection: Projection, seen: Entries[S], positions: Int[Array, "R T"], last: Int[Array, "R T"]
     ) -> Branches:
         """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
         rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
         kv_heads = seen.keys.shape[2]
         length, at, last = seen.keys.shape[1], *(x[:, :, None, None, None] for x in (positions, last))
-        q = _grouped(rotated, kv_heads)
-        compressed_q = _grouped(unrotated, kv_heads) if self.compressed_rope == "none" else q
+        q = grouped(rotated, kv_heads)
+        compressed_q = grouped(unrotated, kv_heads) if self.compressed_rope == "none" else q
         ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
-        logits, born = _scores(compressed_q, seen.compressed_keys), ends <= last
-        weights, cmp = _softmax(logits, seen.compressed_values, born)
+        logits, born = scaled_scores(compressed_q, seen.compressed_keys), ends <= last
+        weights, cmp = masked_softmax(logits, seen.compressed_values, born)
 
         of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
         scores = self.block_scores(of_tokens, born, -(-length // self.block_size))
@@ -351,8 +372,10 @@ class NSA:
         chosen = jnp.repeat(selected, self.block_size, axis=-1)[..., :length]
         chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)
         there = slots <= last
-        _, slc = _softmax(_scores(q, seen.keys), seen.values, chosen & there)
-        _, win = _softmax(_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there)
+        _, slc = masked_softmax(scaled_scores(q, seen.keys), seen.values, chosen & there)
+        _, win = masked_softmax(
+            scaled_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there
+        )
         outputs = jnp.stack([cmp, slc, win], axis=4)
         outputs = outputs.reshape(*positions.shape, -1, len(BRANCHES), outputs.shape[-1])
         return Branches(outputs, self.gates(projection, unrotated), scores, selected)
@@ -408,26 +431,3 @@ def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, ja
     """Cosines and sines of one row for all."""
     cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
     return cos, sin
-
-
-def _grouped(q: Float[Array, "R T H D"], kv_heads: int) -> Float[Array, "R T Hkv G D"]:
-    """Query heads by the key-value head that they share."""
-    rows, columns, heads, dim = q.shape
-    return q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
-
-
-def _scores(q: Float[Array, "R T Hkv G D"], keys: Float[Array, "R S Hkv D"]) -> Float[Array, "R T Hkv G S"]:
-    """Scaled products of queries and keys, f32."""
-    precision = product_precision(q.dtype)
-    products = jnp.einsum("rtkgd,rskd->rtkgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
-    return products / float(np.sqrt(q.shape[-1]))
-
-
-def _softmax(
-    scores: Float[Array, "R T Hkv G S"], values: Float[Array, "R S Hkv D"], visible: Bool[Array, "R T _ _ S"]
-) -> tuple[Float[Array, "R T Hkv G S"], Float[Array, "R T Hkv G D"]]:
-    """Weights in f32, and the mean of values that they make; 0 where nothing is visible."""
-    weights = jax.nn.softmax(jnp.where(visible, scores, LOWEST), axis=-1)
-    weights = jnp.where(visible, weights, 0)
-    precision = product_precision(values.dtype)
-    return weights, jnp.einsum("rtkgs,rskd->rtkgd", weights.astype(values.dtype), values, precision=precision)

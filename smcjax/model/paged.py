@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from smcjax.kv import KVCache
+from smcjax.kv import KVCache, LayerCache
 from smcjax.model.attention import AttentionKind, Plan, Projection
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import hidden_states
 from smcjax.model.params import Params
-from smcjax.model.view import BatchView
+from smcjax.model.view import BatchView, TreeView
 
 Plans = tuple[Plan, ...]  # one for each of `attention_kinds`
+Scratch = tuple[LayerCache, ...]  # by layer, [R, M, heads, D]: what nodes of a tree keep (`TreeView`)
 
 
 def attention_kinds(config: ModelConfig) -> tuple[AttentionKind, ...]:
@@ -61,3 +63,43 @@ def paged_hidden_states(
 
     hidden = hidden_states(config, params, view.tokens, view.positions, attend)
     return hidden, dataclasses.replace(cache, layers=tuple(layers))
+
+
+def create_scratch(config: ModelConfig, params: Params, *, rows: int, nodes: int) -> Scratch:
+    """Scratch of zeros for trees of so many nodes, in the weights' dtype."""
+    return tuple(
+        {
+            name: jnp.zeros((rows, nodes, array.heads, array.dim), params.embed.dtype)
+            for name, array in spec.arrays.items()
+        }
+        for spec in config.cache_specs
+    )
+
+
+def tree_hidden_states(
+    config: ModelConfig, params: Params, cache: KVCache, scratch: Scratch, view: TreeView
+) -> tuple[Float[Array, "R T E"], Scratch]:
+    """Forward of T nodes a row; returns normalised hidden states, and scratch with what the nodes keep."""
+    layers = list(scratch)
+
+    def attend(index: int, projection: Projection) -> jax.Array:
+        kind = config.layer(index).attention
+        attended, layers[index] = kind.over_tree(projection, cache.layers[index], layers[index], view)
+        return attended
+
+    hidden = hidden_states(config, params, view.tokens, view.positions, attend)
+    return hidden, tuple(layers)
+
+
+def write_path(
+    config: ModelConfig,
+    cache: KVCache,
+    scratch: Scratch,
+    nodes: Int[Array, "R C"],
+    positions: Int[Array, "R C"],
+    pages: Int[Array, "R C"],
+) -> KVCache:
+    """The cache with what these nodes keep written where they stand, to `pages`: nowhere for `TRASH`."""
+    row = jnp.arange(nodes.shape[0])[:, None]
+    new = jax.tree.map(lambda array: array[row, nodes], scratch)
+    return cache.write(config.cache_specs, new, positions, pages)

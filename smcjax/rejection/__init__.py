@@ -1,4 +1,4 @@
-"""Exact speculative sampling, batched with ragged acceptance: token by token, in blocks, or over several candidates.
+"""Exact speculative sampling, batched with ragged acceptance: token by token, in blocks, over candidates or trees.
 
 program = Program(Rejection(gamma=4), target_config, draft_config, max_model_len=512)
 """
@@ -8,7 +8,7 @@ from smcjax.decoding.admission import begin, prefill
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.rejection.decoder import Info, RejectionDecoder, State, conclude, run, start, step
-from smcjax.rejection.rules import Verdict, block, tree
+from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
 
 __all__ = [
     "VERIFICATIONS",
@@ -19,9 +19,11 @@ __all__ = [
     "Rejection",
     "RejectionDecoder",
     "State",
+    "TreeVerdict",
     "Verdict",
     "begin",
     "block",
+    "candidates",
     "conclude",
     "prefill",
     "run",

@@ -1,9 +1,10 @@
 """Speculative sampling as one pure function of (params, state): every request advances by its own acceptance.
 
-    propose    K tokens for each of N candidates from the draft
+    propose    K tokens for each of N candidates from the draft, or a tree of tokens K deep
     score      all of them in one target forward
-    decide     how many of the drafts are accepted, along which candidate, and the token behind them
-    commit     that run to all rows of the request: its KV is there; pages behind it are given back
+    decide     how many of the drafts are accepted, along which candidate or path, and the token behind them
+    commit     that run to all rows of the request: its KV is there, or is copied from the tree's scratch; pages behind
+               it are given back
 
 The life is that of `smcjax.smc`: begin → prefill → start → step … step → conclude. The N rows of a request agree
 between cycles, and share all pages. Shapes depend on the program only, so rows that accept nothing and rows that accept
@@ -14,7 +15,8 @@ full acceptance it lacks the KV of the last draft, otherwise it writes again wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +34,10 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, append, cut_block, population
-from smcjax.decoding.speculation import propose, score
+from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
-from smcjax.rejection.rules import Verdict, block, tree
+from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
 
 State = Groups  # N rows a request, which agree between steps
 RejectionProgram = Program[Rejection]
@@ -62,42 +64,77 @@ def start(program: RejectionProgram, params: PairParams, state: State, last_hidd
     return _commit(program, state, first.token[:, None], first.logprob[:, None], nothing, jnp.isnan(first.logprob))
 
 
+class Accepted(NamedTuple):
+    """What each request takes of its drafts; C = K + 1 columns, of which those behind the run are stale."""
+
+    row: Int[Array, " G"]  # whose pages hold the run's KV
+    accepted: Int[Array, " G"]
+    tokens: Int[Array, "G C"]
+    logits: Float[Array, "G C V"]  # the target's, processed, for each column
+    law: Float[Array, "G V"]  # of the token behind the run
+
+
 @by_implementation
 def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
-    ran, n, gamma = state.running, program.rows, program.decoding.gamma
+    ran, n = state.running, program.rows
     groups = ran.shape[0]
-    distribution = _distribution(program, state, n)
-    state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
-    state, logits = score(program, params, state, drafts.tokens, copies)
+    accept = _along_candidates if program.speculation.tree is None else _along_tree
+    state, run = accept(program, params, state)
 
     with jax.named_scope("decide"):
-        logits = _target_logits(state, distribution, logits)
-        assert drafts.logits is not None
-        verdict = decide(program, state, logits, drafts.logits, drafts.tokens)
-        keys = group_keys(state.requests.key, state.cycle, Purpose.NEXT)
-        following = draw(keys, jnp.log(verdict.law))
-
+        following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
     with jax.named_scope("commit"):
-        chosen = jnp.arange(groups) * n + verdict.candidate
-        column = jnp.arange(gamma + 1)
-        tokens = jnp.pad(drafts.tokens[chosen], ((0, 0), (0, 1)))
-        tokens = jnp.where(column == verdict.accepted[:, None], following[:, None], tokens)
+        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
+        tokens = jnp.where(at_end, following[:, None], run.tokens)
         # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
-        logprobs = log_softmax_at(logits[chosen], tokens)
+        logprobs = log_softmax_at(run.logits, tokens)
         # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
-        counts = state.by_group(state.sequences.length)[:, 0] + verdict.accepted < state.requests.limit
-        broken = (jnp.isnan(verdict.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
-        state = _commit(program, state, tokens, logprobs, verdict.accepted, broken)
-        state = _adopt(program, dataclasses.replace(state, cycle=state.cycle + ran), ran, chosen)
+        counts = state.by_group(state.sequences.length)[:, 0] + run.accepted < state.requests.limit
+        broken = (jnp.isnan(run.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
+        state = _commit(program, state, tokens, logprobs, run.accepted, broken)
+        state = _adopt(program, dataclasses.replace(state, cycle=state.cycle + ran), ran, run.row)
     info = Info(
         ran=ran,
         done=~state.running,
-        accepted=verdict.accepted,
+        accepted=run.accepted,
         length=state.by_group(state.sequences.length),
-        tokens=jnp.broadcast_to(tokens[:, None], (groups, n, gamma + 1)),
+        tokens=jnp.broadcast_to(tokens[:, None], (groups, n, tokens.shape[1])),
     )
     return state, info
+
+
+def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+    """Drafts N candidates, scores and judges them."""
+    n = program.rows
+    distribution = _distribution(program, state, n)
+    state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
+    state, logits = score(program, params, state, drafts.tokens, copies)
+    with jax.named_scope("decide"):
+        logits = _target_logits(state, distribution, logits, range(logits.shape[1]))
+        assert drafts.logits is not None
+        verdict = decide(program, state, logits, drafts.logits, drafts.tokens)
+        row = jnp.arange(state.running.shape[0]) * n + verdict.candidate
+        tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
+    return state, Accepted(row, verdict.accepted, tokens, logits[row], verdict.law)
+
+
+def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+    """Drafts a tree, scores and judges it, and writes the accepted path's KV to pages."""
+    shape = program.speculation.tree
+    assert shape is not None
+    distribution = _distribution(program, state, 1)
+    state, drafts, copies = propose_tree(program, params, state, distribution)
+    state, logits, scratch = score_tree(program, params, state, drafts.tokens, copies)
+    with jax.named_scope("decide"):
+        logits = _target_logits(state, distribution, logits, shape.depths)
+        verdict = decide_tree(program, state, logits, drafts.logits, drafts.tokens)
+    state = keep_path(program, state, drafts, scratch, verdict.node)
+    path = jnp.asarray(shape.paths)[verdict.node]
+    count = jnp.asarray(shape.depths)[verdict.node]
+    tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
+    row = jnp.arange(path.shape[0])
+    return state, Accepted(row, count, tokens, logits[row[:, None], path], verdict.law)
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
@@ -111,15 +148,22 @@ def _distribution(program: RejectionProgram, state: State, rows: int) -> Samplin
 
 
 def _target_logits(
-    state: State, distribution: SamplingDistribution, logits: Float[Array, "R C V"]
+    state: State, distribution: SamplingDistribution, logits: Float[Array, "R C V"], depths: Iterable[int]
 ) -> Float[Array, "R C V"]:
-    """Processed logits of the target behind each column."""
+    """Processed logits of the target behind each column, which stands so many tokens behind the frontier."""
     generated = state.sequences.length - state.per_row(state.requests.prompt_length)
 
-    def processed(column: jax.Array, logits: jax.Array) -> jax.Array:
-        return processed_logits(distribution, generated + 1 + column, logits)
+    def processed(depth: jax.Array, logits: jax.Array) -> jax.Array:
+        return processed_logits(distribution, generated + 1 + depth, logits)
 
-    return jax.vmap(processed, in_axes=(0, 1), out_axes=1)(jnp.arange(logits.shape[1]), logits)
+    return jax.vmap(processed, in_axes=(0, 1), out_axes=1)(jnp.asarray(tuple(depths)), logits)
+
+
+def _law(logits: Float[Array, "*shape V"], greedy: Bool[Array, ""]) -> Float[Array, "*shape V"]:
+    """Probabilities of processed logits; of a greedy request all on the likeliest token."""
+    likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
+    likeliest = jnp.where(jnp.isnan(logits).any(axis=-1, keepdims=True), jnp.nan, likeliest)
+    return jnp.where(greedy, likeliest, jax.nn.softmax(logits, axis=-1))
 
 
 def decide(
@@ -130,24 +174,38 @@ def decide(
     drafts: Int[Array, "R K"],
 ) -> Verdict:
     """The verdict on each request's drafts."""
-    decoding = program.decoding
-    n, gamma = decoding.n_candidates, decoding.gamma
+    n, gamma = program.rows, program.speculation.gamma
     greedy = state.requests.temperature == 0
-
-    def law(logits: jax.Array, greedy: jax.Array) -> jax.Array:
-        """Probabilities [N, columns, V] of logits; of a greedy request all on the likeliest token."""
-        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
-        likeliest = jnp.where(jnp.isnan(logits).any(axis=-1, keepdims=True), jnp.nan, likeliest)
-        return jnp.where(greedy, likeliest, jax.nn.softmax(logits, axis=-1))
-
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
-    verify = tree if decoding.verification == "token" else block
+    verify = candidates if program.decoding.verification == "token" else block
 
     def one(key: jax.Array, greedy: jax.Array, target: jax.Array, draft: jax.Array, drafts: jax.Array) -> Verdict:
         uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
-        return verify(law(target, greedy), law(draft, greedy), drafts, uniforms)
+        return verify(_law(target, greedy), _law(draft, greedy), drafts, uniforms)
 
     return jax.vmap(one)(keys, greedy, *map(state.by_group, (target_logits, draft_logits, drafts)))
+
+
+def decide_tree(
+    program: RejectionProgram,
+    state: State,
+    target_logits: Float[Array, "G M V"],
+    draft_logits: Float[Array, "G inner V"],
+    tokens: Int[Array, "G M"],
+) -> TreeVerdict:
+    """The verdict on each request's tree, whose siblings were drawn unless they are the likeliest tokens."""
+    speculation = program.speculation
+    shape = speculation.tree
+    assert shape is not None
+    greedy = state.requests.temperature == 0
+    keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
+
+    def one(key: jax.Array, greedy: jax.Array, target: jax.Array, draft: jax.Array, tokens: jax.Array) -> TreeVerdict:
+        uniforms = jax.random.uniform(key, (shape.size - 1,), jnp.float32)
+        fixed = greedy | (speculation.siblings == "top")
+        return tree(shape, _law(target, greedy), jax.nn.softmax(draft), tokens, uniforms, fixed)
+
+    return jax.vmap(one)(keys, greedy, target_logits, draft_logits, tokens)
 
 
 def _commit(
@@ -218,5 +276,5 @@ class RejectionDecoder(Decoder[Rejection, State, Info]):
         begins = np.array([1, *ends[:-1]], int)[: len(ends)]  # the first token is the target's
         within = np.clip(np.minimum(ends, kept) - begins, 0, None)
         lengths = np.minimum([int(info.accepted) for info in infos], within)
-        reached = tuple(int((lengths > position).sum()) for position in range(self.decoding.gamma))
+        reached = tuple(int((lengths > position).sum()) for position in range(self.speculation.gamma))
         return Report(accepted=int(lengths.sum()), accepted_at=reached)

@@ -3,9 +3,12 @@
     token    accept draft j iff u_j·q_j(x_j) < p_j(x_j); at the first rejection the next token is drawn from
              norm(max(p_j − q_j, 0)), after the last acceptance from p_K
              (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318)
-    tree     the same with N independent candidates a position: each that is rejected takes q out of what is left of p,
+    candidates
+             the same with N independent candidates a position: each that is rejected takes q out of what is left of p,
              and the candidates that agree with the accepted token go on
              (recursive rejection: Miao et al. 2023, arXiv 2305.09781)
+    tree     the same along a tree of drafts: a node's children are asked one after the other, and the walk goes on
+             from the one that is accepted; children that were drawn take q out of what is left, chosen ones themselves
     block    accepts the longest run whose joint residual allows it, never fewer tokens in the mean
              (Sun et al. 2024, arXiv 2403.10444, algorithm 2)
 
@@ -19,7 +22,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.trees import DraftTree
 
 
 class Verdict(NamedTuple):
@@ -52,7 +57,7 @@ def residuals(
     return jnp.stack([c for c, _ in chain]), jnp.stack([total for _, total in chain])
 
 
-def tree(
+def candidates(
     p: Float[Array, "N C V"], q: Float[Array, "N K V"], drafts: Int[Array, "N K"], uniforms: Float[Array, "K N"]
 ) -> Verdict:
     """Recursive rejection over N candidates drafted independently, C = K + 1. With N = 1, token by token.
@@ -85,7 +90,7 @@ def tree(
 def block(
     p: Float[Array, "1 C V"], q: Float[Array, "1 K V"], drafts: Int[Array, "1 K"], uniforms: Float[Array, "K 1"]
 ) -> Verdict:
-    """Block verification of one candidate; arguments as for `tree`.
+    """Block verification of one candidate; arguments as for `candidates`.
 
     With w_0 = 1 and w_j = min(w_{j−1}·p_j(x_j)/q_j(x_j), 1), the chance that at least j drafts are accepted, the run of
     length j < K is taken with probability h_j = Σ max(w_j·p − q, 0) / (Σ max(w_j·p − q, 0) + 1 − w_j), of length K with
@@ -113,3 +118,48 @@ def block(
     behind = jnp.where(mass > 0, behind / jnp.where(mass > 0, mass, 1), p[jnp.minimum(accepted, columns - 1)])
     law = jnp.where(accepted == columns, p[columns], behind)
     return Verdict(jnp.int32(0), accepted, law)
+
+
+class TreeVerdict(NamedTuple):
+    """The decision about a tree of drafts of one request."""
+
+    node: Int[Array, ""]  # the last that is accepted, 0 where no draft is
+    law: Float[Array, " V"]  # of the token behind it, summing to 1
+
+
+def tree(
+    shape: DraftTree,
+    p: Float[Array, "M V"],
+    q: Float[Array, "inner V"],
+    tokens: Int[Array, " M"],
+    uniforms: Float[Array, " drafts"],
+    fixed: Bool[Array, ""],
+) -> TreeVerdict:
+    """Recursive rejection along a tree, from node 0: its children are asked in turn, then those of an accepted one.
+
+    p[m] is the target's law behind node m, uniforms[m − 1] node m's uniform, and q has for each node of `shape.inner`
+    the law that its children were drawn from, independently. With r = p[m] at first, a child x is accepted iff
+    u·q(x) < r(x), and else leaves r = norm(max(r − q, 0)). Children that are `fixed` were not drawn: each is a law of
+    its own, q(x) = 1, so that x is accepted with probability r(x), and else r without x is left, scaled up. Where
+    nothing is left, which only rounding can bring about, r stays as it was.
+    """
+    most = max(map(len, shape.children))
+    table = jnp.asarray([[*children, *[0] * (most - len(children))] for children in shape.children])
+    place = jnp.asarray([shape.inner.index(node) if children else 0 for node, children in enumerate(shape.children)])
+    node, law = jnp.int32(0), p[0]
+    for parents in shape.inner_levels:
+        at = node
+        reached = jnp.asarray([node in parents for node in range(shape.size)])[at]
+        accepted = jnp.bool_(False)
+        for rank in range(max(len(shape.children[parent]) for parent in parents)):
+            child = table[at, rank].astype(jnp.int32)
+            asked = reached & ~accepted & (child > 0)
+            token = tokens[child]
+            drawn_from = jnp.where(fixed, jax.nn.one_hot(token, p.shape[1], dtype=p.dtype), q[place[at]])
+            accept = asked & (uniforms[child - 1] * drawn_from[token] < law[token])
+            left = jnp.maximum(law - drawn_from, 0)
+            total = jnp.sum(left)
+            law = jnp.where(asked & ~accept & (total != 0), left / total, law)
+            node, accepted = jnp.where(accept, child, node), accepted | accept
+        law = jnp.where(accepted, p[node], law)
+    return TreeVerdict(node, law)

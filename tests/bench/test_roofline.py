@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smcjax.bench.roofline import cycle_phases, least_kv_bytes, streamed_weights
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoders import SMC, Autoregressive
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.device import H200
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import AttentionKind, Full, SlidingWindow
@@ -26,9 +26,9 @@ SPARSE = dataclasses.replace(TARGET, layers=(LayerSpec(NSA()),))
 GB = 1e9
 
 
-def totals(smc: SMC, groups: int = 1, context: int = 256) -> tuple[int, int, int]:
+def totals(decoding: Decoding, groups: int = 1, context: int = 256) -> tuple[int, int, int]:
     """Bytes of weights, bytes of KV and FLOPs of a cycle."""
-    phases = cycle_phases(TARGET, DRAFT, smc.speculation, groups=groups, context=context)
+    phases = cycle_phases(TARGET, DRAFT, decoding.speculation, groups=groups, context=context)
     return (
         sum(phase.times * phase.weight_bytes for phase in phases),
         sum(phase.times * phase.kv_bytes for phase in phases),
@@ -208,3 +208,12 @@ def test_a_sparse_targets_cycle() -> None:
     # Of the last 1,024 tokens each row reads its window, its last two blocks, 64 compressed tokens; the rest is shared.
     private = phases(SPARSE, groups=3, private=1024)[-1]
     assert private == verify + 3 * 32 * 7 * (512 + 2 * 64 + 64) * 4096
+
+
+def test_a_tree_costs_its_nodes() -> None:
+    """21 nodes of three levels stream the weights as often as a chain of three, and go through them one by one."""
+    chain, tree = totals(Rejection(gamma=3)), totals(Rejection(tree=(4, 2, 1)))
+    assert tree[:2] == chain[:2]
+    assert totals(Rejection(tree=(1, 1, 1))) == chain
+    drafted, scored = (4 + 8) - 2, 21 - 4  # more than the chain
+    assert tree[2] - chain[2] == 2 * (drafted * streamed_weights(DRAFT) + scored * streamed_weights(TARGET))

@@ -22,6 +22,7 @@ from tests.checkpoints import Pair
 from tests.cli.conftest import Command, Result
 
 GENERATE = ["generate", "hello", "--max-tokens", "3"]
+TREE = [*GENERATE, "--decoding", "rejection", "--tree"]
 EVAL = ["eval", "-n", "1"]
 BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
@@ -58,6 +59,14 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
     ([*GENERATE, "--verification", "blok"], "is not one of token, block; did you mean block?"),
+    ([*GENERATE, "--tree", "4", "2"], "--tree is an option of --decoding rejection, got --decoding smc; leave it out"),
+    ([*TREE, "-1", "1"], "got 1 for node 1; number parents before their children"),
+    ([*TREE, "4", "0"], "tree must be children per depth, as (4, 2, 1), or every node's parent"),
+    ([*TREE, "4", "x"], "argument --tree: invalid int value: 'x'"),
+    ([*TREE, "4", "2", "-K", "4"], "gamma is 4 and the tree is 2 deep; leave gamma out"),
+    ([*TREE, "4", "2", "-N", "2"], "n_candidates is 2 and a tree drafts for one row"),
+    ([*TREE, "2", "--siblings", "best"], "argument --siblings: 'best' is not one of sampled, top"),
+    ([*GENERATE, "--decoding", "rejection", "--tree-order", "dfs"], "order is 'dfs' and is about a tree's nodes"),
     ([*GENERATE, "--seed", "-1"], "--seed: must be a whole number from 0 to 4294967295, got -1"),
     ([*GENERATE, "--seed", "9" * 5000], "--seed: must be a whole number from 0 to 4294967295, got 9999"),
     ([*GENERATE, "-N", "9" * 5000], "-N/--n-particles"),

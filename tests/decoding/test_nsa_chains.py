@@ -58,6 +58,7 @@ class Scripted:
     """A `Proposer` whose drafts are right up to the place that its script names, wrong there, and right behind."""
 
     full_support: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def page_bytes(self, page_size: int) -> int:
         return 0

@@ -43,7 +43,8 @@ def test_stops_are_forbidden_up_to_the_minimum(minimum: int, number: int) -> Non
 
 
 @given(
-    logits=st.lists(st.floats(-6, 6, width=32), min_size=6, max_size=6, unique=True),
+    # Subnormal numbers are 0 to XLA on a CPU, so they tie with each other, and NumPy tells them apart.
+    logits=st.lists(st.floats(-6, 6, width=32, allow_subnormal=False), min_size=6, max_size=6, unique=True),
     k=st.integers(1, 8),
     p=st.sampled_from([0.01, 0.3, 0.5, 0.77, 0.95, 1.0]),
 )

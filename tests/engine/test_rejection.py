@@ -24,19 +24,23 @@ from tests.smc.reference import language_model
 
 GAMMA, PAGE_SIZE = 3, 4
 COUNT = 8
+DECODINGS = [
+    Rejection(gamma=GAMMA),
+    Rejection(gamma=GAMMA, n_candidates=2),
+    Rejection(tree=(2, 1, 1)),
+]
 
 
-def rejecting(pair: Pair, **changes: Any) -> LLM:
-    decoding = Rejection(gamma=GAMMA, n_candidates=changes.pop("n_candidates", 1))
+def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
     fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": PAGE_SIZE, **changes}
     return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **fields)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one candidate", "two candidates"])
+@pytest.fixture(scope="module", params=DECODINGS, ids=["one candidate", "two candidates", "tree"])
 def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Memory for about two of the largest requests, taken by whoever comes."""
-    pages = 1 + 2 * worst_case_pages(1, MAX_MODEL_LEN, request.param, PAGE_SIZE)
-    with rejecting(pair, n_candidates=request.param, num_pages=pages, admission="optimistic") as llm:
+    pages = 1 + 2 * worst_case_pages(1, MAX_MODEL_LEN, request.param.rows, PAGE_SIZE)
+    with rejecting(pair, request.param, num_pages=pages, admission="optimistic") as llm:
         yield llm
 
 
@@ -52,8 +56,11 @@ def params(number: int) -> SamplingParams:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "decoding",
-    [Rejection(gamma=2), Rejection(gamma=2, verification="block"), Rejection(gamma=2, n_candidates=2)],
-    ids=["token", "block", "two candidates"],
+    [
+        *(Rejection(gamma=2), Rejection(gamma=2, verification="block"), Rejection(gamma=2, n_candidates=2)),
+        Rejection(tree=(-1, 0, 0, 2, 2), siblings="top", order="dfs"),
+    ],
+    ids=["token", "block", "two candidates", "tree"],
 )
 def test_the_law_of_answers(decoding: Rejection, tmp_path: Path) -> None:
     """χ² of 2,048 seeded requests against every answer's exact probability; the control is a law half as warm again."""
@@ -133,7 +140,9 @@ def test_metrics(llm: LLM) -> None:
     outputs = llm.generate([prompt(i) for i in range(4)], SamplingParams(seed=1, max_tokens=20, ignore_eos=True))
     for output in outputs:
         metrics = output.metrics
-        assert metrics.drafted == metrics.cycles * GAMMA * llm.engine.runner.program.decoding.n_candidates
+        drafts = {(1, None): GAMMA, (2, None): 2 * GAMMA, (1, (2, 1, 1)): 6}
+        decoding = llm.engine.runner.program.decoding
+        assert metrics.drafted == metrics.cycles * drafts[decoding.n_candidates, decoding.tree]
         assert metrics.accepted is not None
         assert metrics.accepted_at is not None
         assert len(metrics.accepted_at) == GAMMA
@@ -174,13 +183,12 @@ def test_an_abort_frees_everything(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verification", "n_candidates"), [("token", 1), ("block", 1), ("token", 2)])
-def test_what_is_accepted_is_what_is_kept(pair: Pair, verification: str, n_candidates: int) -> None:
+@pytest.mark.parametrize("decoding", [*DECODINGS, Rejection(gamma=GAMMA, verification="block")], ids=str)
+def test_what_is_accepted_is_what_is_kept(pair: Pair, decoding: Rejection) -> None:
     """A target that is its own draft accepts everything: the answer is x₀, K drafts, one of the target's, K drafts …
 
     That is so wherever the cap, a stop token, a stop string or an abort cuts it.
     """
-    decoding = Rejection(gamma=GAMMA, verification=verification, n_candidates=n_candidates)
     fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": PAGE_SIZE}
 
     def check(output: RequestOutput) -> None:
@@ -189,7 +197,7 @@ def test_what_is_accepted_is_what_is_kept(pair: Pair, verification: str, n_candi
         assert metrics.generated_tokens == length
         assert metrics.accepted == len(drafts)
         assert metrics.accepted_at == tuple(drafts.count(position) for position in range(GAMMA))
-        assert metrics.drafted == metrics.cycles * GAMMA * n_candidates
+        assert metrics.drafted == metrics.cycles * decoding.drafts_per_cycle
 
     with LLM(pair.target, draft_model=pair.target, decoding=decoding, **fields) as llm:
         caps = [SamplingParams(seed=cap, max_tokens=cap, ignore_eos=True) for cap in range(1, 14)]
@@ -251,6 +259,7 @@ def test_ngram_drafts_need_no_model_and_change_no_greedy_token(pair: Pair) -> No
 @pytest.mark.parametrize(
     ("decoding", "changes", "message"),
     [
+        (Rejection(tree=(2, 1)), {}, "draft_model is 'ngram', which proposes one continuation, and decoding asks for"),
         (SMC(2, 2), {}, "draft_model is 'ngram', whose drafts leave the target's other tokens no probability"),
         (Rejection(2), {"draft_drop_layers": (0,)}, "draft_drop_layers is (0,) and draft_model='ngram' has no draft"),
         (Rejection(2), {"draft_quantization": "int8"}, "draft_quantization is 'int8' and draft_model='ngram' has no"),

@@ -18,7 +18,8 @@ from smcjax.model.attention import Full, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
 from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
-from smcjax.model.view import BatchView
+from smcjax.model.seen import by_path, grouped, scaled_scores
+from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import attention, copy_pages
 from tests.helpers import noisy_params, tiny_config
 
@@ -46,7 +47,7 @@ class Blocks:
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         of_token = PageArray(config.num_kv_heads, config.head_dim)
-        of_block = of_token._replace(stride=self.size)
+        of_block = of_token._replace(stride=self.size, size=self.size)
         arrays = {"keys": of_token, "values": of_token, "mean_keys": of_block, "mean_values": of_block}
         return CacheSpec(arrays, block=self.size)
 
@@ -61,11 +62,13 @@ class Blocks:
     def by_kernels(self, config: ModelConfig, *, columns: int, page_size: int, dtype: Any) -> bool:
         return False
 
-    def _attend(self, q: Any, positions: Any, keys: Any, values: Any, mean_keys: Any, mean_values: Any) -> Any:
-        slot, block = jnp.arange(keys.shape[1]), jnp.arange(mean_keys.shape[1])
-        position = positions[:, :, None]
+    def _visible(self, positions: Any, slots: int, blocks: int) -> Any:
+        slot, block, position = jnp.arange(slots), jnp.arange(blocks), positions[:, :, None]
         first = position // self.size * self.size
-        seen = jnp.concatenate([(slot >= first) & (slot <= position), block * self.size < first], axis=2)
+        return jnp.concatenate([(slot >= first) & (slot <= position), block * self.size < first], axis=2)
+
+    def _attend(self, q: Any, positions: Any, keys: Any, values: Any, mean_keys: Any, mean_values: Any) -> Any:
+        seen = self._visible(positions, keys.shape[1], mean_keys.shape[1])
         return attention(q, *(jnp.concatenate(x, axis=1) for x in ((keys, mean_keys), (values, mean_values))), seen)
 
     def dense(self, projection: Projection, positions: Any) -> Any:
@@ -96,6 +99,25 @@ class Blocks:
                 seen.append(jnp.where(written[:, stride - 1 :: stride, None, None], read, 0))
         keys, mean_keys, values, mean_values = seen
         return self._attend(q, view.positions, keys, values, mean_keys, mean_values), cache
+
+    def over_tree(self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Any:
+        q, k, v = projection.heads()
+        scratch = view.put(scratch, {"keys": k, "values": v})
+        of_block = view.positions[..., None] - jnp.arange(self.size)
+        seen = {}
+        for name in ("keys", "values"):
+            means = view.at(cache[name], scratch[name], of_block).mean(axis=2)
+            scratch = view.put(scratch, {f"mean_{name}": means})
+            seen[name] = by_path(view, cache[name], scratch[name])
+            of_blocks = {"stride": self.size, "size": self.size}
+            seen[f"mean_{name}"] = by_path(view, cache[f"mean_{name}"], scratch[f"mean_{name}"], **of_blocks)
+        slots, blocks = seen["keys"].shape[1], seen["mean_keys"].shape[1]
+        grouped_q = grouped(q, k.shape[2])
+        scores = [scaled_scores(grouped_q, seen[name]) for name in ("keys", "mean_keys")]
+        visible = self._visible(view.positions, slots, blocks)[:, :, None, None]
+        weights = jax.nn.softmax(jnp.where(visible, jnp.concatenate(scores, axis=-1), -jnp.inf), axis=-1)
+        of_slots, of_means = weights[..., :slots], weights[..., slots:]
+        return (seen["values"].sums(of_slots) + seen["mean_values"].sums(of_means)).reshape(q.shape), scratch
 
 
 LAYERS: dict[str, tuple[LayerSpec, ...]] = {

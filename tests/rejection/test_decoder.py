@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from smcjax import rejection
-from smcjax.decoding import draft_model
+from smcjax.decoding import draft_model, tree_drafts
 from smcjax.decoding.ngram import NGram
 from smcjax.decoding.proposer import Proposer
 from smcjax.decoding.sampling import Purpose
@@ -34,6 +35,8 @@ DECODINGS = [
     Rejection(gamma=3),
     Rejection(gamma=3, verification="block"),
     Rejection(gamma=2, n_candidates=3),
+    Rejection(tree=(2, 1, 1)),
+    Rejection(tree=(-1, 0, 0, 2, 0, 2), siblings="top", order="dfs"),
 ]
 
 
@@ -103,10 +106,14 @@ def decode(
         (Rejection(gamma=3), {"max_tokens": 4}, 3, 0.9, NGram()),
         (Rejection(gamma=3, verification="block"), {"temperature": 0.7, "min_tokens": 2}, V, 1.0, NGram(2)),
         (Rejection(gamma=2, n_candidates=2), {"max_tokens": 4}, V, 1.0, NGram()),
+        (Rejection(tree=(2, 2)), {"temperature": 0.8, "min_tokens": 2}, V, 1.0, PAIR.draft),
+        (Rejection(tree=(-1, 0, 1, 0, 3, 3), order="position", draft_temperature=1.5), {}, 3, 0.75, PAIR.draft),
+        (Rejection(tree=(3, 1), siblings="top", order="dfs"), {"max_tokens": 4}, 3, 0.9, PAIR.draft),
     ],
     ids=[
         *("token", "token, truncated", "block", "three candidates", "token, whose drafts are all accepted"),
         *("n-gram, truncated", "n-gram, block", "n-gram, two candidates"),
+        *("tree", "lopsided tree, truncated", "tree of top tokens, truncated"),
     ],
 )
 def test_sampling_law(
@@ -139,7 +146,7 @@ def test_sampling_law(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_greedy_is_the_targets(decoding: Rejection) -> None:
     """Temperature 0, over pages, with a draft of other weights: the recorded greedy continuations."""
     path = sorted(GOLDEN.iterdir())[0]
@@ -161,7 +168,7 @@ def test_greedy_is_the_targets(decoding: Rejection) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_ragged_limits_and_company(decoding: Rejection) -> None:
     """Requests that accept 0 and all share a step; tokens depend on neither neighbours, page size nor place."""
     asks = [
@@ -188,13 +195,13 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
     again = answers(program, decode(program, moved)[0])
     assert [again[order.index(i)] for i in (0, 1, 2, 4, 5)] == [got[i] for i in (0, 1, 2, 4, 5)]
     assert again[order.index(3)] != got[3], "control: another seed"
-    if decoding.n_candidates > 1:
+    if decoding.n_candidates > 1 or decoding.tree:
         single = program_of(decoding, page_size=1)
         assert answers(single, decode(single, asks, 600)[0]) == got
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_log_probabilities_are_the_targets(decoding: Rejection) -> None:
     """Every token of long answers has the target's log probability; wrong KV or a wrong column would be far off."""
     asks = [
@@ -216,13 +223,73 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """Two requests, two candidates, three drafts: twelve. (`decide` runs as it is, so no trace hides the patch.)"""
     program = program_of(Rejection(gamma=3, n_candidates=2))
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
-    monkeypatch.setattr(decoder, "tree", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1)))
+    monkeypatch.setattr(
+        decoder, "candidates", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1))
+    )
     drafts = jnp.zeros((4, 3), jnp.int32)
     law = decoder.decide(program, state, jnp.zeros((4, 4, V)), jnp.zeros((4, 3, V)), drafts).law
     assert np.unique(law).size == 12
 
 
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+def test_each_node_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests, a tree of five drafts: ten."""
+    program = program_of(Rejection(tree=(-1, 0, 0, 2, 0, 2)))
+    state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
+    monkeypatch.setattr(decoder, "tree", lambda *given: rules.TreeVerdict(jnp.int32(0), given[4]))
+    drafts = jnp.zeros((2, 6), jnp.int32)
+    law = decoder.decide_tree(program, state, jnp.zeros((2, 6, V)), jnp.zeros((2, 2, V)), drafts).law
+    assert np.unique(law).size == 10
+
+
+@pytest.mark.parametrize("siblings", ["sampled", "top"])
+def test_each_node_is_drawn_with_a_key_of_its_own(siblings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns 0 … M − 2, each once; none for siblings that are not drawn."""
+    columns: list[int] = []
+    original = tree_drafts.column_keys
+
+    def recorded(keys: jax.Array, column: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda column: columns.append(int(column)), column)
+        return original(keys, column)
+
+    monkeypatch.setattr(tree_drafts, "column_keys", recorded)
+    decoding = Rejection(tree=(-1, 0, 0, 2, 0, 2), siblings=siblings)
+    state = init(program_of(decoding), PAIR.params, *batch([Ask((1, 2))], V, MAX_MODEL_LEN), 200)
+    jax.block_until_ready(jax.jit(functools.partial(rejection.step, program_of(decoding)))(PAIR.params, state))
+    jax.effects_barrier()
+    assert sorted(columns) == ([0, 1, 2, 3, 4] if siblings == "sampled" else [])
+
+
+@pytest.mark.slow
+def test_a_chain_is_a_tree() -> None:
+    """One child a node: the chain's tokens and log-probabilities, draw by draw, in the same steps."""
+    asks = [Ask((1, 2, 3), 14, seed=1), Ask((3, 3), 18, seed=5), Ask((0,), 18, temperature=0.0)]
+    asks += [Ask((2,), 20, stops=(3,), min_tokens=4, temperature=0.8, seed=seed) for seed in range(4)]
+    chain, tree = (program_of(decoding) for decoding in (Rejection(gamma=3), Rejection(tree=(1, 1, 1))))
+    (one, first), (other, second) = (decode(program, asks) for program in (chain, tree))
+    assert answers(chain, one) == answers(tree, other)
+    length = np.asarray(one.sequences.length)[:, None]
+    written = np.arange(one.sequences.logprobs.shape[1]) < length
+    by_chain, by_tree = (np.asarray(state.sequences.logprobs)[written] for state in (one, other))
+    np.testing.assert_allclose(by_tree, by_chain, atol=1e-5)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.length, b.length)
+
+
+@pytest.mark.slow
+def test_a_tree_is_one_program_that_copies_no_kv() -> None:
+    """Every buffer of the state is updated in place; control: without donation copies are found."""
+    pages = 2003  # odd: its shape is unmistakable
+    program = program_of(DECODINGS[-2])
+    state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((2,))], V, MAX_MODEL_LEN), pages)
+    copy = re.compile(rf"= f32\[{pages},\d+,\d+,\d+\]\S* copy(-start)?\(")
+    for donated in ((1,), ()):
+        jitted = jax.jit(functools.partial(rejection.step, program), donate_argnums=donated)
+        text = jitted.lower(PAIR.params, state).compile().as_text()
+        assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in text]
+        assert bool(copy.findall(text)) == (not donated)
+
+
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_no_two_draws_of_a_step_have_one_key(decoding: Rejection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which purposes a step takes keys for: drafts, what is accepted, what follows."""
     taken: list[Purpose] = []
@@ -238,7 +305,7 @@ def test_no_two_draws_of_a_step_have_one_key(decoding: Rejection, monkeypatch: p
 
     spy(decoder, "group_keys")
     spy(decoder, "row_keys")
-    spy(draft_model, "row_keys")
+    spy(tree_drafts if decoding.tree else draft_model, "row_keys")
     program = program_of(decoding)
     state = init(program, PAIR.params, *batch([Ask((1, 2))], V, MAX_MODEL_LEN), 200)
     taken.clear()
@@ -247,7 +314,7 @@ def test_no_two_draws_of_a_step_have_one_key(decoding: Rejection, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
     params = PAIR.params
     broken = dataclasses.replace(params.target, embed=params.target.embed.at[3].set(jnp.nan))
@@ -264,7 +331,7 @@ def test_nan_ends_its_request_alone(decoding: Rejection) -> None:
     assert [answers(program, healthy)[i] for i in (0, 2)] == [got[i] for i in (0, 2)]
 
 
-@pytest.mark.parametrize("decoding", DECODINGS, ids=lambda d: f"{d.verification} N={d.n_candidates}")
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
     """Columns of drafts beyond a row's limit have no KV: the slots there may hold what a broken request has left."""
     program = program_of(decoding, draft=PAIR.target)  # whose drafts are all accepted, up to the limit
@@ -294,6 +361,16 @@ def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"tree": (2, 0)}, r"tree must be children per depth, as \(4, 2, 1\), or .*, got \(2, 0\)"),
+        ({"tree": (8, 8)}, r"tree must have from 2 to 64 nodes, .* children \(8, 8\) make more; use fewer"),
+        ({"tree": (4, 2, 1), "gamma": 4}, "gamma is 4 and the tree is 3 deep; leave gamma out"),
+        ({"tree": (2,), "gamma": True}, "gamma is True and the tree is 1 deep; leave gamma out"),
+        ({"tree": (2,), "n_candidates": 2}, "n_candidates is 2 and a tree drafts for one row; leave one of them out"),
+        ({"tree": (2,), "verification": "block"}, "verification='block' is for a chain of drafts, got a tree; use"),
+        ({"tree": (2,), "siblings": "best"}, "siblings must be one of sampled, top, got 'best'"),
+        ({"tree": (2,), "order": "depth"}, "order must be one of bfs, dfs, position, got 'depth'"),
+        ({"siblings": "top"}, "siblings is 'top' and is about a tree's nodes; give tree, or leave it out"),
+        ({"order": "dfs"}, "order is 'dfs' and is about a tree's nodes; give tree, or leave it out"),
         ({"gamma": 0}, "gamma must be a whole number from 1 to 64, got 0"),
         ({"gamma": True}, "gamma must be a whole number from 1 to 64, got True"),
         ({"n_candidates": 2.0}, r"n_candidates must be a whole number from 1 to 1024, got 2\.0"),

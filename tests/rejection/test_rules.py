@@ -137,7 +137,7 @@ def law_of(
     return out
 
 
-TOKEN = (rules.tree, jumps_of_the_tree)
+TOKEN = (rules.candidates, jumps_of_the_tree)
 BLOCK = (rules.block, jumps_of_the_block)
 RULES = {
     "token": (1, 3, *TOKEN),
@@ -206,7 +206,7 @@ def test_equal_models_accept_everything(n: int, gamma: int) -> None:
     rng, cases = np.random.default_rng(0), 500
     p = rng.dirichlet(np.full(V, 0.5), (cases, 1, gamma + 1)).repeat(n, axis=1)
     drafts = rng.integers(0, V, (cases, 1, gamma), np.int32).repeat(n, axis=1)
-    for verify in (rules.tree, rules.block) if n == 1 else (rules.tree,):
+    for verify in (rules.candidates, rules.block) if n == 1 else (rules.candidates,):
         verdict = verdicts_of(verify, p, p[:, :, :gamma], drafts, rng.random((cases, gamma, n)))
         assert (verdict.accepted == gamma).all()
         np.testing.assert_array_equal(verdict.law, p[:, 0, gamma])
@@ -219,7 +219,7 @@ def test_impossible_tokens_are_rejected_even_at_zero() -> None:
     drafts = rng.integers(0, V, (cases, 1, 2), np.int32)
     np.put_along_axis(p[:, 0, 0], drafts[:, 0, :1], 0, axis=1)
     p /= p.sum(axis=-1, keepdims=True)
-    for verify in (rules.tree, rules.block):
+    for verify in (rules.candidates, rules.block):
         verdict = verdicts_of(verify, p, q, drafts, np.zeros((cases, 2, 1)))
         assert (verdict.accepted == 0).all()
         assert (np.take_along_axis(verdict.law, drafts[:, 0, :1], axis=1) == 0).all()
@@ -239,7 +239,7 @@ def test_blocks_accept_no_fewer_in_the_mean() -> None:
         p = np.array([[[toy.law("p", path[:j]) for j in range(4)]] for path in paths])
         q = np.array([[[toy.law("q", path[:j]) for j in range(3)]] for path in paths])
         drafts = jnp.asarray(np.array(paths, np.int32)[:, None])
-        for name, verify in (("token", rules.tree), ("block", rules.block)):
+        for name, verify in (("token", rules.candidates), ("block", rules.block)):
             verdicts = jax.jit(jax.vmap(verify))(jnp.asarray(p), jnp.asarray(q), drafts, uniforms)
             means[name].append(float(verdicts.accepted.mean()))
     token, block = np.array(means["token"]), np.array(means["block"])

@@ -25,7 +25,7 @@ import sparse_training
 
 LENGTH = 75
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=8, num_blocks=4, window=7, phi="linear")
-KINDS = [
+KINDS: list[AttentionKind] = [
     dataclasses.replace(SPARSE, kv=kv, compressed_rope=rope)
     for kv in ("shared", "per_branch")
     for rope in ("block", "token", "none")

@@ -1,0 +1,150 @@
+"""Keys and values by entry as queries see them: the same for all queries of a row, or each query's own path at its end.
+
+Attention asks either for its products with queries and for the sums that weights make, both over all entries in the
+order of positions, and masks by position: so a kind of attention is written once for sequences and for draft trees.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import PageArray
+from smcjax.model.view import TreeView
+from smcjax.numerics import product_precision
+from smcjax.pallas.attention import LOWEST, divisor_of
+
+
+class Seen(Protocol):
+    """Numbers [Hkv, D] of S entries, for each of T queries in each of R rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(R, S, Hkv, D)."""
+        ...
+
+    def products(self, q: Float[Array, "R T Hkv G D"]) -> Float[Array, "R T Hkv G S"]:
+        """Products of queries with every entry, f32."""
+        ...
+
+    def sums(self, weights: Float[Array, "R T Hkv G S"]) -> Float[Array, "R T Hkv G D"]:
+        """Sums of entries by weights, which are rounded to the entries' dtype first."""
+        ...
+
+
+class ByRow(NamedTuple):
+    """Entries that all queries of a row have in common."""
+
+    entries: Float[Array, "R S Hkv D"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entries.shape
+
+    def products(self, q: Float[Array, "R T Hkv G D"]) -> Float[Array, "R T Hkv G S"]:
+        precision = product_precision(q.dtype)
+        terms = "rtkgd,rskd->rtkgs"
+        return jnp.einsum(terms, q, self.entries, precision=precision, preferred_element_type=jnp.float32)
+
+    def sums(self, weights: Float[Array, "R T Hkv G S"]) -> Float[Array, "R T Hkv G D"]:
+        precision, weights = product_precision(self.entries.dtype), weights.astype(self.entries.dtype)
+        return jnp.einsum("rtkgs,rskd->rtkgd", weights, self.entries, precision=precision)
+
+
+class ByPath(NamedTuple):
+    """Entries that pages hold, and behind them those that nodes of each query's path end.
+
+    What is neither is 0, and other nodes' numbers are nowhere: they may be NaN, and 0 · NaN is NaN.
+    """
+
+    committed: Float[Array, "R S Hkv D"]  # 0 for entries that pages do not hold
+    path: Float[Array, "R T C Hkv D"]  # by depth; 0 where the path has no node or it ends no entry, or pages hold it
+    depth: Int[Array, "R S"]  # of the node that ends each entry; −1: pages hold it
+    entry: Int[Array, "R C"]  # that the node of each depth ends; −1: none, or pages hold it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.committed.shape
+
+    def products(self, q: Float[Array, "R T Hkv G D"]) -> Float[Array, "R T Hkv G S"]:
+        precision = product_precision(q.dtype)
+        terms = "rtkgd,rtckd->rtkgc"
+        own = jnp.einsum(terms, q, self.path, precision=precision, preferred_element_type=jnp.float32)
+        depth = self.depth[:, None, None, None]
+        own = jnp.take_along_axis(own, jnp.clip(depth, 0, own.shape[-1] - 1), axis=-1)
+        return jnp.where(depth < 0, ByRow(self.committed).products(q), own)
+
+    def sums(self, weights: Float[Array, "R T Hkv G S"]) -> Float[Array, "R T Hkv G D"]:
+        dtype, entry = self.path.dtype, self.entry[:, None, None, None]
+        of_path = jnp.where(entry < 0, 0, jnp.take_along_axis(weights, jnp.maximum(entry, 0), axis=-1))
+        parts = (("rtkgs,rskd->rtkgd", weights, self.committed), ("rtkgc,rtckd->rtkgd", of_path, self.path))
+        committed, own = (
+            jnp.einsum(
+                terms,
+                weights.astype(dtype),
+                entries,
+                precision=product_precision(dtype),
+                preferred_element_type=jnp.float32,
+            )
+            for terms, weights, entries in parts
+        )
+        return (committed + own).astype(dtype)
+
+
+def by_path(
+    view: TreeView,
+    pages: Float[Array, "P entries Hkv D"],
+    scratch: Float[Array, "R M Hkv D"],
+    *,
+    stride: int = 1,
+    size: int = 1,
+) -> ByPath:
+    """Returns what the view's new nodes see of an array of such `PageArray`, in whose scratch they are already."""
+    array = PageArray(pages.shape[2], pages.shape[3], stride, size)
+    table, page_size = view.block_table, view.page_size
+    slots = table.shape[1] * page_size
+    count = max(1, array.count(slots))
+    ends = jnp.arange(count) * stride + size - 1
+    if stride == size == 1:
+        held = pages[table].reshape(table.shape[0], slots, *pages.shape[2:])
+    else:
+        home = jnp.minimum(ends, slots - 1)
+        held = pages[table[:, home // page_size], home % page_size // stride]
+    is_held = ends < view.committed[:, None]
+    depths = view.root[:, None] + jnp.arange(view.tree.depth + 1)
+    entry = array.ended_at(depths)
+    entry = jnp.where((depths >= view.committed[:, None]) & (entry < count), entry, -1)
+    # From a node's own depth on its path names the node again.
+    on_path = jnp.arange(depths.shape[1]) <= (view.positions - view.root[:, None])[..., None]
+    ends_one = on_path & (entry >= 0)[:, None]
+    return ByPath(
+        committed=jnp.where(is_held[..., None, None], held, 0),
+        path=jnp.where(ends_one[..., None, None], scratch[:, jnp.asarray(view.paths)], 0),
+        depth=jnp.where(is_held, -1, jnp.maximum(ends - view.root[:, None], 0)),
+        entry=entry,
+    )
+
+
+def grouped(q: Float[Array, "R T H D"], kv_heads: int) -> Float[Array, "R T Hkv G D"]:
+    """Query heads by the key-value head that they share."""
+    rows, columns, heads, dim = q.shape
+    return q.reshape(rows, columns, kv_heads, heads // kv_heads, dim)
+
+
+def scaled_scores(
+    q: Float[Array, "R T Hkv G D"], keys: Seen, scale: float | None = None
+) -> Float[Array, "R T Hkv G S"]:
+    """Products of queries and keys times `scale` (None: 1/√D), f32."""
+    return keys.products(q) / divisor_of(scale, q.shape[-1])
+
+
+def masked_softmax(
+    scores: Float[Array, "R T Hkv G S"], values: Seen, visible: Bool[Array, "R T _ _ S"]
+) -> tuple[Float[Array, "R T Hkv G S"], Float[Array, "R T Hkv G D"]]:
+    """Weights in f32, and the mean of values that they make; 0 where nothing is visible."""
+    weights = jax.nn.softmax(jnp.where(visible, scores, LOWEST), axis=-1)
+    weights = jnp.where(visible, weights, 0)
+    return weights, values.sums(weights)
