@@ -333,8 +333,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse()
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
     begin = time.perf_counter()
     results: list[dict[str, Any]] = []
     for name in args.models:

@@ -56,6 +56,9 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
     ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best"),
     ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
+    (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
+    (["eval", "--task", "recal"], "did you mean recall?"),
+    (["eval", "--task", "recall", "--context", "100"], "--context"),
     ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
     ([*GENERATE, "--verification", "blok"], "is not one of token, block; did you mean block?"),
@@ -158,6 +161,13 @@ def broken(pair: Pair, directory: Path, kind: str) -> str:
     else:
         (directory / kind / "config.json").write_text("{")
     return str(directory / kind)
+
+
+def test_recall_is_not_asked_of_the_bundled_pair(smcjax: Command) -> None:
+    result = smcjax("eval", "--task", "recall")
+    assert (result.code, result.out) == (2, "")
+    assert "--task recall needs a model that knows it, and the bundled pair does not; give --model." in result.err
+    assert_one_sentence(result)
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "chat"])

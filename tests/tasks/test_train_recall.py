@@ -1,0 +1,105 @@
+"""The script that makes the recall pair: what it weighs and counts, and the whole of it in small."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.model import load_checkpoint
+from smcjax.model.attention import FULL
+from smcjax.model.nsa import NSA
+from smcjax.tasks import recall
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import recall_data as data
+import train_recall
+from sparse_training import attend_by
+
+
+def words(ids: np.ndarray) -> str:
+    return "".join(recall.vocabulary()[index] for index in ids)
+
+
+def test_answers_are_what_weighs() -> None:
+    """In a document of two rounds: the answers and ends of text of both, and nothing else."""
+    rng = np.random.default_rng(2)
+    stretches, told = recall.document(rng, 700, "train", 2)
+    ids = recall.tokens(np.random.default_rng(2), 700, "train", 2)[None]
+    for mask in (train_recall.in_answers(ids), np.asarray(train_recall.in_answers(jnp.asarray(ids, jnp.int32)))):
+        following = words(ids[0, 1:][mask[0, :-1]])
+        wanted = "".join("\n" + words(np.concatenate(one.answers)) + "<eos>" for one in told)
+        assert following == wanted
+    assert len(stretches) == 2
+
+
+def test_lines_are_judged_token_by_token() -> None:
+    ids = data.make_rows(5, 2, 512, "eval", 1, several=False)
+    guesses = np.roll(ids, -1, axis=1)
+    right = train_recall.lines_right(ids, guesses)
+    assert right == [True] * 16
+    (places,) = np.nonzero(train_recall.in_answers(ids)[1, :-1])
+    guesses[1, places[4]] += 1  # in the second document's first line: behind the heading, number, space and key
+    assert train_recall.lines_right(ids, guesses) == [True] * 8 + [False] + [True] * 7
+
+
+def test_losses_are_means_by_weight() -> None:
+    """The loss of all, from the logits of a dense forward: answers weigh 1 and the rest what is asked for."""
+    args = train_recall.parse(["dense", "--smoke"])
+    config = train_recall.model_config(train_recall.RECIPES["dense"], smoke=True)
+    params = train_recall.starting_params(config, jax.random.key(3))
+    rows = jnp.asarray(data.make_rows(1, 2, 256, "train", 1), jnp.int32)
+    found = train_recall.losses(config, params, rows, False, args)
+    logits = train_recall.logits_of(config, params, rows, attend_by("xla", config))
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), rows[:, 1:, None], axis=-1)[..., 0]
+    answers = np.asarray(train_recall.in_answers(rows))[:, :-1]
+    weights = np.where(answers, 1.0, args.other_weight)
+    assert float(found.all) == pytest.approx(float((weights * nll).sum() / weights.sum()), rel=1e-5)
+    assert float(found.answers) == pytest.approx(float(nll[answers].mean()), rel=1e-5)
+    assert float(found.routing) == 0.0
+
+
+def test_a_sparse_model_starts_as_its_dense_twin() -> None:
+    """Where all blocks are selected, gates that leave it to the selection give nearly what dense attention gives."""
+    config = train_recall.model_config(train_recall.RECIPES["small"], smoke=True)
+    kind = config.layer(0).attention
+    assert isinstance(kind, NSA)
+    every = dataclasses.replace(kind, num_blocks=16)
+    config = config.with_layers([dataclasses.replace(config.layer(0), attention=every)] * config.num_layers)
+    params = train_recall.starting_params(config, jax.random.key(0))
+    rows = jnp.asarray(data.make_rows(1, 1, 256, "train", 1), jnp.int32)
+    twin = config.with_layers([dataclasses.replace(config.layer(0), attention=FULL)] * config.num_layers)
+    wanted = train_recall.logits_of(twin, params, rows, attend_by("xla", twin))
+    got = train_recall.logits_of(config, params, rows, attend_by("xla", config))
+    few = config.with_layers([dataclasses.replace(config.layer(0), attention=kind)] * config.num_layers)
+    control = train_recall.logits_of(few, params, rows, attend_by("xla", few))
+    near, far = (float(jnp.abs(x - wanted).mean() / jnp.abs(wanted).mean()) for x in (got, control))
+    assert near < 0.15, "the other gates let a twentieth of two branches through"
+    assert far > 2 * near, "control"
+
+
+@pytest.mark.slow
+def test_smoke_run_writes_a_sparse_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_recall.main(["draft", "small", "--smoke", "--output", str(tmp_path)])
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [report["model"] for report in reports] == ["draft", "small"]
+    assert [report["lines"]["512"]["n"] for report in reports] == [16, 16]
+    for name, kind in (("draft", type(FULL)), ("small", NSA)):
+        config, params = load_checkpoint(tmp_path / name, dtype="float32")
+        assert isinstance(config.layer(0).attention, kind)
+        assert config.eos_token_ids == (recall.EOS,)
+        assert {path.name for path in (tmp_path / name).iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    sparse = train_recall.started(config, train_recall.starting_params(config, jax.random.key(0)), tmp_path / "draft")
+    _, draft = load_checkpoint(tmp_path / "draft", dtype="float32")
+    np.testing.assert_array_equal(sparse.layers[0].qkv, draft.layers[0].qkv)
+    assert sparse.layers[0].attention is not None
+    assert params.layers[0].attention["phi_k"].shape == sparse.layers[0].attention["phi_k"].shape
