@@ -1,7 +1,8 @@
 """`smcjax bench decoders`: exact decoders and SMC beside each other, on the same problems with the same request seeds.
 
-Accuracy is of the bundled pair on freshly generated word problems; a cycle is one target forward, so tokens a cycle say
-what a decoder would gain where cycles cost the same, and tokens a second what it gains on this machine.
+Accuracy is on freshly generated questions, unless told otherwise word problems of the bundled pair; a cycle is one
+target forward, so tokens a cycle say what a decoder would gain where cycles cost the same, and tokens a second what it
+gains on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.tasks.intervals import paired_difference_interval
-from smcjax.tasks.questions import questions
+from smcjax.tasks.questions import Question
 
 TARGET = "target alone"
 DRAFT = "draft alone"
@@ -26,22 +27,32 @@ DRAFT = "draft alone"
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One decoder. `model` None: the bundled pair."""
+    """One decoder of a pair, or with `of_draft` of its draft alone."""
 
     name: str
     decoding: Decoding
-    model: str | None = None
+    of_draft: bool = False
 
     @property
     def exact(self) -> bool:
         """True where the contender's answers are distributed exactly as the target's."""
-        return self.model is None and self.decoding.exact
+        return self.decoding.exact and not self.of_draft
+
+    def models(self, target: str | None, draft: str | None) -> dict[str, Any]:
+        """Arguments of `LLM` for a pair; None for both is the bundled one."""
+        if self.of_draft:
+            return {"model": draft or str(bundled_model("draft"))}
+        return {"model": target, "draft_model": draft if self.decoding.drafts else None}
 
 
-def contenders(particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int]) -> list[Contender]:
-    """The target alone, first; the draft alone; and for each K rejection of all kinds and SMC of N particles."""
-    draft = Contender(DRAFT, Autoregressive(), str(bundled_model("draft")))
-    result = [Contender(TARGET, Autoregressive()), draft]
+def contenders(
+    particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int], tree: Sequence[int] | None = None
+) -> list[Contender]:
+    """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders and
+    SMC of N particles."""
+    result = [Contender(TARGET, Autoregressive()), Contender(DRAFT, Autoregressive(), of_draft=True)]
+    if tree is not None:
+        result.append(Contender(f"rejection, tree {' '.join(map(str, tree))}", Rejection(tree=tuple(tree))))
     for gamma in gammas:
         result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma)))
         result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block")))
@@ -54,24 +65,25 @@ def contenders(particles: Sequence[int], gammas: Sequence[int], candidates: Sequ
 
 def compare(
     chosen: Sequence[Contender],
+    asked: list[Question],
+    params: SamplingParams,
     *,
-    num_problems: int,
     seed: int,
-    temperature: float,
+    model: str | None = None,
+    draft_model: str | None = None,
     on_result: Callable[[dict[str, Any]], None] = lambda _: None,
     **llm: Any,
 ) -> list[dict[str, Any]]:
-    """A row for each, the first being what the others' accuracies are compared with, pairwise by problem.
+    """A row for each, the first being what the others' accuracies are compared with, pairwise by what is judged.
 
-    `llm` are arguments of `LLM`. Intervals are at 95%: Wilson's of accuracies, Agresti and Min's of differences.
+    `model` and `draft_model` None: the bundled pair. `llm` are further arguments of `LLM`. Intervals are at 95%: Wilson's
+    of accuracies, Agresti and Min's of differences.
     """
-    problems = questions("words", seed, num_problems)
-    params = SamplingParams(max_tokens=160, temperature=temperature)
     rows: list[dict[str, Any]] = []
     first: Evaluation | None = None
     for contender in chosen:
-        with LLM(contender.model, decoding=contender.decoding, **llm) as engine:
-            evaluation = evaluate(engine, problems, params, seed=seed, use_tqdm=False)
+        with LLM(**contender.models(model, draft_model), decoding=contender.decoding, **llm) as engine:
+            evaluation = evaluate(engine, asked, params, seed=seed, use_tqdm=False)
         first = first or evaluation
         difference, low, high = paired_difference_interval(evaluation.correct, first.correct)
         metrics = [output.metrics for output in evaluation.outputs]

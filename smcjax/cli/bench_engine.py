@@ -26,7 +26,7 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import add_debug_option
+from smcjax.cli.options import add_debug_option, add_task_options, check_task
 from smcjax.cli.parser import above, whole
 from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
@@ -60,16 +60,20 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     engine.set_defaults(run=run_engine)
 
     decoders = benchmarks.add_parser(
-        "decoders", help="accuracy and speed of exact decoders and SMC, on the bundled pair", description=__doc__
+        "decoders", help="accuracy and speed of exact decoders and SMC, of one pair", description=__doc__
     )
+    add_task_options(decoders)
+    decoders.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
+    decoders.add_argument("--draft-model", metavar="MODEL", help="draft, with --model")
     decoders.add_argument("-n", "--num-problems", type=COUNT, default=200, help="problems (200)")
     decoders.add_argument("--seed", type=whole(0, MAX_SEED), default=7, help="of problems and all randomness (7)")
     decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
     decoders.add_argument("--particles", type=ROWS, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
     decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
+    decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
     decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
-    decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), default=320, help="prompt and answer (320)")
+    decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
     decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
     add_debug_option(decoders)
@@ -159,20 +163,26 @@ def run_decoders(args: argparse.Namespace) -> int:
     SamplingParams(temperature=args.temperature)
     if args.temperature == 0 and args.particles:
         raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
+    if (args.model is None) != (args.draft_model is None):
+        raise ValueError("--model and --draft-model go together; give both, or neither for the bundled pair.")
+    check_task(args)
 
     from smcjax.bench.decoders import compare, contenders, markdown
+    from smcjax.tasks.questions import LONGEST_ANSWER, questions
 
     def heard(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
     rows = compare(
-        contenders(args.particles, args.gammas, args.candidates),
-        num_problems=args.num_problems,
+        contenders(args.particles, args.gammas, args.candidates, args.tree),
+        questions(args.task, args.seed, args.num_problems, context=args.context),
+        SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),
         seed=args.seed,
-        temperature=args.temperature,
+        model=args.model,
+        draft_model=args.draft_model,
         on_result=heard,
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
-        max_model_len=args.max_model_len,
+        max_model_len=args.max_model_len or (args.context if args.task == "recall" else 320),
     )
     print(markdown(rows))
     if args.json:

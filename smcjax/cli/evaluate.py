@@ -14,25 +14,22 @@ from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
     add_sampling_options,
+    add_task_options,
     check_models,
+    check_task,
     decoding_from,
     llm_arguments,
     sampling_from,
 )
 from smcjax.cli.parser import whole
 from smcjax.engine.sampling_params import MAX_SEED
-from smcjax.tasks.questions import TASKS, questions
-from smcjax.tasks.recall import SHORTEST
-
-LONGEST_ANSWER = {"words": 160, "recall": 384}  # tokens
-JUDGED = {"words": "problems", "recall": "lines of answer"}
+from smcjax.tasks.questions import JUDGED, LONGEST_ANSWER, questions
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("eval", help="accuracy on word problems or long documents", description=__doc__)
-    parser.add_argument("--task", choices=TASKS, default="words", help="(words)")
-    parser.add_argument("--context", type=whole(SHORTEST, 1 << 20), metavar="T", help="tokens of a document (2048)")
+    add_task_options(parser)
     parser.add_argument("-n", "--num-problems", type=whole(1, 1_000_000), default=200, help="problems (200)")
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=123, help="of problems and all randomness (123)")
     parser.add_argument("--max-num-seqs", type=whole(1, 4096), default=16, help="requests in a batch (16)")
@@ -45,12 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates questions of the evaluation split, answers them, prints the figures."""
-    if args.context is not None and args.task != "recall":
-        raise ValueError(f"--context is an option of --task recall, got --task {args.task}; leave it out.")
-    if args.task == "recall" and args.model is None:
-        raise ValueError("--task recall needs a model that knows it, and the bundled pair does not; give --model.")
+    check_task(args)
     if args.max_tokens is None:
         args.max_tokens = LONGEST_ANSWER[args.task]
+    if args.max_model_len is None and args.task == "recall":
+        args.max_model_len = args.context
     decoding = decoding_from(args)
     params = sampling_from(args, decoding)
     check_models(args)
@@ -65,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         **llm_arguments(args),
     ) as llm:
-        asked = questions(args.task, args.seed, args.num_problems, context=args.context or 2048)
+        asked = questions(args.task, args.seed, args.num_problems, context=args.context)
         evaluation = evaluate(llm, asked, params, seed=args.seed)
     report = evaluation.report()
     print(

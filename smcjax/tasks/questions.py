@@ -9,6 +9,8 @@ from typing import NamedTuple
 from smcjax.tasks import recall, word_problems
 
 TASKS = ("words", "recall")
+JUDGED = {"words": "problems", "recall": "lines of answer"}  # each part that is judged by itself
+LONGEST_ANSWER = {"words": 160, "recall": 384}  # tokens
 
 
 class Question(NamedTuple):

@@ -25,6 +25,16 @@ def test_contenders() -> None:
         SMC(n_particles=8, gamma=4),
     ]
     assert len(contenders([1], [2, 4], [])) == 2 + 2 * 3
+    assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))
+
+
+def test_models_of_a_contender() -> None:
+    alone, draft, token, *_ = contenders([2], [4], [])
+    assert alone.models("t", "d") == {"model": "t", "draft_model": None}
+    assert draft.models("t", "d") == {"model": "d"}
+    assert token.models("t", "d") == {"model": "t", "draft_model": "d"}
+    assert token.models(None, None) == {"model": None, "draft_model": None}
+    assert Path(str(draft.models(None, None)["model"])).name == "draft"
 
 
 @pytest.mark.slow
@@ -60,6 +70,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [
         (["-n", "0"], "--num-problems: must be a whole number from 1"),
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
+        (["--model", "here"], "--model and --draft-model go together; give both, or neither for the bundled pair."),
+        (["--task", "recall"], "--task recall needs a model that knows it"),
+        (["--tree", "0"], "tree"),
         (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
     ],
 )
