@@ -34,7 +34,7 @@ from smcjax.model import LayerSpec, ModelConfig, Params, Rope, load_checkpoint, 
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
 from smcjax.model.decoder import Attend, hidden_states, unembed
 from smcjax.model.nsa import NSA
-from smcjax.tasks.intervals import wilson_interval
+from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.recall import BOS, EOS, vocabulary
 
 MAX_LENGTH = 16_384
@@ -267,14 +267,14 @@ def _guesses(config: ModelConfig, params: Params, tokens: jax.Array, implementat
     return jnp.argmax(logits_of(config, params, tokens, attend_by(implementation, config)), axis=-1)
 
 
-def lines_right(tokens: np.ndarray, guesses: np.ndarray) -> list[bool]:
-    """For each answer line of documents [R, T]: true if every token is the likeliest behind what precedes it."""
+def lines_right(tokens: np.ndarray, guesses: np.ndarray) -> list[list[bool]]:
+    """For each answer line of R documents [R, T]: true if every token is the likeliest behind what precedes it."""
     found = []
     for row, guess in zip(tokens, guesses, strict=True):
         places = np.flatnonzero(in_answers(row[None])[0, :-1])[1:]  # behind the newline of the word `answers`
         right = guess[places] == row[places + 1]
         ends = np.flatnonzero(row[places + 1] == NEWLINE)
-        found += [bool(part.all()) for part in np.split(right, ends + 1)[: len(ends)]]
+        found.append([bool(part.all()) for part in np.split(right, ends + 1)[: len(ends)]])
     return found
 
 
@@ -293,9 +293,10 @@ def measure(name: str, config: ModelConfig, params: Params, args: Any, lengths: 
             right += lines_right(
                 part, np.asarray(_guesses(config, params, jnp.asarray(part, jnp.int32), args.implementation))
             )
-        low, high = wilson_interval(sum(right), len(right))
-        result[length] = {"lines": sum(right) / len(right), "ci_low": low, "ci_high": high, "n": len(right)}
-        print(f"{name}: lines right at {length}: {sum(right) / len(right):.4f} [{low:.4f}, {high:.4f}]", flush=True)
+        (low, high), lines = clustered_interval(right), [line for document in right for line in document]
+        share = sum(lines) / len(lines)
+        result[length] = {"lines": share, "ci_low": low, "ci_high": high, "n": len(lines)}
+        print(f"{name}: lines right at {length}: {share:.4f} [{low:.4f}, {high:.4f}]", flush=True)
     return result
 
 

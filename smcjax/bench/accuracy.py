@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.tasks.intervals import wilson_interval
+from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.questions import Question
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Evaluation:
     """One run over all questions."""
 
-    correct: list[bool]  # of all their parts, in order
+    parts: list[list[bool]]  # a verdict on each part of each question
     outputs: list[RequestOutput]
     seconds: float  # wall time, compilation excluded
     generated_tokens: int
@@ -28,13 +28,21 @@ class Evaluation:
     preemptions: int
 
     @property
+    def correct(self) -> list[bool]:
+        """The verdicts on all parts, question by question."""
+        return [right for parts in self.parts for right in parts]
+
+    @property
     def accuracy(self) -> float:
         """Share of parts answered correctly."""
         return sum(self.correct) / len(self.correct)
 
     def report(self) -> dict[str, float]:
-        """Figures that `smcjax eval --json` prints: accuracy with its 95% Wilson interval, speed, tokens a cycle."""
-        low, high = wilson_interval(sum(self.correct), len(self.correct))
+        """Figures that `smcjax eval --json` prints: accuracy with its 95% interval, speed, tokens a cycle.
+
+        The interval takes questions for independent, not their parts.
+        """
+        low, high = clustered_interval(self.parts)
         return {
             "accuracy": self.accuracy,
             "ci_low": low,
@@ -61,11 +69,7 @@ def evaluate(
     seconds, after = time.perf_counter() - began, llm.metrics()
     spent = {name: after[name] - before[name] for name in ("compile_seconds", "steps", "preemptions")}
     return Evaluation(
-        correct=[
-            right
-            for question, output in zip(questions, outputs, strict=True)
-            for right in question.right(output.outputs[0].text)
-        ],
+        parts=[question.right(output.outputs[0].text) for question, output in zip(questions, outputs, strict=True)],
         outputs=outputs,
         seconds=seconds - spent["compile_seconds"],
         generated_tokens=sum(output.metrics.generated_tokens for output in outputs),

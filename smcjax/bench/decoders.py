@@ -18,7 +18,7 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.tasks.intervals import paired_difference_interval
+from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question
 
 TARGET = "target alone"
@@ -76,8 +76,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """A row for each, the first being what the others' accuracies are compared with, pairwise by what is judged.
 
-    `model` and `draft_model` None: the bundled pair. `llm` are further arguments of `LLM`. Intervals are at 95%: Wilson's
-    of accuracies, Agresti and Min's of differences.
+    `model` and `draft_model` None: the bundled pair. `llm` are further arguments of `LLM`. Intervals are at 95% and
+    take questions for independent: Wilson's of accuracies, Agresti and Min's of differences, Student's where a question
+    has several parts.
     """
     rows: list[dict[str, Any]] = []
     first: Evaluation | None = None
@@ -85,7 +86,7 @@ def compare(
         with LLM(**contender.models(model, draft_model), decoding=contender.decoding, **llm) as engine:
             evaluation = evaluate(engine, asked, params, seed=seed, use_tqdm=False)
         first = first or evaluation
-        difference, low, high = paired_difference_interval(evaluation.correct, first.correct)
+        difference, low, high = clustered_difference_interval(evaluation.parts, first.parts)
         metrics = [output.metrics for output in evaluation.outputs]
         accepted = [one.mean_accepted_length for one in metrics if one.mean_accepted_length is not None]
         ess = [one.mean_ess for one in metrics if one.mean_ess is not None]

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.tasks.intervals import Z_95, paired_difference_interval, wilson_interval
+from smcjax.tasks.intervals import (
+    Z_95,
+    clustered_difference_interval,
+    clustered_interval,
+    paired_difference_interval,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +92,54 @@ def test_paired_interval_covers_the_truth_about_95_times_in_100() -> None:
 def test_paired_interval_refuses_outcomes_of_different_problems() -> None:
     with pytest.raises(ValueError, match="same problems"):
         paired_difference_interval([True], [True, False])
+
+
+# -- clusters ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_clusters_of_one_are_independent_outcomes(outcomes: list[bool]) -> None:
+    single = [[one] for one in outcomes]
+    assert clustered_interval(single) == wilson_interval(sum(outcomes), len(outcomes))
+    others = [[not one] for one in outcomes]
+    wanted = paired_difference_interval(outcomes, [not one for one in outcomes])
+    assert clustered_difference_interval(single, others) == wanted
+
+
+def drawn(rng: np.random.Generator, clusters: int, size: int) -> list[list[bool]]:
+    """Outcomes whose probability, 0.8 in the mean, each cluster draws for itself."""
+    return [(rng.random(size) < p).tolist() for p in rng.beta(1.6, 0.4, clusters)]
+
+
+def test_intervals_of_clusters_cover_what_they_say() -> None:
+    """Of 1,000 experiments with 25 clusters of 16; taken for independent, the outcomes cover far too seldom."""
+    rng = np.random.default_rng(0)
+    covered, naive, differences = [], [], []
+    for _ in range(1000):
+        a, b = drawn(rng, 25, 16), drawn(rng, 25, 16)
+        low, high = clustered_interval(a)
+        covered.append(low <= 0.8 <= high)
+        low, high = wilson_interval(sum(map(sum, a)), 400)
+        naive.append(low <= 0.8 <= high)
+        _, low, high = clustered_difference_interval(a, b)
+        differences.append(low <= 0 <= high)
+    assert np.mean(covered) > 0.92
+    assert np.mean(differences) > 0.92
+    assert np.mean(naive) < 0.7, "control"
+
+
+def test_clusters_that_agree_count_as_one_outcome_each() -> None:
+    low, high = clustered_interval([[True] * 16] * 15 + [[False] * 16] * 5)
+    plain = wilson_interval(15, 20)  # with the normal's quantile for Student's, so a little narrower
+    assert plain[0] - 0.03 < low < plain[0]
+    assert plain[1] < high < plain[1] + 0.03
+    assert clustered_interval([[True, False]])[0] < 0.05, "a cluster alone says little"
+    assert clustered_difference_interval([[True, False]], [[True, True]]) == (-0.5, -1.0, 1.0)
+    assert clustered_interval([[True, True], [True, True]])[1] == 1.0
+
+
+def test_clusters_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="need the same problems"):
+        clustered_difference_interval([[True, True]], [[True]])
+    with pytest.raises(ValueError, match="need at least one in each"):
+        clustered_interval([[True], []])

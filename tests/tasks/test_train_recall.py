@@ -46,10 +46,10 @@ def test_lines_are_judged_token_by_token() -> None:
     ids = data.make_rows(5, 2, 512, "eval", 1, several=False)
     guesses = np.roll(ids, -1, axis=1)
     right = train_recall.lines_right(ids, guesses)
-    assert right == [True] * 16
+    assert right == [[True] * 8] * 2
     (places,) = np.nonzero(train_recall.in_answers(ids)[1, :-1])
     guesses[1, places[4]] += 1  # in the second document's first line: behind the heading, number, space and key
-    assert train_recall.lines_right(ids, guesses) == [True] * 8 + [False] + [True] * 7
+    assert train_recall.lines_right(ids, guesses) == [[True] * 8, [False] + [True] * 7]
 
 
 def test_losses_are_means_by_weight() -> None:
