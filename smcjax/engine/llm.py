@@ -157,7 +157,8 @@ class LLM:
             revision=revision,
             draft_revision=draft_revision,
             draft_drop_layers=draft_drop_layers,
-            may_share=quantization == draft_quantization,
+            quantization=quantization,
+            draft_quantization=draft_quantization,
             page_size=page_size,
         )
         try:
