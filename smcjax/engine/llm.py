@@ -51,7 +51,7 @@ class LLM:
         decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
-            made when they are loaded; activations and KV stay in `dtype`.
+            made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
         page_size: tokens in a KV page, 1 to 64.
@@ -157,7 +157,8 @@ class LLM:
             revision=revision,
             draft_revision=draft_revision,
             draft_drop_layers=draft_drop_layers,
-            may_share=quantization == draft_quantization,
+            quantization=quantization,
+            draft_quantization=draft_quantization,
             page_size=page_size,
         )
         try:

@@ -19,7 +19,13 @@ from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.settings import own_settings
-from smcjax.model.checkpoint import load_checkpoint, load_config, resolve_model_path, weights_dtype
+from smcjax.model.checkpoint import (
+    load_checkpoint,
+    load_config,
+    resolve_model_path,
+    stores_int8,
+    weights_dtype,
+)
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.folding import fold_for_kernels
@@ -111,10 +117,16 @@ def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | No
     return bundled_model(bundled)
 
 
-def _require_room(configs: dict[str, ModelConfig], dtype: str) -> None:
-    """Raises ValueError where the weights exceed the device, before a byte of them is read."""
+def _require_room(models: dict[str, tuple[ModelConfig, str | None]], dtype: str) -> None:
+    """Raises ValueError where the weights exceed the device, before a byte of them is read.
+
+    A model is its config and the quantisation in which it is loaded.
+    """
     kept = weights_dtype(dtype).name
-    weights = {name: weight_bytes(dataclasses.replace(config, dtype=kept)) for name, config in configs.items()}
+    weights = {
+        name: weight_bytes(dataclasses.replace(config, dtype=kept), quantization)
+        for name, (config, quantization) in models.items()
+    }
     halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
     require_room_for_weights(weights, halve)
 
@@ -161,13 +173,15 @@ def load_models(
     revision: str | None = None,
     draft_revision: str | None = None,
     draft_drop_layers: Sequence[int] | None = None,
-    may_share: bool = True,
+    quantization: str | None = None,
+    draft_quantization: str | None = None,
     page_size: int | None = None,
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
-    with it, unless the two are to be quantised differently (`may_share` False). Raises ValueError for a pair that is
+    with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
+    so is left as it is where its model is to be. Raises ValueError for a pair that is
     only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens,
     CheckpointError for a directory that cannot be used.
     """
@@ -179,13 +193,17 @@ def load_models(
         missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
         alone = "" if given == "draft_model" else ", or decode by the target alone (Autoregressive)"
         raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair{alone}.")
+
+    def as_stored(path: Path, quantization: str | None) -> str | None:
+        return quantization if quantization is not None and stores_int8(path) else None
+
     path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
     check_pages(target, page_size)
     if not needs_draft or draft_model == NGRAM:
-        _require_room({"model": target}, dtype)
-        return Models(tokenizer, *load_checkpoint(path, dtype), proposes=NGram() if needs_draft else None)
+        _require_room({"model": (target, as_stored(path, quantization))}, dtype)
+        return Models(tokenizer, *load_checkpoint(path, dtype, quantization), proposes=NGram() if needs_draft else None)
 
     dropped = tuple(draft_drop_layers or ())
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
@@ -196,10 +214,15 @@ def load_models(
         dropped_config(whole_draft, dropped)
     except ValueError as error:
         raise ValueError(f"draft_drop_layers: {error}.") from None
-    shared = may_share and draft_path.resolve() == path.resolve()
-    _require_room({"model": target} if shared else {"model": target, "draft_model": whole_draft}, dtype)
-    target, target_params = load_checkpoint(path, dtype)
-    whole_draft, whole_params = (target, target_params) if shared else load_checkpoint(draft_path, dtype)
+    shared = quantization == draft_quantization and draft_path.resolve() == path.resolve()
+    loaded = {"model": (target, as_stored(path, quantization))}
+    if not shared:
+        loaded["draft_model"] = whole_draft, as_stored(draft_path, draft_quantization)
+    _require_room(loaded, dtype)
+    target, target_params = load_checkpoint(path, dtype, quantization)
+    whole_draft, whole_params = (
+        (target, target_params) if shared else load_checkpoint(draft_path, dtype, draft_quantization)
+    )
     draft, draft_params = drop_layers(whole_draft, whole_params, dropped)
     size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
     target, target_params = trim_vocabulary(target, target_params, size)

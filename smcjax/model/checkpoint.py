@@ -5,33 +5,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
 from smcjax.device import on_cpu
 from smcjax.errors import CheckpointError
-from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, require_file, shortened
+from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, shortened
+from smcjax.matmul import Int8, interleave, restore
 from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
-from smcjax.model.families import Family
 from smcjax.model.gguf import GGUF_NAMES, read_gguf
-from smcjax.model.hf_config import read_config
+from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import INDEX_BYTES, PACKAGED, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
+from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
+from smcjax.model.tensor_files import Source, TensorFile, Tensors, with_scales
 
 logger = logging.getLogger("smcjax")
 
 CONFIG_BYTES = 4 * MIB  # of a config.json at most; real ones have kilobytes
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
-_ROWS = 4096  # compared at a time
+_ROWS = 4096  # read or compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,51 +43,6 @@ class Stack:
 
     parts: tuple[tuple[str, int], ...]
     offset: float = 0.0
-
-
-class _Tensors(Protocol):
-    """One open file: names and shapes are known, rows of tensors are read when asked for."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-    def rows(self, name: str) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class _TensorFile:
-    """One open .safetensors file: names and shapes are known, tensors are read when asked for."""
-
-    path: Path
-    handle: Any
-    shapes: dict[str, tuple[int, ...]]
-
-    @classmethod
-    def open(cls, path: Path) -> _TensorFile:
-        try:
-            require_file(path)
-            handle = safetensors.safe_open(path, framework="numpy")
-            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-        except Unreadable as error:
-            raise CheckpointError(f"{path} {error}; {error.mend}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); check that file and its permissions") from None
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(
-                f"{path} is not a complete safetensors file ({shortened(error, 200)}); download or convert it again"
-            ) from None
-        return cls(path, handle, shapes)
-
-    def rows(self, name: str) -> Any:
-        """A lazy view of one tensor: `rows(name)[begin:end]` reads those rows."""
-        rows = self.handle.get_slice(name)
-        if rows.get_dtype() not in _DTYPES:
-            raise CheckpointError(
-                f"tensor {name!r} in {self.path} has dtype {rows.get_dtype()}, but only {', '.join(_DTYPES)} are "
-                "read; use a checkpoint that is not quantised"
-            )
-        return rows
 
 
 def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: float = 0.0) -> Params:
@@ -168,40 +123,49 @@ def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """`ModelConfig` from config.json and generation_config.json, where there is one, or from a GGUF's metadata."""
     directory = resolve_model_path(directory)
-    return _read_directory(directory)[1] if directory.is_dir() else read_gguf(directory)[0]
+    return _read_directory(directory).config if directory.is_dir() else read_gguf(directory)[0]
 
 
-def _read_directory(directory: Path) -> tuple[Family, ModelConfig]:
+def stores_int8(directory: str | os.PathLike[str]) -> bool:
+    """True where config.json says that matrices are stored in int8; False of a GGUF file."""
+    directory = resolve_model_path(directory)
+    return directory.is_dir() and _read_directory(directory).int8
+
+
+def _read_directory(directory: Path) -> ReadConfig:
     config = _read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else None
     try:
-        family, parsed = read_config(config, generation_config)
+        read = read_config(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    _require_plausible(directory, parsed)
-    return family, parsed
+    _require_plausible(directory, read.config, bytes_each=1 if read.int8 else 2)
+    return read
 
 
-def _require_plausible(directory: Path, config: ModelConfig) -> None:
+def _require_plausible(directory: Path, config: ModelConfig, bytes_each: int) -> None:
     """Refuses a config of another order of size than the weights beside it, before anything is made of it.
 
-    What differs by less is named tensor by tensor when the files are opened.
+    No dtype of the files has fewer bytes than `bytes_each`. What differs by less is named tensor by tensor when the
+    files are opened.
     """
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.is_file())
-    least = 2 * num_params(config)  # no dtype that is read has fewer than two bytes
+    least = bytes_each * num_params(config)
     if 0 < 4 * stored < least:
         _open_tensors(directory)  # a file cut short is the likelier mistake, and says so
         sizes = f"num_hidden_layers {config.num_layers}, num_attention_heads {config.num_heads}, "
         sizes += f"head_dim {config.head_dim}, hidden_size {config.hidden_size}, "
         sizes += f"intermediate_size {config.intermediate_size}, vocab_size {config.vocab_size}"
         raise CheckpointError(
-            f"{directory / 'config.json'} calls for {least / 2:.3g} weights ({sizes}) and the .safetensors files "
-            f"beside it have {stored:,} bytes; use the config.json that belongs to them"
+            f"{directory / 'config.json'} calls for {least / bytes_each:.3g} weights ({sizes}) and the .safetensors "
+            f"files beside it have {stored:,} bytes; use the config.json that belongs to them"
         )
 
 
-def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tuple[ModelConfig, Params]:
+def load_checkpoint(
+    directory: str | os.PathLike[str], dtype: Any = None, quantization: str | None = None
+) -> tuple[ModelConfig, Params]:
     """The model of a Hugging Face directory (or hub id) or of a GGUF file, weights on the default device.
 
     `dtype` is that of every weight: "float32", "bfloat16" or the jnp dtype; None and "auto" mean bfloat16, on CPU
@@ -209,39 +173,70 @@ def load_checkpoint(directory: str | os.PathLike[str], dtype: Any = None) -> tup
     type that the package gguf dequantises. Every tensor of the files and of the config is accounted for: none missing,
     left over or of another shape, else CheckpointError.
 
+    Matrices that a directory stores in int8 (`smcjax.model.hf_int8`) are multiplied out, in float32, and cast. With
+    `quantization="int8"` those of them that `quantize_params` covers are `Int8` with the stored numbers and scales; it
+    rounds the others.
+
     Host memory beyond the files' page cache is one matrix at a time.
     """
     target = weights_dtype(dtype)
+    check_quantization("quantization", quantization)
     path = resolve_model_path(directory)
     aliases: dict[str, str] = {}
-    tensors: Mapping[str, _Tensors]
     if path.is_dir():
-        (family, config), tensors = _read_directory(path), _open_tensors(path)
-        config, aliases = _resolve_tying(config, tensors)
+        family, config, int8 = _read_directory(path)
+        source = with_scales(path, _open_tensors(path), int8)
+        config, aliases = _resolve_tying(config, source)
         named = family.names, family.norm_offset
     else:
         config, file = read_gguf(path)
-        tensors, named = dict.fromkeys(file.shapes, file), (GGUF_NAMES, 0.0)
+        source, named = Source(dict.fromkeys(file.shapes, file)), (GGUF_NAMES, 0.0)
     config = dataclasses.replace(config, dtype=target.name)
     stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
-    shapes = jax.tree.leaves(param_shapes(config, target))
-    _account_for_names(path, stacks, shapes, aliases, tensors)
+    shapes = param_shapes(config, target)
+    keep = [quantization is not None and covered for covered in streamed(shapes)]
+    _account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
 
     leaves = []
-    for stack, shape in zip(stacks, shapes, strict=True):
-        buffer, start = np.empty(shape.shape, shape.dtype), 0
-        for name, rows in stack.parts:
-            name = aliases.get(name, name)
-            lazy = tensors[name].rows(name)
-            for begin in range(0, rows, _ROWS):
-                end = min(begin + _ROWS, rows)
-                stored = lazy[begin:end]
-                buffer[start + begin : start + end] = (
-                    stored.astype(np.float32) + np.float32(stack.offset) if stack.offset else stored
-                )
-            start += rows
-        leaves.append(jax.device_put(buffer).block_until_ready())
+    for stack, shape, as_int8 in zip(stacks, jax.tree.leaves(shapes), keep, strict=True):
+        parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
+        leaf: Any
+        if as_int8 and any(name in source.scales for name, _ in parts):
+            leaf = _read_int8(source, parts, shape)
+        else:
+            leaf = jax.device_put(_read(source, parts, shape, stack.offset))
+        leaves.append(jax.block_until_ready(leaf))
     return config, jax.tree.unflatten(treedef, leaves)
+
+
+def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slice]]:
+    """Each tensor's name with some rows of it at a time, and where these lie among the rows of all."""
+    start = 0
+    for name, rows in parts:
+        for begin in range(0, rows, _ROWS):
+            end = min(begin + _ROWS, rows)
+            yield name, slice(begin, end), slice(start + begin, start + end)
+        start += rows
+
+
+def _read(source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, offset: float) -> np.ndarray:
+    buffer = np.empty(shape.shape, shape.dtype)
+    for name, rows, place in _chunks(parts):
+        stored = source.rows(name)[rows]
+        buffer[place] = stored.astype(np.float32) + np.float32(offset) if offset else stored
+    return buffer
+
+
+def _read_int8(source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct) -> Int8:
+    """The numbers and scales of tensors in int8; those of another dtype are rounded to it, row by row as ever."""
+    values, scale = np.empty(shape.shape, np.int8), np.empty(shape.shape[0], np.float32)
+    for name, rows, place in _chunks(parts):
+        if name in source.scales:
+            values[place], scale[place] = source.int8_rows(name)[rows], source.scales[name][rows]
+        else:
+            rounded = jax.jit(quantize_matrix)(source.rows(name)[rows].astype(shape.dtype))
+            values[place], scale[place] = restore(rounded.values), rounded.scale
+    return Int8(jax.jit(interleave)(values), jnp.asarray(scale), jnp.dtype(shape.dtype).name)
 
 
 def weights_dtype(dtype: Any) -> np.dtype:
@@ -264,7 +259,7 @@ def _read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
         raise CheckpointError(f"{path} {error}; {error.mend}") from None
 
 
-def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
+def _open_tensors(directory: Path) -> dict[str, TensorFile]:
     """Every tensor name of the directory, with the file that holds it.
 
     model.safetensors comes before an index, as in transformers; but the two must agree where both are there.
@@ -280,7 +275,7 @@ def _open_tensors(directory: Path) -> dict[str, _TensorFile]:
             )
         raise CheckpointError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; fetch the weights")
 
-    file = _TensorFile.open(single)
+    file = TensorFile.open(single)
     tensors = dict.fromkeys(file.shapes, file)
     if index.exists() and set(_weight_map(index).values()) != {_WEIGHTS}:
         shards = _open_shards(directory)
@@ -307,14 +302,14 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shards(directory: Path) -> dict[str, _TensorFile]:
+def _open_shards(directory: Path) -> dict[str, TensorFile]:
     """Every tensor name of the index, with the shard that holds it."""
     weight_map = _weight_map(directory / _INDEX)
     shards = {}
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).exists():
             raise CheckpointError(f"{directory / shard} is missing, but {_INDEX} names it; fetch that shard")
-        shards[shard] = _TensorFile.open(directory / shard)
+        shards[shard] = TensorFile.open(directory / shard)
     listed: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         listed.setdefault(shard, set()).add(name)
@@ -327,17 +322,17 @@ def _open_shards(directory: Path) -> dict[str, _TensorFile]:
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _resolve_tying(config: ModelConfig, tensors: dict[str, _TensorFile]) -> tuple[ModelConfig, dict[str, str]]:
+def _resolve_tying(config: ModelConfig, source: Source) -> tuple[ModelConfig, dict[str, str]]:
     """Decides, as transformers 5 does, if embedding and head are tied; returns that config, and other names to read.
 
     Of two equal tensors the embedding is used; two different ones are not tied, whatever the config says; the head
     alone serves as both.
     """
-    if not config.tie_embeddings or _LM_HEAD not in tensors:
+    if not config.tie_embeddings or _LM_HEAD not in source.tensors:
         return config, {}
-    if _EMBED not in tensors:
+    if _EMBED not in source.tensors:
         return config, {_EMBED: _LM_HEAD}
-    embed, head = tensors[_EMBED].rows(_EMBED), tensors[_LM_HEAD].rows(_LM_HEAD)
+    embed, head = source.rows(_EMBED), source.rows(_LM_HEAD)
     if embed.get_shape() == head.get_shape() == [config.vocab_size, config.hidden_size] and all(
         np.array_equal(embed[begin:end], head[begin:end])
         for begin, end in ((row, min(row + _ROWS, config.vocab_size)) for row in range(0, config.vocab_size, _ROWS))
@@ -351,7 +346,7 @@ def _account_for_names(
     stacks: Iterable[Stack],
     shapes: Iterable[jax.ShapeDtypeStruct],
     aliases: dict[str, str],
-    tensors: Mapping[str, _Tensors],
+    tensors: Mapping[str, Tensors],
 ) -> None:
     """Compare what the config calls for with what the files hold, before a byte of weights is read."""
     wanted = {

@@ -8,10 +8,11 @@ config asks for and the decoder does not compute is refused by name, and so is a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import FAMILIES, Family
+from smcjax.model.hf_int8 import stores_int8
 from smcjax.model.hf_keys import HFKeys, refusal
 
 # Spellings of transformers and torch; a config's dtype chooses nothing here, so one that says nothing is no fault.
@@ -20,6 +21,14 @@ _DTYPES = {
     **{"auto": "float32", "float": "float32", "half": "float16", "double": "float64"},
 }
 _MAX_EOS_IDS = 1024
+
+
+class ReadConfig(NamedTuple):
+    """A parsed config.json: its family, the decoder, and if matrices are stored in int8 (`smcjax.model.hf_int8`)."""
+
+    family: Family
+    config: ModelConfig
+    int8: bool
 
 
 def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
@@ -31,14 +40,15 @@ def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
     defaults are the request's business and are not read. Raises ValueError, naming key and value, for what is
     inconsistent and for whatever this decoder would not compute.
     """
-    return read_config(config, generation_config)[1]
+    return read_config(config, generation_config).config
 
 
-def read_config(config: Any, generation_config: Any = None) -> tuple[Family, ModelConfig]:
-    """Returns the family of a parsed config.json, and its `config_from_hf`."""
+def read_config(config: Any, generation_config: Any = None) -> ReadConfig:
+    """All that a parsed config.json says; `config` is that of `config_from_hf`."""
     if not isinstance(config, Mapping):
         raise ValueError(f"the model's config must be a JSON object, but it is a {type(config).__name__}")
     keys = HFKeys(config)
+    int8 = stores_int8(keys)
     _refuse_unsupported(keys)
     family = _family(keys)
 
@@ -66,7 +76,7 @@ def read_config(config: Any, generation_config: Any = None) -> tuple[Family, Mod
     )
     parsed = family.read(keys, shape)
     keys.refuse_unknown()
-    return family, parsed
+    return ReadConfig(family, parsed, int8)
 
 
 def _family(keys: HFKeys) -> Family:
@@ -89,9 +99,6 @@ def _family(keys: HFKeys) -> Family:
 
 def _refuse_unsupported(keys: HFKeys) -> None:
     """Refuses keys that change the computation and have no counterpart in the decoder, whichever the family."""
-    if keys.raw("quantization_config") or keys.raw("compression_config"):
-        key = "quantization_config" if keys.raw("quantization_config") else "compression_config"
-        raise keys.refusal(key, "quantised weights are not read; use the original bfloat16 or float32 checkpoint")
     if keys.raw("partial_rotary_factor", 1) != 1:
         raise keys.refusal("partial_rotary_factor", "only full rotary embedding (1.0) is implemented")
     if keys.raw("is_causal", True) is not True:

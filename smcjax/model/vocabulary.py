@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax
+
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 
@@ -70,9 +72,6 @@ def trim_vocabulary(config: ModelConfig, params: Params, vocab_size: int) -> tup
             f"vocab_size is {vocab_size}, which cuts off the model's own BOS or EOS ids {ids}; "
             "use two models whose vocabularies hold them"
         )
-    trimmed = dataclasses.replace(
-        params,
-        embed=params.embed[:vocab_size],
-        lm_head=None if params.lm_head is None else params.lm_head[:vocab_size],
-    )
+    embed, lm_head = jax.tree.map(lambda rows: rows[:vocab_size], (params.embed, params.lm_head))  # packed ones too
+    trimmed = dataclasses.replace(params, embed=embed, lm_head=lm_head)
     return dataclasses.replace(config, vocab_size=vocab_size), trimmed

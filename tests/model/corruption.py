@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from smcjax.model import load_checkpoint, save_checkpoint
 from tests.checkpoints import write_model, write_shards
 
 EXTREME: list[Any] = [
@@ -20,7 +22,7 @@ EXTREME: list[Any] = [
 
 
 def write_bases(root: Path) -> list[Path]:
-    """Three models: one file; shards; one with a tokenizer of every kind of rule."""
+    """Four models: one file; shards; one with a tokenizer of every kind of rule; one in int8."""
     bases = []
     for index in range(3):
         directory = root / f"base{index}"
@@ -74,6 +76,9 @@ def write_bases(root: Path) -> list[Path]:
     (bases[2] / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (bases[2] / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>", "lstrip": False}}))
     (bases[2] / "added_tokens.json").write_text(json.dumps({"</s>": 257}))
+
+    bases.append(Path(shutil.copytree(bases[0], root / "base3")))
+    save_checkpoint(*load_checkpoint(bases[0], "float32"), bases[3], quantization="int8")
     return bases
 
 

@@ -25,6 +25,13 @@ def test_rounding_by_hand() -> None:
     np.testing.assert_allclose(quantised.rows(jnp.asarray([2, 0])), [[-254, 128, 2, 4], [1.27, -0.64, 0, 0]], rtol=1e-6)
 
 
+def test_numbers_too_small_for_a_scale_are_zero() -> None:
+    """Every scale is a positive number, which files in int8 rely on."""
+    quantised = quantize_matrix(jnp.asarray([[1e-37, -1e-37], [1e-30, 0.0]]))
+    assert (quantised.scale > 0).all()
+    np.testing.assert_allclose(quantised.rows(jnp.arange(2)), [[1e-37, -1e-37], [1e-30, 0.0]], rtol=1e-6, atol=1e-36)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_that_of_the_rounded_matrix(dtype: Any, bias: bool) -> None:
