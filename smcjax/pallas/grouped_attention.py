@@ -12,7 +12,8 @@ all of their sequences, so pages are compared there, and the lowest query of the
 Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
 the host: bits of blocks, and a running count that says where each goes.
 
-Built for the verification of sparse models, in the engine and by a kernel beside the reference; neither uses it yet.
+`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. Built for the engine's verification, and to be
+the reference of a kernel beside it; neither is there yet.
 """
 
 from __future__ import annotations
@@ -167,6 +168,38 @@ def grouped_attention(
     )
     out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+
+
+def masked_attention(
+    q: Float[Array, "R M H D"],
+    keys: Float[Array, "R S Hkv D"],
+    values: Float[Array, "R S Hkv D"],
+    visible: Bool[Array, "R M sets S"],
+    *,
+    scale: float | None = None,
+) -> Part:
+    """Attends to few entries that lie in no page: nodes of a draft tree, visible by query and set.
+
+    What a query does not see may be NaN: values are masked for each.
+    """
+    rows, queries, heads, dim = q.shape
+    sets, kv_heads = visible.shape[2], keys.shape[2]
+    head = jnp.arange(sets) * kv_heads // sets
+    q = q.reshape(rows, queries, sets, heads // sets, dim)
+    precision = product_precision(q.dtype)
+    scores = jnp.einsum(
+        "rmxgd,rsxd->rmxgs", q, keys[:, :, head], precision=precision, preferred_element_type=jnp.float32
+    )
+    weights, lse = softmax_of(scores / divisor_of(scale, dim), visible[:, :, :, None])
+    values = jnp.where(visible[..., None], jnp.moveaxis(values[:, :, head], 1, 2)[:, None], 0)
+    out = jnp.einsum(
+        "rmxgs,rmxsd->rmxgd",
+        weights.astype(values.dtype),
+        values,
+        precision=product_precision(values.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return Part(out.reshape(rows, queries, heads, dim), lse.reshape(rows, queries, heads))
 
 
 def softmax_of(

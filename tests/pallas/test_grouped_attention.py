@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +152,33 @@ def test_tasks_are_unions_of_sets(case: Case, seed: int) -> None:
         assert sorted(got[:number], key=str) == sorted(plainly(case, d, *at), key=str)
         assert all(task == (0, 0, set()) for task in got[number:])
         assert [place for _, place, _ in got[:number]] == sorted(place for _, place, _ in got[:number])
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), disjoint=st.booleans())
+def test_a_union_is_no_more_than_what_each_query_adds(seed: int, disjoint: bool) -> None:
+    """At most the first set and what each set has that the one before has not, which disjoint sets reach.
+
+    For C sets of n blocks of which neighbours share a mean fraction ρ that is n · (1 + (C − 1)(1 − ρ)).
+    """
+    case = CASES[0]._replace(most=4, pages=24)
+    d, size = drawn(case, seed), case.size
+    if disjoint:
+        blocks = np.random.default_rng(seed).permutation(case.blocks).reshape(case.queries, 4)
+        chosen = (blocks[:, None, :, None] == np.arange(case.blocks)).any(axis=2)
+        d = d._replace(selected=np.broadcast_to(chosen, d.selected.shape))
+    number = tasks_of(case, d).number
+    for request, group, of in np.ndindex(*number.shape):
+        sets = [set(np.flatnonzero(d.selected[request, query, of])) for query in d.groups.order]
+        sets = sets[group * size : (group + 1) * size]
+        added = [len(after - before) for before, after in itertools.pairwise(sets)]
+        bound = len(sets[0]) + sum(added)
+        assert max(map(len, sets)) <= number[request, group, of] <= bound
+        if disjoint:
+            assert number[request, group, of] == bound
+        if len(sets) > 1 and all(len(one) == 4 for one in sets):
+            overlap = sum(len(a & b) for a, b in itertools.pairwise(sets)) / (4 * (len(sets) - 1))
+            assert bound == pytest.approx(4 * (1 + (len(sets) - 1) * (1 - overlap)))
 
 
 def alone(case: Case, d: Drawn) -> Part:
