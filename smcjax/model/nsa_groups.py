@@ -4,8 +4,11 @@
     shared          each attends to the blocks of the first query of its group, as far as it sees them: approximate
     shared_forced   as shared, and to the blocks that it always selects: approximate
 
-Exact where every group is one query, whichever the mode. What approximate modes write to pages depends on the groups.
+Where every group is one query all modes are exact. What approximate modes write to pages depends on the groups.
 Compressed tokens are attended to as without groups, all by all, and their weights select blocks.
+
+A layer may take the blocks that each query has selected in an earlier one (`selecting_layers`). That is another model,
+but what it says of a token is still a function of the token's path alone.
 
 The forwards here are the plain reference of verification by groups, one layer at a time; decoders call `NSA` itself
 until a kernel reads groups (`smcjax.pallas.grouped_attention`).
@@ -14,6 +17,7 @@ until a kernel reads groups (`smcjax.pallas.grouped_attention`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +39,19 @@ from smcjax.pallas.grouped_attention import (
 from smcjax.pallas.query_groups import QueryGroups
 
 MODES = ("merged", "shared", "shared_forced")
+
+
+def selecting_layers(refresh: Sequence[bool]) -> tuple[int, ...]:
+    """For each layer the one whose blocks it takes: itself where it is to refresh, else the nearest before that is.
+
+    Raises ValueError where the first layer has none to take.
+    """
+    if not refresh or not refresh[0]:
+        raise ValueError(f"refresh must begin with True, because no layer is before the first, got {tuple(refresh)}.")
+    found: list[int] = []
+    for layer, is_refreshed in enumerate(refresh):
+        found.append(layer if is_refreshed else found[-1])
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,12 @@ import pytest
 
 from smcjax.kv import TRASH, KVCache
 from smcjax.model.decoder import linear
-from smcjax.model.nsa_groups import MODES, Grouped, grouped_branches, grouped_tree_branches
+from smcjax.model.nsa_groups import MODES, Grouped, grouped_branches, grouped_tree_branches, selecting_layers
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.grouped_attention import group_tasks
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.trees import ORDERS, DraftTree
+from tests.model import nsa_oracle
 from tests.model.test_nsa import (
     SMALL,
     Arrays,
@@ -70,16 +71,21 @@ def test_golden_blocks(name: str, size: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(key: str, grouped: Grouped, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array) -> Any:
-    """Adds a layer of the golden cases' small model to x, by groups; without scratch over a sequence."""
+def _layer(
+    key: str, grouped: Grouped, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array, earlier: Any = None
+) -> Any:
+    """Adds a layer of the golden cases' small model to x, by groups; without scratch over a sequence.
+
+    Returns the sum, and the blocks that each query has selected or taken.
+    """
     o = json.loads(key)
     projection = projected(o, layer_weights(w, "nsa."), normed(x), view.positions)
     if scratch is None:
-        branches, _ = grouped_branches(kind_of(o), projection, cache, view, grouped)
+        branches, _ = grouped_branches(kind_of(o), projection, cache, view, grouped, earlier)
     else:
-        branches, _ = grouped_tree_branches(kind_of(o), projection, cache, scratch, view, grouped)
+        branches, _ = grouped_tree_branches(kind_of(o), projection, cache, scratch, view, grouped, earlier)
     x = linear(branches.gated().reshape(*x.shape[:2], -1), w["wo"], None, add_to=x)
-    return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x)
+    return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x), branches.selected
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -112,12 +118,32 @@ class Prefilled:
             arguments = (tokens, jnp.asarray(positions, jnp.int32), table, jnp.asarray(pages, jnp.int32), ends, ends)
             self.view, self.scratch = BatchView(*arguments, page_size=page_size), None
 
-    def logits(self, grouped: Grouped) -> np.ndarray:
-        x = self.w["emb"][self.view.tokens]
-        for index, cache in enumerate(self.model.caches):
-            w = layer_weights(self.w, f"layers.{index}.")
-            x = _layer(json.dumps(self.o), grouped, w, cache, self.scratch, self.view, x)
+    def logits(self, grouped: Grouped, refresh: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
+        x, selections = self.w["emb"][self.view.tokens], []
+        for index, (cache, source) in enumerate(zip(self.model.caches, selecting_layers(refresh), strict=True)):
+            w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else selections[source]
+            x, selected = _layer(json.dumps(self.o), grouped, w, cache, self.scratch, self.view, x, earlier)
+            selections.append(selected)
         return np.asarray(linear(normed(x), self.w["emb"], None)[0])
+
+    def path_logits(self, refresh: tuple[bool, ...]) -> np.ndarray:
+        """Behind each node of the path to commit, by the oracle: what is committed refreshes in every layer."""
+        path, start = self.arrays["commit_path"], self.length
+        tokens = np.concatenate([self.arrays["tokens"][:start], self.arrays["node_tokens"][path]])
+        w = {name: np.asarray(value, np.float64) for name, value in self.w.items()}
+
+        def norm(x: np.ndarray) -> np.ndarray:
+            return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+
+        x, selections = w["emb"][tokens], []
+        for index, source in enumerate(selecting_layers(refresh)):
+            of = layer_weights(w, f"layers.{index}.")
+            given = {t: selections[source][t] for t in range(start, len(tokens))} if source != index else None
+            found = nsa_oracle.layer(self.o, layer_weights(of, "nsa."), norm(x), given=given)
+            selections.append(found.selected)
+            x = x + found.out.reshape(len(tokens), -1) @ of["wo"].T
+            x = x + np.maximum(norm(x) @ of["w1"].T, 0) @ of["w2"].T
+        return (norm(x) @ w["emb"].T)[start:]
 
 
 @functools.cache
@@ -149,6 +175,31 @@ def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
         assert max(strayed) < 1e-5
     if mode == "shared" and size == 4:
         assert min(strayed) > 1e-2
+
+
+@pytest.mark.parametrize(("name", "order"), FEW)
+def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str) -> None:
+    """Each query and head those of the nearest layer before that selects: what the oracle computes along a path.
+
+    Control: where every layer selects, logits are others, and so they are by the first layer's blocks in all.
+    """
+    case = prefilled(name, {"bfs": 8, "dfs": 2}[order])[0]
+    grouped, path = grouped_of(case.arrays, order, 3), case.arrays["commit_path"]
+    strict = case.arrays[f"P{case.length}.strict.logits"][path]
+    np.testing.assert_allclose(case.path_logits((True, True, True)), strict, atol=1e-3)
+    found = {}
+    for refresh in ((True, False, False), (True, True, False), (True, False, True)):
+        found[refresh] = case.logits(grouped, refresh)[path]
+        np.testing.assert_allclose(found[refresh], case.path_logits(refresh), atol=1e-3)
+        assert np.abs(found[refresh] - strict).max() > 1e-2
+    assert np.abs(found[True, False, False] - found[True, True, False]).max() > 1e-2
+
+
+def test_which_layer_selects() -> None:
+    assert selecting_layers((True, False, False, True, False)) == (0, 0, 0, 3, 3)
+    for refresh in ((), (False, True)):
+        with pytest.raises(ValueError, match=r"refresh must begin with True, .*, got \(.*\)\.$"):
+            selecting_layers(refresh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
