@@ -102,13 +102,14 @@ def group_tasks(
     masks = jax.lax.bitcast_convert_type(bits, jnp.int32)
 
     flags = leads.reshape(*leads.shape[:3], -1)
-    entry = jnp.where(flags, jnp.cumsum(flags, axis=-1) - 1, width)
+    dropped = width + jnp.arange(flags.shape[-1])  # each to a place of its own, so that no two writes meet
+    entry = jnp.where(flags, jnp.cumsum(flags, axis=-1) - 1, dropped)
 
     def compacted(x: jax.Array) -> jax.Array:
         """The entries [R, g, S, units · C, …] of leaders, one after the other."""
         batch = flags.shape[:3]
         where = (*(i[..., None] for i in jnp.indices(batch, sparse=True)), entry)
-        return jnp.zeros((*batch, width, *x.shape[4:]), jnp.int32).at[where].set(x, mode="drop")
+        return jnp.zeros((*batch, width, *x.shape[4:]), jnp.int32).at[where].set(x, mode="drop", unique_indices=True)
 
     def of_flags(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, leads.shape).reshape(flags.shape).astype(jnp.int32)

@@ -154,6 +154,17 @@ def test_tasks_are_unions_of_sets(case: Case, seed: int) -> None:
         assert [place for _, place, _ in got[:number]] == sorted(place for _, place, _ in got[:number])
 
 
+def test_tasks_are_found_without_sorting_and_without_the_host() -> None:
+    """At the paper's sizes and 64 Ki positions, as lowered; control: a sort is seen."""
+    groups = QueryGroups.of_rows(1, 9, "dfs", 4)
+    build = functools.partial(group_tasks, groups=groups, page_size=16, block_size=64, most_blocks=16)
+    shapes = jax.ShapeDtypeStruct((1, 9, 8, 1024), bool), jax.ShapeDtypeStruct((1, 9, 4096), jnp.int32)
+    lowered = jax.jit(build).lower(*shapes)
+    assert lowered.out_info.unit.shape == (1, 3, 8, 4 * 16 * 64 // 16)
+    assert not {word for word in ("stablehlo.sort", "custom_call", "callback") if word in lowered.as_text()}
+    assert "stablehlo.sort" in jax.jit(jnp.sort).lower(shapes[1]).as_text()
+
+
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), disjoint=st.booleans())
 def test_a_union_is_no_more_than_what_each_query_adds(seed: int, disjoint: bool) -> None:
