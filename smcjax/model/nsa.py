@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray
 from smcjax.model.attention import HeadShape, Projection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
-from smcjax.model.seen import ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
 from smcjax.pallas import copy_pages, rotate
@@ -50,12 +50,20 @@ class Branches(NamedTuple):
 
     outputs: Float[Array, "R T H 3 D"]  # without gates
     gates: Float[Array, "R T H 3"]
-    scores: Float[Array, "R T S blocks"]
+    scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
     selected: Bool[Array, "R T S blocks"]
 
     def gated(self) -> Float[Array, "R T H D"]:
         """The layer's output."""
         return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
+
+
+class Routed(NamedTuple):
+    """What compressed tokens say: their branch's output, and the blocks of the selection."""
+
+    output: Float[Array, "R T Hkv G D"]
+    scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
+    selected: Bool[Array, "R T S blocks"]
 
 
 class Entries[T](NamedTuple):
@@ -209,7 +217,7 @@ class NSA:
         raw = {name: covered(arrays[self._source(name)]) for name in ("keys", "values")}
         keys, values = self._compressed(projection, raw, starts)
         compressed = (x.astype(projection.qkv.dtype) for x in (keys, values))
-        return Entries(*self._pairs(arrays), *compressed)
+        return Entries(*self.pairs(arrays), *compressed)
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
@@ -219,6 +227,15 @@ class NSA:
 
     def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> tuple[Branches, LayerCache]:
         """The parts of a forward over pages, and the layer's pages."""
+        cache = self.written(projection, cache, view)
+        return self._attend(projection, self.read(cache, view), view.positions, self.last(view)), cache
+
+    def last(self, view: BatchView) -> Int[Array, "R T"]:
+        """The last positions that queries see: their own, or a row's last that is there."""
+        return jnp.minimum(view.positions, view.lengths[:, None] - 1)
+
+    def written(self, projection: Projection, cache: LayerCache, view: BatchView) -> LayerCache:
+        """The layer's pages with the new tokens, and with the compressed tokens that they bear."""
         size, table = view.page_size, view.block_table
         if view.copies is not None:
             cache = {name: copy_pages(array, view.copies) for name, array in cache.items()}
@@ -237,8 +254,7 @@ class NSA:
         slots = home % size // self.kernel_stride
         for name, made in zip(COMPRESSED, self._compressed(projection, raw, starts), strict=True):
             cache[name] = cache[name].at[pages, slots].set(made.astype(cache[name].dtype))
-        last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
-        return self._attend(projection, self._read(cache, view), view.positions, last), cache
+        return cache
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
@@ -249,7 +265,15 @@ class NSA:
     def tree_branches(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
     ) -> tuple[Branches, LayerCache]:
-        """The parts of a forward over nodes of a tree, and the layer's scratch.
+        """The parts of a forward over nodes of a tree, and the layer's scratch."""
+        scratch = self.tree_written(projection, cache, scratch, view)
+        seen = self.read_paths(cache, scratch, view)
+        return self._attend(projection, seen, view.positions, view.positions), scratch
+
+    def tree_written(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+    ) -> LayerCache:
+        """The layer's scratch with the new nodes, and with the compressed tokens that they bear.
 
         A node at the last position of a compressed token bears it, of committed positions and of its path. Another
         node's number in scratch is nobody's.
@@ -260,12 +284,14 @@ class NSA:
         sources = {name: self._source(name) for name in ("keys", "values")}
         raw = {name: view.at(cache[source], scratch[source], covered) for name, source in sources.items()}
         made = self._compressed(projection, raw, starts)
-        scratch = view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
+        return view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
+
+    def read_paths(self, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Entries[ByPath]:
+        """What is committed, and each new node's path, in the order of positions."""
         entries = {"stride": self.kernel_stride, "size": self.kernel_size}
-        tokens = (by_path(view, *arrays) for arrays in zip(self._pairs(cache), self._pairs(scratch), strict=True))
+        tokens = (by_path(view, *arrays) for arrays in zip(self.pairs(cache), self.pairs(scratch), strict=True))
         compressed = (by_path(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
-        seen = Entries(*tokens, *compressed)
-        return self._attend(projection, seen, view.positions, view.positions), scratch
+        return Entries(*tokens, *compressed)
 
     def _count(self, length: int) -> int:
         """Compressed tokens that are born within the first `length` positions."""
@@ -291,7 +317,7 @@ class NSA:
             "raw_values": raw_values,
         }
 
-    def _pairs(self, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def pairs(self, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Keys and values of the selection, then of the window."""
         own = "window_" if self.kv == "per_branch" else ""
         return arrays["keys"], arrays["values"], arrays[f"{own}keys"], arrays[f"{own}values"]
@@ -331,7 +357,7 @@ class NSA:
         cos, sin = _over(projection.angles(positions), rows)
         return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
 
-    def _read(self, cache: LayerCache, view: BatchView) -> Entries[ByRow]:
+    def read(self, cache: LayerCache, view: BatchView) -> Entries[ByRow]:
         """Each row's pages in the order of positions; values that are not there yet are 0."""
         size, table = view.page_size, view.block_table
         rows, width = table.shape
@@ -348,7 +374,7 @@ class NSA:
         def there(values: jax.Array, last: jax.Array) -> jax.Array:
             return jnp.where((last < view.lengths[:, None])[..., None, None], values, 0)
 
-        keys, values, window_keys, window_values = self._pairs(found)
+        keys, values, window_keys, window_values = self.pairs(found)
         tokens = (keys, there(values, slots), window_keys, there(window_values, slots))
         return Entries(*map(ByRow, (*tokens, compressed[0], there(compressed[1], ends))))
 
@@ -356,29 +382,47 @@ class NSA:
         self, projection: Projection, seen: Entries[S], positions: Int[Array, "R T"], last: Int[Array, "R T"]
     ) -> Branches:
         """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
-        rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
-        kv_heads = seen.keys.shape[2]
-        length, at, last = seen.keys.shape[1], *(x[:, :, None, None, None] for x in (positions, last))
-        q = grouped(rotated, kv_heads)
-        compressed_q = grouped(unrotated, kv_heads) if self.compressed_rope == "none" else q
-        ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
-        logits, born = scaled_scores(compressed_q, seen.compressed_keys), ends <= last
-        weights, cmp = masked_softmax(logits, seen.compressed_values, born)
-
-        of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
-        scores = self.block_scores(of_tokens, born, -(-length // self.block_size))
-        selected = self.select(scores, positions)
-        slots = jnp.arange(length)
-        chosen = jnp.repeat(selected, self.block_size, axis=-1)[..., :length]
+        routed = self.route(projection, seen, positions, last)
+        rotated, (_, length, kv_heads, _) = projection.heads()[0], seen.keys.shape
+        slots, at, last = jnp.arange(length), *(x[:, :, None, None, None] for x in (positions, last))
+        q, there = grouped(rotated, kv_heads), slots <= last
+        chosen = jnp.repeat(routed.selected, self.block_size, axis=-1)[..., :length]
         chosen = chosen.reshape(*chosen.shape[:2], kv_heads, -1, length)
-        there = slots <= last
         _, slc = masked_softmax(scaled_scores(q, seen.keys), seen.values, chosen & there)
         _, win = masked_softmax(
             scaled_scores(q, seen.window_keys), seen.window_values, sees(slots, at, self.window) & there
         )
-        outputs = jnp.stack([cmp, slc, win], axis=4)
-        outputs = outputs.reshape(*positions.shape, -1, len(BRANCHES), outputs.shape[-1])
-        return Branches(outputs, self.gates(projection, unrotated), scores, selected)
+        return self.put_together(projection, routed, slc, win)
+
+    def route[S: Seen](
+        self,
+        projection: Projection,
+        seen: Entries[S],
+        positions: Int[Array, "R T"],
+        last: Int[Array, "R T"],
+        earlier: Bool[Array, "R T S blocks"] | None = None,
+    ) -> Routed:
+        """Attends to the compressed tokens that queries at `positions` see up to `last`, and selects blocks.
+
+        With `earlier`, blocks that a layer before this one has selected, these are taken and none is ranked.
+        """
+        kv_heads, last = seen.keys.shape[2], last[:, :, None, None, None]
+        heads = projection.unrotated() if self.compressed_rope == "none" else projection.heads()
+        ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
+        logits, born = scaled_scores(grouped(heads[0], kv_heads), seen.compressed_keys), ends <= last
+        weights, output = masked_softmax(logits, seen.compressed_values, born)
+        if earlier is not None:
+            return Routed(output, None, earlier)
+        of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
+        scores = self.block_scores(of_tokens, born, -(-seen.keys.shape[1] // self.block_size))
+        return Routed(output, scores, self.select(scores, positions))
+
+    def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
+        """The parts of a layer from the outputs [R, T, Hkv, G, D] of its three branches."""
+        outputs = jnp.stack([routed.output, slc, win], axis=4)
+        outputs = outputs.reshape(*outputs.shape[:2], -1, *outputs.shape[4:])
+        gates = self.gates(projection, projection.unrotated()[0])
+        return Branches(outputs, gates, routed.scores, routed.selected)
 
     def block_scores(
         self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int

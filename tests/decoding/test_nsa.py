@@ -198,9 +198,9 @@ class AtFirst(NSA):
 class ByLogicalPage(NSA):
     """All rows of a group read the pages of its first one."""
 
-    def _read(self, cache: LayerCache, view: BatchView) -> Any:
+    def read(self, cache: LayerCache, view: BatchView) -> Any:
         first = jnp.arange(view.block_table.shape[0]) // view.rows * view.rows
-        return super()._read(cache, dataclasses.replace(view, block_table=view.block_table[first]))
+        return super().read(cache, dataclasses.replace(view, block_table=view.block_table[first]))
 
 
 class OfTheFirst(NSA):

@@ -163,7 +163,7 @@ class WrittenOnce(NSA):
         for name in ("compressed_keys", "compressed_values"):
             new[name] = jnp.where(jnp.isnan(cache[name]), new[name], cache[name])
         last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
-        return self._attend(projection, self._read(new, view), view.positions, last), new
+        return self._attend(projection, self.read(new, view), view.positions, last), new
 
 
 class WiderForDrafts(NSA):

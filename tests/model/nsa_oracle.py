@@ -98,8 +98,14 @@ def block_scores(
     return score, tuple(sorted(forced + rest[:free])), margin
 
 
-def layer(o: dict[str, Any], w: dict[str, Any], x: np.ndarray, fault: str | None = None) -> Found:
-    """One layer over x [T, E], its normed input."""
+def layer(
+    o: dict[str, Any],
+    w: dict[str, Any],
+    x: np.ndarray,
+    fault: str | None = None,
+    given: dict[int, np.ndarray] | None = None,
+) -> Found:
+    """One layer over x [T, E], its normed input; `given` has the blocks [S, n] of positions that select none anew."""
     w = {name: np.asarray(value, np.float64) for name, value in w.items()}
     x, theta, kv_heads = np.asarray(x, np.float64), o["theta"], o["kv_heads"]
     length, group, dim = len(x), o["heads"] // kv_heads, o["dim"]
@@ -148,6 +154,8 @@ def layer(o: dict[str, Any], w: dict[str, Any], x: np.ndarray, fault: str | None
             heads = range(s * group, (s + 1) * group) if o["share"] else [s]
             ranked = [logits[h] if o["score"] == "logit" else softmax(logits[h]) for h in heads]
             score, taken, margin = block_scores(o, np.stack(ranked), t, fault)
+            if given is not None and t in given:
+                taken = tuple(block for block in given[t][s].tolist() if block >= 0)
             found.score[t, s, : len(score)] = score
             found.selected[t, s, : len(taken)], found.margin[t, s] = taken, margin
             slots = [r for j in taken for r in range(j * o["block"], min((j + 1) * o["block"], t + 1))]

@@ -247,8 +247,8 @@ def test_a_token_at_a_time_equals_the_whole(page_size: int, changes: Options) ->
 class AllThere(NSA):
     """Reads values of slots that nobody has written."""
 
-    def _read(self, cache: LayerCache, view: BatchView) -> Any:
-        return super()._read(cache, dataclasses.replace(view, lengths=jnp.full_like(view.lengths, 1000)))
+    def read(self, cache: LayerCache, view: BatchView) -> Any:
+        return super().read(cache, dataclasses.replace(view, lengths=jnp.full_like(view.lengths, 1000)))
 
 
 @pytest.mark.parametrize("kind", [NSA, AllThere])

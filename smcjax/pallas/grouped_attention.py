@@ -1,0 +1,222 @@
+"""Attention to selected blocks of pages, read once a group of queries: tasks made on the device, and the reference.
+
+    task = (unit, place, queries)       unit: u slots of a physical page; place: where it stands, in units
+
+The queries of a group select sets of blocks of l' positions each. A task is a unit, u = min(B, l') slots, that some of
+them have selected, with a bit for each query that has. A query attends to the slots of its own tasks between bounds of
+its own, so the result is that of each query by itself, whatever the groups are.
+
+Queries of one request may belong to rows with tables of their own: a page that several name stands at one place in
+all of their sequences, so pages are compared there, and the lowest query of the group that selects one leads its task.
+
+Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
+the host: bits of blocks, and a running count that says where each goes.
+
+`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. Built for the engine's verification, and to be
+the reference of a kernel beside it; neither is there yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.numerics import product_precision
+from smcjax.pallas.attention import LOWEST, divisor_of
+from smcjax.pallas.query_groups import QueryGroups
+
+WORD = 32  # queries of one word of a task's mask
+
+
+class Tasks(NamedTuple):
+    """What the groups of each request read, by set: S = Hkv sets, or H where query heads choose for themselves.
+
+    The first `number` of K tasks count, in the order of the sequence; the others name unit 0 and no query.
+    """
+
+    unit: Int[Array, "R g S K"]  # of the pool's P · B/u
+    place: Int[Array, "R g S K"]
+    queries: Int[Array, "R g S K words"]  # bit c % 32 of word c // 32: query c of the group
+    number: Int[Array, "R g S"]
+
+
+class Part(NamedTuple):
+    """Attention to a part of what queries see. A query that sees nothing has output 0 and a log-sum-exp of −∞."""
+
+    out: Float[Array, "R M H D"]  # f32
+    lse: Float[Array, "R M H"]  # f32, the log of the sum of exp(score)
+
+
+def unit_slots(page_size: int, block_size: int) -> int:
+    """u, slots of a unit. Raises ValueError where neither of the two sizes divides the other."""
+    if page_size % block_size and block_size % page_size:
+        raise ValueError(
+            f"page_size must be a multiple or a divisor of the block's {block_size} positions, got {page_size}."
+        )
+    return min(page_size, block_size)
+
+
+def group_tasks(
+    selected: Bool[Array, "R M S blocks"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    *,
+    page_size: int,
+    block_size: int,
+    most_blocks: int,
+    rows: int = 1,
+) -> Tasks:
+    """Returns the tasks of queries that select these blocks of `block_size` positions, of pages that `table` names.
+
+    Args:
+        selected: the blocks of each query and set, at most `most_blocks` of them.
+        table: each query's own pages in order.
+        groups: how the M queries of a request are grouped.
+        page_size: B.
+        block_size: l'.
+        most_blocks: n, which bounds the tasks: K = min(C·n·l'/u, rows·units).
+        rows: distinct tables that the queries of a request have at most.
+    """
+    unit = unit_slots(page_size, block_size)
+    parts, size = block_size // unit, groups.size
+    units = min(selected.shape[-1] * parts, table.shape[2] * page_size // unit)
+    width = min(size * most_blocks * parts, rows * units)
+    place = jnp.arange(units)
+    in_page = place * unit % page_size // unit
+    physical = groups.split(table[:, :, place * unit // page_size] * (page_size // unit) + in_page)
+    sets = groups.split(jnp.repeat(selected, parts, axis=-1)[..., :units]) & groups.present[..., None, None]
+
+    # [R, g, S, units, C leading, C led]
+    physical = jnp.moveaxis(physical, 2, 3)[:, :, None]
+    sets = jnp.moveaxis(sets, 2, 4)
+    alike = sets[..., :, None] & sets[..., None, :] & (physical[..., :, None] == physical[..., None, :])
+    earlier = jnp.arange(size)[None] < jnp.arange(size)[:, None]
+    leads = sets & ~jnp.any(alike & earlier, axis=-1)
+
+    words = -(-size // WORD)
+    padded = jnp.pad(alike, [(0, 0)] * 5 + [(0, words * WORD - size)]).reshape(*alike.shape[:-1], words, WORD)
+    bits = jnp.sum(padded * (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
+    masks = jax.lax.bitcast_convert_type(bits, jnp.int32)
+
+    flags = leads.reshape(*leads.shape[:3], -1)
+    dropped = width + jnp.arange(flags.shape[-1])  # each to a place of its own, so that no two writes meet
+    entry = jnp.where(flags, jnp.cumsum(flags, axis=-1) - 1, dropped)
+
+    def compacted(x: jax.Array) -> jax.Array:
+        """The entries [R, g, S, units · C, …] of leaders, one after the other."""
+        batch = flags.shape[:3]
+        where = (*(i[..., None] for i in jnp.indices(batch, sparse=True)), entry)
+        return jnp.zeros((*batch, width, *x.shape[4:]), jnp.int32).at[where].set(x, mode="drop", unique_indices=True)
+
+    def of_flags(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, leads.shape).reshape(flags.shape).astype(jnp.int32)
+
+    return Tasks(
+        unit=compacted(of_flags(physical)),
+        place=compacted(of_flags(place[:, None])),
+        queries=compacted(masks.reshape(*flags.shape, words)),
+        number=jnp.sum(flags, axis=-1, dtype=jnp.int32),
+    )
+
+
+def grouped_attention(
+    q: Float[Array, "R M H D"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    tasks: Tasks,
+    groups: QueryGroups,
+    low: Int[Array, "R M"],
+    high: Int[Array, "R M"],
+    *,
+    unit: int,
+    scale: float | None = None,
+) -> Part:
+    """Attends from each query to the slots low … high, both included, of the tasks that are its own.
+
+    Slots that no query of their group sees may hold anything. Gathers every task, and masks.
+    """
+    pages, page_size, kv_heads, dim = key_pages.shape
+    sets, words = tasks.unit.shape[2], tasks.queries.shape[-1]
+    head = jnp.arange(sets) * kv_heads // sets
+    query = jnp.arange(groups.size)
+    bits = tasks.queries[..., jnp.minimum(query // WORD, words - 1)] >> (query % WORD) & 1
+    slot = tasks.place[..., None] * unit + jnp.arange(unit)  # [R, g, S, K, u]
+    low, high = (groups.split(x)[:, :, None, :, None, None] for x in (low, high))
+    visible = (jnp.moveaxis(bits, -1, 3)[..., None] == 1) & (slot[:, :, :, None] >= low) & (slot[:, :, :, None] <= high)
+    visible = visible.reshape(*visible.shape[:4], -1)  # [R, g, S, C, K·u]
+
+    def gathered(pool: jax.Array) -> jax.Array:
+        in_units = pool.reshape(pages * page_size // unit, unit, kv_heads, dim)
+        found = in_units[tasks.unit[..., None], jnp.arange(unit), head[:, None, None]]
+        return found.reshape(*found.shape[:3], -1, dim)  # [R, g, S, K·u, D]
+
+    q = groups.split(q)  # [R, g, C, H, D]
+    q = jnp.moveaxis(q.reshape(*q.shape[:3], sets, -1, dim), 2, 3)  # [R, g, S, C, H/S, D]
+    keys, values = gathered(key_pages), gathered(value_pages)
+    precision = product_precision(q.dtype)
+    scores = jnp.einsum("rxscgd,rxskd->rxscgk", q, keys, precision=precision, preferred_element_type=jnp.float32)
+    values = jnp.where(jnp.any(visible, axis=3)[..., None], values, 0)
+    weights, lse = softmax_of(scores / divisor_of(scale, dim), visible[..., None, :])
+    out = jnp.einsum(
+        "rxscgk,rxskd->rxscgd",
+        weights.astype(values.dtype),
+        values,
+        precision=product_precision(values.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
+    return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+
+
+def masked_attention(
+    q: Float[Array, "R M H D"],
+    keys: Float[Array, "R S Hkv D"],
+    values: Float[Array, "R S Hkv D"],
+    visible: Bool[Array, "R M sets S"],
+    *,
+    scale: float | None = None,
+) -> Part:
+    """Attends to few entries that lie in no page: nodes of a draft tree, visible by query and set.
+
+    What a query does not see may be NaN: values are masked for each.
+    """
+    rows, queries, heads, dim = q.shape
+    sets, kv_heads = visible.shape[2], keys.shape[2]
+    head = jnp.arange(sets) * kv_heads // sets
+    q = q.reshape(rows, queries, sets, heads // sets, dim)
+    precision = product_precision(q.dtype)
+    scores = jnp.einsum(
+        "rmxgd,rsxd->rmxgs", q, keys[:, :, head], precision=precision, preferred_element_type=jnp.float32
+    )
+    weights, lse = softmax_of(scores / divisor_of(scale, dim), visible[:, :, :, None])
+    values = jnp.where(visible[..., None], jnp.moveaxis(values[:, :, head], 1, 2)[:, None], 0)
+    out = jnp.einsum(
+        "rmxgs,rmxsd->rmxgd",
+        weights.astype(values.dtype),
+        values,
+        precision=product_precision(values.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return Part(out.reshape(rows, queries, heads, dim), lse.reshape(rows, queries, heads))
+
+
+def softmax_of(
+    scores: Float[Array, "*batch entries"], visible: Bool[Array, "*_ entries"]
+) -> tuple[Float[Array, "*batch entries"], Float[Array, "*batch"]]:
+    """Weights and the log of their sum before it was made 1; all 0 and −∞ where nothing is visible."""
+    scores = jnp.where(visible, scores, LOWEST)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - top), 0)
+    mass = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = jnp.where(mass > 0, top + jnp.log(jnp.where(mass > 0, mass, 1)), -jnp.inf)
+    return weights / jnp.where(mass > 0, mass, 1), lse[..., 0]
+
+
+def merged_parts(one: Part, other: Part) -> Part:
+    """Attention to what either part has seen, of one branch: nothing may be in both."""
+    lse = jnp.logaddexp(one.lse, other.lse)
+    of = [jnp.where(part.lse == -jnp.inf, 0, jnp.exp(part.lse - lse))[..., None] * part.out for part in (one, other)]
+    return Part(of[0] + of[1], lse)

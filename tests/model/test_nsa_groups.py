@@ -1,0 +1,269 @@
+"""Sparse attention by groups of queries: golden cases of chains and trees, and the layer without groups."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax.kv import TRASH, KVCache
+from smcjax.model.decoder import linear
+from smcjax.model.nsa_groups import MODES, Grouped, grouped_branches, grouped_tree_branches, selecting_layers
+from smcjax.model.view import BatchView, TreeView
+from smcjax.pallas.grouped_attention import group_tasks
+from smcjax.pallas.query_groups import QueryGroups
+from smcjax.trees import ORDERS, DraftTree
+from tests.model import nsa_oracle
+from tests.model.test_nsa import (
+    SMALL,
+    Arrays,
+    Options,
+    SmallModel,
+    config_of,
+    golden,
+    kind_of,
+    layer_weights,
+    projected,
+    random_weights,
+)
+
+SIZES = (1, 2, 3, 4)
+CHAIN, TREE = "chain_C1to4", "tree_depth3"
+
+
+def lengths_of(arrays: Arrays) -> list[int]:
+    """Committed positions of the golden cases."""
+    return sorted({int(name[1:3]) for name in arrays if name.startswith("P")})
+
+
+def tree_of(arrays: Arrays) -> DraftTree:
+    return DraftTree(tuple(arrays["parents"].tolist()))
+
+
+def grouped_of(arrays: Arrays, order: str, size: int, mode: str = "merged") -> Grouped:
+    """Golden nodes in the order of their numbers."""
+    tree = tree_of(arrays)
+    return Grouped(QueryGroups.of_tree(tree, range(tree.size), order, size), mode)
+
+
+@pytest.mark.parametrize("name", [CHAIN, TREE])
+@pytest.mark.parametrize("size", SIZES)
+def test_golden_blocks(name: str, size: int) -> None:
+    """How many blocks are read for groups and for their queries, in pages of a block and of half a block."""
+    o, arrays = golden(name)
+    lengths = lengths_of(arrays)
+    sets = np.concatenate([arrays[f"P{length}.strict.selected"] for length in lengths])  # [P · L, M, S, n]
+    selected = jnp.asarray((sets[..., None] == np.arange(9)).any(axis=3))
+    for order in ORDERS:
+        want = np.concatenate([arrays[f"P{length}.strict.{order}.C{size}.blocks"] for length in lengths])
+        for page_size in (o["block"], o["block"] // 2):
+            table = jnp.arange(72 // page_size) + jnp.zeros((*selected.shape[:2], 1), jnp.int32)
+            shape = {"page_size": page_size, "block_size": o["block"], "most_blocks": o["n"]}
+            tasks = jax.jit(functools.partial(group_tasks, groups=grouped_of(arrays, order, size).groups, **shape))
+            number = np.asarray(tasks(selected, table).number).sum(axis=(1, 2))
+            np.testing.assert_array_equal(number * page_size // o["block"], want[:, 0])
+        np.testing.assert_array_equal(np.asarray(selected).sum(axis=(1, 2, 3)), want[:, 1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    key: str, grouped: Grouped, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array, earlier: Any = None
+) -> Any:
+    """Adds a layer of the golden cases' small model to x, by groups; without scratch over a sequence.
+
+    Returns the sum, and the blocks that each query has selected or taken.
+    """
+    o = json.loads(key)
+    projection = projected(o, layer_weights(w, "nsa."), normed(x), view.positions)
+    if scratch is None:
+        branches, _ = grouped_branches(kind_of(o), projection, cache, view, grouped, earlier)
+    else:
+        branches, _ = grouped_tree_branches(kind_of(o), projection, cache, scratch, view, grouped, earlier)
+    x = linear(branches.gated().reshape(*x.shape[:2], -1), w["wo"], None, add_to=x)
+    return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x), branches.selected
+
+
+def normed(x: jax.Array) -> jax.Array:
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+class Prefilled:
+    """A golden case behind `length` committed tokens: logits behind its draft, as a chain or as a tree."""
+
+    def __init__(self, name: str, length: int, page_size: int) -> None:
+        self.o, arrays = golden(name)
+        self.arrays, self.w, self.length = arrays, layer_weights(arrays), length
+        self.model, tokens = SmallModel(self.o, self.w, page_size), arrays["tokens"]
+        for at in range(0, length, 16):
+            self.model.forward(tokens[at : min(at + 16, length)], at)
+        drafts, table = arrays["node_tokens"][None], jnp.asarray(self.model.table, jnp.int32)
+        self.tree, tokens = tree_of(arrays), jnp.asarray(drafts, jnp.int32)
+        positions = length + np.array(self.tree.depths)[None]
+        root = jnp.asarray([length], jnp.int32)
+        if name == TREE:
+            nodes = tuple(range(self.tree.size))
+            self.view: Any = TreeView(tokens, root, root, table, self.tree, nodes, page_size=page_size)
+            shapes = kind_of(self.o).cache(config_of(self.o)).arrays
+            self.scratch: Any = {
+                of: jnp.full((1, self.tree.size, array.heads, array.dim), jnp.nan) for of, array in shapes.items()
+            }
+        else:
+            pages = np.take_along_axis(self.model.table, positions // page_size, axis=1)
+            ends = jnp.asarray(positions[:, -1] + 1)
+            arguments = (tokens, jnp.asarray(positions, jnp.int32), table, jnp.asarray(pages, jnp.int32), ends, ends)
+            self.view, self.scratch = BatchView(*arguments, page_size=page_size), None
+
+    def logits(self, grouped: Grouped, refresh: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
+        x, selections = self.w["emb"][self.view.tokens], []
+        for index, (cache, source) in enumerate(zip(self.model.caches, selecting_layers(refresh), strict=True)):
+            w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else selections[source]
+            x, selected = _layer(json.dumps(self.o), grouped, w, cache, self.scratch, self.view, x, earlier)
+            selections.append(selected)
+        return np.asarray(linear(normed(x), self.w["emb"], None)[0])
+
+    def path_logits(self, refresh: tuple[bool, ...]) -> np.ndarray:
+        """Behind each node of the path to commit, by the oracle: what is committed refreshes in every layer."""
+        path, start = self.arrays["commit_path"], self.length
+        tokens = np.concatenate([self.arrays["tokens"][:start], self.arrays["node_tokens"][path]])
+        w = {name: np.asarray(value, np.float64) for name, value in self.w.items()}
+
+        def norm(x: np.ndarray) -> np.ndarray:
+            return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+
+        x, selections = w["emb"][tokens], []
+        for index, source in enumerate(selecting_layers(refresh)):
+            of = layer_weights(w, f"layers.{index}.")
+            given = {t: selections[source][t] for t in range(start, len(tokens))} if source != index else None
+            found = nsa_oracle.layer(self.o, layer_weights(of, "nsa."), norm(x), given=given)
+            selections.append(found.selected)
+            x = x + found.out.reshape(len(tokens), -1) @ of["wo"].T
+            x = x + np.maximum(norm(x) @ of["w1"].T, 0) @ of["w2"].T
+        return (norm(x) @ w["emb"].T)[start:]
+
+
+@functools.cache
+def prefilled(name: str, page_size: int) -> list[Prefilled]:
+    return [Prefilled(name, length, page_size) for length in lengths_of(golden(name)[1])]
+
+
+FEW = [(CHAIN, "bfs"), (TREE, "dfs")]
+GOLDEN_LOGITS = [(*case, mode, size) for case in FEW for mode in MODES for size in SIZES[1:]]
+GOLDEN_LOGITS += [(TREE, "bfs", mode, 3) for mode in MODES]
+GOLDEN_LOGITS += [(*case, "shared", 1) for case in FEW]
+
+
+@pytest.mark.parametrize(("name", "order", "mode", "size"), GOLDEN_LOGITS)
+def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
+    """Behind every node: merged as each query by itself, approximate modes as the specification has them.
+
+    Control: shared by four is no longer strict.
+    """
+    page_size = {"bfs": 8, "dfs": 2}[order]
+    strayed = []
+    for case in prefilled(name, page_size):
+        of = f"P{case.length}.strict"
+        strict = case.arrays[f"{of}.logits"]
+        want = strict if mode == "merged" else case.arrays[f"{of}.{order}.C{size}.{mode}.logits"]
+        np.testing.assert_allclose(case.logits(grouped_of(case.arrays, order, size, mode)), want, atol=1e-3)
+        strayed.append(np.abs(want - strict).max())
+    if size == 1:
+        assert max(strayed) < 1e-5
+    if mode == "shared" and size == 4:
+        assert min(strayed) > 1e-2
+
+
+@pytest.mark.parametrize(("name", "order"), FEW)
+def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str) -> None:
+    """Each query and head those of the nearest layer before that selects: what the oracle computes along a path.
+
+    Control: where every layer selects, logits are others, and so they are by the first layer's blocks in all.
+    """
+    case = prefilled(name, {"bfs": 8, "dfs": 2}[order])[0]
+    grouped, path = grouped_of(case.arrays, order, 3), case.arrays["commit_path"]
+    strict = case.arrays[f"P{case.length}.strict.logits"][path]
+    np.testing.assert_allclose(case.path_logits((True, True, True)), strict, atol=1e-3)
+    found = {}
+    for refresh in ((True, False, False), (True, True, False), (True, False, True)):
+        found[refresh] = case.logits(grouped, refresh)[path]
+        np.testing.assert_allclose(found[refresh], case.path_logits(refresh), atol=1e-3)
+        assert np.abs(found[refresh] - strict).max() > 1e-2
+    assert np.abs(found[True, False, False] - found[True, True, False]).max() > 1e-2
+
+
+def test_which_layer_selects() -> None:
+    assert selecting_layers((True, False, False, True, False)) == (0, 0, 0, 3, 3)
+    for refresh in ((), (False, True)):
+        with pytest.raises(ValueError, match=r"refresh must begin with True, .*, got \(.*\)\.$"):
+            selecting_layers(refresh)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(key: str, grouped: Grouped | None, w: Arrays, cache: Any, view: BatchView, x: jax.Array) -> Any:
+    """A layer's parts over pages, without groups where there are none."""
+    o = json.loads(key)
+    projection = projected(o, w, x, view.positions)
+    if grouped is None:
+        return kind_of(o).paged_branches(projection, cache, view)
+    return grouped_branches(kind_of(o), projection, cache, view, grouped)
+
+
+def verified(o: Options, page_size: int, grouped: Grouped | None) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and selections of two requests of two rows, which share what they begin with; the last writes nothing.
+
+    Pages hold NaN where nothing is written.
+    """
+    rows, columns, before, w, rng = 4, 3, 45, random_weights(o, 0), np.random.default_rng(0)
+    width = -(-(before + columns) // page_size)
+    shared = before // page_size
+    table = 1 + np.arange(rows * width).reshape(rows, width)
+    table[1::2, :shared] = table[::2, :shared]
+    cache = KVCache.create([kind_of(o).cache(config_of(o))], num_pages=99, page_size=page_size, dtype=jnp.float32)
+    pages = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), cache.layers[0])
+    x = rng.standard_normal((rows, before + columns, o["width"])).astype(np.float32)
+    x[1::2, :before] = x[::2, :before]
+
+    def view(first: int, last: int) -> BatchView:
+        positions = np.arange(first, last) + np.zeros((rows, 1), int)
+        written = np.take_along_axis(table, positions // page_size, axis=1)
+        ends = np.full(rows, last)
+        if first:
+            written[-1], ends[-1] = TRASH, 0
+        arrays = (positions, positions, table, written, ends, ends)
+        return BatchView(*(jnp.asarray(array, jnp.int32) for array in arrays), rows=2, page_size=page_size)
+
+    key = json.dumps(o)
+    _, pages = _forward(key, None, w, pages, view(0, before), x[:, :before])
+    branches, _ = _forward(key, grouped, w, pages, view(before, before + columns), x[:, before:])
+    return np.asarray(branches.outputs)[:-1], np.asarray(branches.selected)[:-1]
+
+
+OTHERS = {"kv": "shared", "share": False, "gate": "q", "block": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "page_size", "order", "size"),
+    [({}, 8, "bfs", 6), ({}, 2, "dfs", 4), (OTHERS, 8, "bfs", 5), (OTHERS, 4, "position", 2)],
+)
+def test_merged_rows_are_each_query_by_itself(changes: Options, page_size: int, order: str, size: int) -> None:
+    """Groups across the rows of a request, of any options; a row that writes nothing sees nothing and spoils nothing.
+
+    Control: the first query's blocks for all are others, in every one of these cases.
+    """
+    o, groups = SMALL | changes, QueryGroups.of_rows(2, 3, order, size)
+    want, selected = verified(o, page_size, None)
+    got, own = verified(o, page_size, Grouped(groups))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(own, selected)
+    shared, _ = verified(o, page_size, Grouped(groups, "shared"))
+    assert np.abs(shared - want).max() > 1e-2
+    np.testing.assert_allclose(shared[..., [0, 2], :], want[..., [0, 2], :], atol=1e-5)
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mode must be one of merged, shared, shared_forced, got 'forced'\.$"):
+        Grouped(QueryGroups((0,), 1), "forced")
