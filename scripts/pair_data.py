@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -46,8 +46,13 @@ def train_tokenizer(vocab_size: int, problems: int) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer wants beside it."""
+def save_tokenizer(
+    tokenizer: Tokenizer, directory: Path, max_length: int, *, chat_template: str = CHAT_TEMPLATE, **tokens: str
+) -> None:
+    """tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer wants beside it.
+
+    `tokens` are special ones, by their names there, beside <pad>, <bos> and <eos>.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -55,9 +60,10 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
         "pad_token": "<pad>",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
+        **tokens,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -100,11 +106,14 @@ def make_rows(
     chunks = max(1, -(-n // chunk))
     each = -(-n // chunks)
     seeds = [DATA_SEED + seed * 1_000_000 + index for index in range(chunks)]
-    jobs: list[list[Any]] = [[tokenizer.to_str()] * chunks, seeds, [each] * chunks, [list(widths)] * chunks]
+    make = functools.partial(_rows, tokenizer.to_str(), n=each, widths=list(widths))
+    return [np.concatenate(bucket) for bucket in zip(*in_processes(make, seeds, workers), strict=True)]
+
+
+def in_processes[T](function: Callable[[int], T], seeds: Sequence[int], workers: int, chunksize: int = 1) -> list[T]:
+    """`function` of each seed, in order, by that many processes; in this one for one worker."""
     if workers <= 1:
-        parts = list(map(_rows, *jobs))
-    else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-            parts = list(pool.map(_rows, *jobs))
-    return [np.concatenate(bucket) for bucket in zip(*parts, strict=True)]
+        return list(map(function, seeds))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return list(pool.map(function, seeds, chunksize=chunksize))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import json
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
+import pair_data
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from smcjax.tasks.recall import BOS, PIECES, SPECIAL, UNKNOWN, Split, tokens, vocabulary
@@ -30,18 +28,9 @@ def tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(directory: Path, max_length: int) -> None:
-    """tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer wants beside it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer().save(str(directory / "tokenizer.json"))
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **names,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """The tokenizer's files, as for the bundled pair."""
+    unknown = SPECIAL[UNKNOWN]
+    pair_data.save_tokenizer(tokenizer(), directory, max_length, chat_template=CHAT_TEMPLATE, unk_token=unknown)
 
 
 def _rows(seed: int, count: int, length: int, split: Split, several: bool) -> np.ndarray:
@@ -60,8 +49,4 @@ def make_rows(seed: int, count: int, length: int, split: Split, workers: int, *,
     chunks = -(-count // each)
     seeds = [seed * 1_000_003 + chunk for chunk in range(chunks)]
     make = functools.partial(_rows, count=each, length=length, split=split, several=several)
-    if workers <= 1:
-        return np.concatenate(list(map(make, seeds)))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return np.concatenate(list(pool.map(make, seeds, chunksize=4)))
+    return np.concatenate(pair_data.in_processes(make, seeds, workers, chunksize=4))

@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
-from smcjax.model.nsa import NSA, Entries
+from smcjax.model.nsa import NSA, Branches, Entries
+from smcjax.model.seen import grouped
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 
@@ -38,41 +39,49 @@ def fused(implementation: str, q: Any, k: Any, v: Any, **options: Any) -> Float[
     return attend(q, k, v, implementation=implementation, **options)
 
 
-def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, " Q"]) -> Float[Array, ""]:
-    """How far the ranking of blocks is from dense attention's own, at some queries: a mean cross-entropy in nats.
+def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) -> Float[Array, ""]:
+    """How far the ranking of blocks is from dense attention's own, at some positions: a mean cross-entropy in nats.
 
     The teacher is what each block would get of the heads' attention if a query saw all; blocks that are always selected
     are left out, so a query that attends to those weighs little. Only the weights that compress learn from it.
     """
-    still = dataclasses.replace(projection, qkv=jax.lax.stop_gradient(projection.qkv))
-    seen, (rotated, _, _) = kind.entries_without_pages(still), still.heads()
-    rows, length, _, dim = rotated.shape
-    kv_heads, blocks = seen.keys.shape[2], -(-length // kind.block_size)
-    q = jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1)
-    q = q.reshape(rows, queries.shape[1], kv_heads, -1, dim)
     if kind.compressed_rope == "none":
         raise ValueError("compressed_rope must be 'block' or 'token' to learn to route, got 'none'.")
-
-    def weights(q: jax.Array, keys: jax.Array, visible: jax.Array) -> jax.Array:
-        """Attention of a group's heads together, [Q, Hkv, S]; 0 where nothing is visible."""
-        precision = product_precision(q.dtype)
-        logits = jnp.einsum("tkgd,skd->tkgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
-        logits = jnp.where(visible[:, None, None], logits / dim**0.5, LOWEST)
-        return jnp.where(visible[:, None, None], jax.nn.softmax(logits, axis=-1), 0).mean(axis=2)
-
-    share = kind.overlap(seen.compressed_keys.shape[1], blocks)
+    still = dataclasses.replace(projection, qkv=jax.lax.stop_gradient(projection.qkv))
+    seen, (rotated, _, _) = kind.entries_without_pages(still), still.heads()
+    length, (_, _, kv_heads, _) = rotated.shape[1], seen.keys.shape
+    blocks = -(-length // kind.block_size)
+    q = grouped(jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1), kv_heads)
 
     def of_row(row: tuple[jax.Array, ...]) -> jax.Array:
         positions, q, keys, compressed_keys = row
-        free = _free(kind, positions, blocks)[:, None]
-        mass = weights(q, keys, jnp.arange(length) <= positions[:, None])
+        block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
+        free = ((block <= own) & ~kind.forced(block, own))[:, None]
+        mass = weights_of(q, keys, jnp.arange(length) <= positions[:, None]).mean(axis=2)
         mass = jnp.pad(mass, [(0, 0), (0, 0), (0, blocks * kind.block_size - length)])
         mass = mass.reshape(*mass.shape[:2], blocks, -1).sum(-1) * free
-        of_tokens = weights(q, compressed_keys, _born(kind, positions, compressed_keys.shape[0]))
-        scores = jnp.einsum("tkn,nb->tkb", of_tokens, share, precision=jax.lax.Precision.HIGHEST) * free + 1e-9
+        scores = block_scores(kind, q, compressed_keys, positions, blocks) / q.shape[2] * free + 1e-9
         return -(mass * jnp.log(scores / scores.sum(axis=-1, keepdims=True))).sum(-1).mean()
 
     return jax.lax.map(of_row, (queries, q, seen.keys, seen.compressed_keys)).mean()
+
+
+def weights_of(
+    q: Float[Array, "T Hkv G D"], keys: Float[Array, "S Hkv D"], visible: Bool[Array, "T S"]
+) -> Float[Array, "T Hkv G S"]:
+    """Attention weights of one row's queries, f32; 0 where nothing is visible."""
+    precision = product_precision(q.dtype)
+    logits = jnp.einsum("tkgd,skd->tkgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
+    logits = jnp.where(visible[:, None, None], logits / q.shape[-1] ** 0.5, LOWEST)
+    return jnp.where(visible[:, None, None], jax.nn.softmax(logits, axis=-1), 0)
+
+
+def block_scores(
+    kind: NSA, q: Float[Array, "T Hkv G D"], keys: Float[Array, "N Hkv D"], positions: Int[Array, " T"], blocks: int
+) -> Float[Array, "T Hkv blocks"]:
+    """The scores by which one row's queries rank blocks, from compressed keys."""
+    born = _born(kind, positions, keys.shape[0])
+    return kind.block_scores(weights_of(q, keys, born)[None], born[None, :, None, None], blocks)[0]
 
 
 def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) -> Attend:
@@ -127,8 +136,7 @@ def nsa(implementation: str, kind: NSA, projection: Projection) -> Float[Array, 
 
     win = windowed(implementation, rotated, seen.window_keys, seen.window_values, kind.window)
     outputs = jnp.stack([compressed(implementation, kind, q_compressed, seen), slc, win], axis=3)
-    gates = kind.gates(projection, unrotated)
-    return jnp.sum(gates[..., None].astype(outputs.dtype) * outputs, axis=3)
+    return Branches(outputs, kind.gates(projection, unrotated), None, selected).gated()
 
 
 def windowed(
@@ -176,43 +184,25 @@ def compressed(
 
 
 def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv D"]) -> Bool[Array, "R T Hkv blocks"]:
-    """The blocks that queries attend to, as `NSA.select` has them, one row after the other."""
-    length, kv_heads = q.shape[1], keys.shape[2]
-    born = _born(kind, jnp.arange(length), keys.shape[1])
-    own = (jnp.arange(length) // kind.block_size)[:, None, None]
+    """The blocks that queries attend to, as `NSA.select` has them, by passes for the largest instead of sorting."""
+    length, positions = q.shape[1], jnp.arange(q.shape[1])
     blocks = -(-length // kind.block_size)
-    block = jnp.arange(blocks)
-    forced = (block <= own) & kind.forced(block, own)
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, keys = row
-        q = q.reshape(length, kv_heads, -1, q.shape[-1])
-        precision = product_precision(q.dtype)
-        logits = jnp.einsum("tkgd,nkd->tkgn", q, keys, precision=precision, preferred_element_type=jnp.float32)
-        logits = jnp.where(born[:, None, None], logits / q.shape[-1] ** 0.5, LOWEST)
-        weights = jnp.where(born[:, None, None], jax.nn.softmax(logits, axis=-1), 0).sum(axis=2)
-        share = kind.overlap(keys.shape[0], blocks)
-        scores = jnp.einsum("tkn,nb->tkb", weights, share, precision=jax.lax.Precision.HIGHEST)
-        ranked = jnp.where(block <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+        ranked = kind.ranked(block_scores(kind, q, keys, positions, blocks)[None], positions[None])[0]
 
         def take(_: Any, left: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             ranked, taken = left
-            best = block == jnp.argmax(ranked, axis=-1, keepdims=True)  # of equal ones the first
+            best = jnp.arange(blocks) == jnp.argmax(ranked, axis=-1, keepdims=True)  # of equal ones the first
             best &= ranked > -jnp.inf
             return jnp.where(best, -jnp.inf, ranked), taken | best
 
         return jax.lax.fori_loop(0, min(kind.num_blocks, blocks), take, (ranked, jnp.zeros(ranked.shape, bool)))[1]
 
-    return jax.lax.map(of_row, (q, keys), batch_size=max(1, 16_384 // length))
+    return jax.lax.map(of_row, (grouped(q, keys.shape[2]), keys), batch_size=max(1, 16_384 // length))
 
 
 def _born(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:
     """True for the compressed tokens that a query at each position sees."""
-    ends = jnp.arange(tokens) * kind.kernel_stride + kind.kernel_size - 1
-    return ends <= positions[:, None]
-
-
-def _free(kind: NSA, positions: Int[Array, " T"], blocks: int) -> Bool[Array, "T blocks"]:
-    """True for the blocks that queries at `positions` may select, and need not."""
-    block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
-    return (block <= own) & ~kind.forced(block, own)
+    return kind.compressed_array().ends(tokens) <= positions[:, None]

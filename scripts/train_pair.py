@@ -16,6 +16,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,26 @@ def row_losses(
     attend = functools.partial(causal_attention, kind)
     embedded = dataclasses.replace(params, embed=LookUp(params.embed))
     hidden = hidden_states(config, embedded, tokens, positions, lambda _, new: attend(*new.heads()))
-    logits = unembed(params, hidden)
-    # logits[targets], written so that it fuses in both directions.
-    is_target = targets[..., None] == jnp.arange(config.vocab_size)[None, None]
-    chosen = jnp.where(is_target, logits, 0.0).sum(-1)
-    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    nll = surprise(unembed(params, hidden), targets)
     solution = jnp.cumsum(targets == newline, axis=1) > 0
     weights = jnp.where(targets == data.PAD, 0.0, jnp.where(solution, 1.0, question_weight))
     return weights, nll
+
+
+def surprise(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """-log p of `targets` [B, T] under `logits` [B, T, V]."""
+    # logits[targets], written so that it fuses in both directions.
+    chosen = jnp.where(targets[..., None] == jnp.arange(logits.shape[-1]), logits, 0.0).sum(-1)
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def clipped_adamw(weight_decay: float, decayed: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """AdamW on gradients clipped at norm 1, whose learning rate is set step by step; `decayed` masks parameters."""
+    adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        adamw(learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-9, weight_decay=weight_decay, mask=decayed),
+    )
 
 
 def learning_rate(step: jax.Array | int, total: jax.Array, peak: float, warmup: int) -> jax.Array:
@@ -179,11 +192,7 @@ def train(
         return sum(((w * nll).sum() for w, nll in parts), zero) / weight, solution
 
     decayed = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
-    adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        adamw(learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-9, weight_decay=args.weight_decay, mask=decayed),
-    )
+    optimizer = clipped_adamw(args.weight_decay, decayed)
 
     def one_step(state: TrainState, total: jax.Array, key: jax.Array, buckets: Any) -> tuple[TrainState, jax.Array]:
         keys = jax.random.split(jax.random.fold_in(key, state.step), len(buckets))

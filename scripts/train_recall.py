@@ -28,7 +28,7 @@ import optax
 import recall_data as data
 from flax.training.train_state import TrainState
 from sparse_training import attend_by, routing_loss
-from train_pair import LookUp, initial_params
+from train_pair import LookUp, clipped_adamw, initial_params, surprise
 
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, load_checkpoint, save_checkpoint
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
@@ -154,10 +154,7 @@ def losses(config: ModelConfig, params: Params, tokens: jax.Array, dense: bool, 
         return attend(index, projection)
 
     logits = logits_of(config, params, tokens, learning)
-    # logits[targets], written so that it fuses in both directions.
-    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    chosen = jnp.where(targets[..., None] == jnp.arange(config.vocab_size), logits, 0.0).sum(-1)
-    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    nll = surprise(logits, jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))))
     weights = jnp.where(answer, 1.0, args.other_weight).at[:, -1].set(0.0)
     weighted, routed = (weights * nll).sum() / weights.sum(), sum(routing, jnp.float32(0))
     return Losses((answer * nll).sum() / answer.sum(), weighted, routed)
@@ -172,15 +169,13 @@ def compressing(params: Any) -> Any:
 def train(name: str, recipe: Recipe, config: ModelConfig, args: Any) -> Params:
     """Trains one model stage by stage, each for its seconds behind compilation and at most `args.max_steps` steps."""
     compute = jnp.bfloat16 if args.implementation == "cudnn" else jnp.float32
-    adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))
 
     def decayed(params: Any) -> Any:
         return jax.tree.map(lambda leaf, own: leaf.ndim > 1 and not own, params, compressing(params))
 
     optimizer = optax.apply_if_finite(
         optax.chain(
-            optax.clip_by_global_norm(1.0),
-            adamw(learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-9, weight_decay=args.weight_decay, mask=decayed),
+            clipped_adamw(args.weight_decay, decayed),
             optax.masked(optax.scale(args.compressing_rate), compressing),
         ),
         max_consecutive_errors=1_000,

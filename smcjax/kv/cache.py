@@ -40,6 +40,10 @@ class PageArray(NamedTuple):
         """Entries that end within the first `length` positions."""
         return max(0, (length - self.size) // self.stride + 1)
 
+    def ends(self, number: int) -> Int[Array, " number"]:
+        """The last position of each of the first `number` entries."""
+        return jnp.arange(number) * self.stride + self.size - 1
+
     def ended_at(self, positions: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """The entry whose last token stands at each position; −1 where none does."""
         start = positions + 1 - self.size

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray
+from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
 from smcjax.model.attention import HeadShape, Projection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
@@ -59,7 +59,7 @@ class Branches(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What compressed tokens say: their branch's output, and the blocks of the selection."""
+    """The output of a layer's compressed branch, and the blocks that its weights rank and select."""
 
     output: Float[Array, "R T Hkv G D"]
     scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
@@ -160,8 +160,12 @@ class NSA:
         names = ["keys", "values"]
         if self.kv == "per_branch":
             names += ["window_keys", "window_values", "raw_keys", "raw_values"]
-        compressed = token._replace(stride=self.kernel_stride, size=self.kernel_size)
+        compressed = self.compressed_array(token.heads, token.dim)
         return CacheSpec({**dict.fromkeys(names, token), **dict.fromkeys(COMPRESSED, compressed)}, self.block_size)
+
+    def compressed_array(self, heads: int = 1, dim: int = 1) -> PageArray:
+        """Compressed keys or values as pages hold them."""
+        return PageArray(heads, dim, self.kernel_stride, self.kernel_size)
 
     def least_read(self, context: int, first: int = 0) -> dict[str, int]:
         """Entries that the last position reads, whichever blocks it selects: their fewest, each counted once.
@@ -170,7 +174,7 @@ class NSA:
         made of is read.
         """
         start = max(0, context - self.window)
-        compressed = self._count(context) - self._count(first)
+        array = self.compressed_array()
         shared = self.kv == "shared"  # what lies in the window is read already
         position = np.arange(first, start if shared else context)
         blocks = -(-context // self.block_size)
@@ -181,7 +185,7 @@ class NSA:
         window = max(0, context - max(start, first))
         own = dict.fromkeys(("window_keys", "window_values"), window) if not shared else {}
         raw = dict.fromkeys(("keys", "values"), selected + window if shared else selected)
-        return {**raw, **own, **dict.fromkeys(("compressed_keys", "compressed_values"), compressed)}
+        return {**raw, **own, **dict.fromkeys(COMPRESSED, array.count(context) - array.count(first))}
 
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
         """Nothing is planned."""
@@ -204,7 +208,7 @@ class NSA:
         """
         arrays, stride, parts = self._new_arrays(projection), self.kernel_stride, self.kernel_size // self.kernel_stride
         rows, length = projection.qkv.shape[:2]
-        count = max(1, self._count(length))
+        count = max(1, self.compressed_array().count(length))
         starts = jnp.arange(count)[None] * stride
 
         def covered(array: Float[Array, "R T Hkv D"]) -> Float[Array, "R N l Hkv D"]:
@@ -246,8 +250,7 @@ class NSA:
         covered, home = starts[..., None] + jnp.arange(self.kernel_size), self._home(starts)
 
         def pages_of(positions: jax.Array) -> jax.Array:
-            page = jnp.clip(positions // size, 0, table.shape[1] - 1).reshape(table.shape[0], -1)
-            return jnp.take_along_axis(table, page, axis=1).reshape(positions.shape)
+            return page_of(table, positions.reshape(table.shape[0], -1), size).reshape(positions.shape)
 
         of_covered, pages = pages_of(covered), jnp.where(born, pages_of(home), TRASH)
         raw = {name: cache[self._source(name)][of_covered, covered % size] for name in ("keys", "values")}
@@ -287,15 +290,11 @@ class NSA:
         return view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
 
     def read_paths(self, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Entries[ByPath]:
-        """What is committed, and each new node's path, in the order of positions."""
+        """Committed keys and values and each new node's path, in the order of positions."""
         entries = {"stride": self.kernel_stride, "size": self.kernel_size}
         tokens = (by_path(view, *arrays) for arrays in zip(self.pairs(cache), self.pairs(scratch), strict=True))
         compressed = (by_path(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
         return Entries(*tokens, *compressed)
-
-    def _count(self, length: int) -> int:
-        """Compressed tokens that are born within the first `length` positions."""
-        return max(0, (length - self.kernel_size) // self.kernel_stride + 1)
 
     def _source(self, name: str) -> str:
         """The array of keys or values that is compressed."""
@@ -362,8 +361,9 @@ class NSA:
         size, table = view.page_size, view.block_table
         rows, width = table.shape
         slots = jnp.arange(width * size)
-        starts = jnp.arange(max(1, self._count(width * size))) * self.kernel_stride
-        home, ends = jnp.minimum(self._home(starts), width * size - 1), starts + self.kernel_size - 1
+        array = self.compressed_array()
+        starts = jnp.arange(max(1, array.count(width * size))) * self.kernel_stride
+        home, ends = jnp.minimum(self._home(starts), width * size - 1), array.ends(len(starts))
         found = {
             name: pages[table].reshape(rows, -1, *pages.shape[2:])
             for name, pages in cache.items()
@@ -408,7 +408,7 @@ class NSA:
         """
         kv_heads, last = seen.keys.shape[2], last[:, :, None, None, None]
         heads = projection.unrotated() if self.compressed_rope == "none" else projection.heads()
-        ends = jnp.arange(seen.compressed_keys.shape[1]) * self.kernel_stride + self.kernel_size - 1
+        ends = self.compressed_array().ends(seen.compressed_keys.shape[1])
         logits, born = scaled_scores(grouped(heads[0], kv_heads), seen.compressed_keys), ends <= last
         weights, output = masked_softmax(logits, seen.compressed_values, born)
         if earlier is not None:
@@ -451,11 +451,16 @@ class NSA:
     def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Bool[Array, "R T S blocks"]:
         """True for the blocks that queries at `positions` attend to: first and last ones, then the best; of equal ones
         the earlier."""
-        block = jnp.arange(scores.shape[-1])
-        own = positions[:, :, None, None] // self.block_size
-        ranked = jnp.where(block <= own, jnp.where(self.forced(block, own), jnp.inf, scores), -jnp.inf)
+        ranked = self.ranked(scores, positions)
         _, best = jax.lax.top_k(ranked, min(self.num_blocks, scores.shape[-1]))
-        return jnp.any(best[..., None] == block, axis=-2) & (block <= own)
+        return jnp.any(best[..., None] == jnp.arange(scores.shape[-1]), axis=-2) & (ranked != -jnp.inf)
+
+    def ranked(
+        self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]
+    ) -> Float[Array, "R T S blocks"]:
+        """`scores`, but ∞ for blocks that queries at `positions` always select, and −∞ for those behind their own."""
+        block, own = jnp.arange(scores.shape[-1]), positions[:, :, None, None] // self.block_size
+        return jnp.where(block <= own, jnp.where(self.forced(block, own), jnp.inf, scores), -jnp.inf)
 
     def forced(self, block: Any, own: Any) -> Any:
         """True for blocks that a query of block `own` always selects."""

@@ -107,7 +107,7 @@ def by_path(
     table, page_size = view.block_table, view.page_size
     slots = table.shape[1] * page_size
     count = max(1, array.count(slots))
-    ends = jnp.arange(count) * stride + size - 1
+    ends = array.ends(count)
     if stride == size == 1:
         held = pages[table].reshape(table.shape[0], slots, *pages.shape[2:])
     else:

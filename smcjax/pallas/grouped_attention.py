@@ -32,7 +32,7 @@ WORD = 32  # queries of one word of a task's mask
 
 
 class Tasks(NamedTuple):
-    """What the groups of each request read, by set: S = Hkv sets, or H where query heads choose for themselves.
+    """Units of pages that the groups of each request read, by set: S = Hkv, or H where query heads choose themselves.
 
     The first `number` of K tasks count, in the order of the sequence; the others name unit 0 and no query.
     """

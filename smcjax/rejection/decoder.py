@@ -65,7 +65,7 @@ def start(program: RejectionProgram, params: PairParams, state: State, last_hidd
 
 
 class Accepted(NamedTuple):
-    """What each request takes of its drafts; C = K + 1 columns, of which those behind the run are stale."""
+    """The run that each request takes of its drafts; C = K + 1 columns, of which those behind the run are stale."""
 
     row: Int[Array, " G"]  # whose pages hold the run's KV
     accepted: Int[Array, " G"]

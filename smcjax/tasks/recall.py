@@ -96,7 +96,7 @@ class Round:
 
 @dataclasses.dataclass
 class _Facts:
-    """What a document has said so far."""
+    """The facts that a document has stated so far."""
 
     values: dict[int, int] = dataclasses.field(default_factory=dict)  # of keys that have numbers
     hops: dict[int, int] = dataclasses.field(default_factory=dict)  # the key that a key names

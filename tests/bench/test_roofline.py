@@ -153,7 +153,7 @@ def kinds(draw: st.DrawFn) -> NSA:
 
 
 def reads(kind: NSA, context: int, first: int) -> list[dict[str, int]]:
-    """What the last query reads under every selection that it can make, position by position."""
+    """Counts of what the last query reads under every selection that it can make, position by position."""
     t, blocks = context - 1, (context - 1) // kind.block_size + 1
     forced = {j for j in range(blocks) if j < kind.init_blocks or j > blocks - 1 - kind.local_blocks}
     window = {r for r in range(context) if r > t - kind.window}

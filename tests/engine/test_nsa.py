@@ -58,7 +58,7 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
 
     def logprobs(num_pages: int, caching: bool) -> np.ndarray:
-        """Of another number of pages, programs are other ones, and compiled anew."""
+        """Programs for another number of pages are other ones, and compiled anew."""
         fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "page_size": 4, "max_num_seqs": 2}
         fields |= {"num_pages": num_pages, "enable_prefix_caching": caching}
         with LLM(target, decoding=Autoregressive(), **fields) as llm:

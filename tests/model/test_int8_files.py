@@ -53,7 +53,7 @@ def bfloat16_params(config: ModelConfig) -> Params:
 
 
 def require_equal(a: Params, b: Params) -> None:
-    """The same tree, the same kinds of matrices, the same bits."""
+    """Both have one tree, the same kinds of matrices and the same bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert one.dtype == other.dtype

@@ -166,7 +166,7 @@ def test_controls(fixed: bool) -> None:
 
 
 def test_a_chain_is_judged_as_a_chain() -> None:
-    """The same nodes and laws as token by token, whatever the uniforms."""
+    """A chain as a tree has the nodes and laws of token by token, whatever the uniforms."""
     rng, cases, gamma = np.random.default_rng(0), 500, 4
     p, q = (rng.dirichlet(np.full(V, 0.7), (cases, gamma + extra)) for extra in (1, 0))
     tokens, uniforms = rng.integers(0, V, (cases, gamma + 1), np.int32), rng.random((cases, gamma))

@@ -112,7 +112,7 @@ def drawn(rng: np.random.Generator, clusters: int, size: int) -> list[list[bool]
 
 
 def test_intervals_of_clusters_cover_what_they_say() -> None:
-    """Of 1,000 experiments with 25 clusters of 16; taken for independent, the outcomes cover far too seldom."""
+    """In 1,000 experiments with 25 clusters of 16; taken for independent, the outcomes cover far too seldom."""
     rng = np.random.default_rng(0)
     covered, naive, differences = [], [], []
     for _ in range(1000):
