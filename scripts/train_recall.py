@@ -1,6 +1,6 @@
 """Make the recall pair: a target with Native Sparse Attention for 16,384 tokens, its controls, and a dense draft.
 
-    python scripts/train_recall.py target                  # 11 minutes on one H100; writes recall/target
+    python scripts/train_recall.py target                  # 450 s of training on a GPU; writes recall/target
     python scripts/train_recall.py dense window draft      # the dense twin, the window-only control, the draft
     python scripts/train_recall.py target draft --smoke --output /tmp/pair    # the whole path, tiny, on a CPU
 
