@@ -13,7 +13,6 @@ from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, SIBLINGS, VERIFICATI
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.tasks.questions import TASKS
-from smcjax.tasks.recall import SHORTEST
 from smcjax.trees import ORDERS
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -144,16 +143,21 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Adds options for what is asked."""
     parser.add_argument("--task", choices=TASKS, default="words", help="word problems, or recall in documents (words)")
-    parser.add_argument("--context", type=whole(SHORTEST, 1 << 20), metavar="T", help="tokens of a document (2048)")
+    parser.add_argument("--context", type=whole(1, 1 << 20), metavar="T", help="tokens of a document (2048)")
 
 
 def check_task(args: argparse.Namespace) -> None:
-    """Sets the context where none is given; raises ValueError for one without documents, and for the bundled pair."""
+    """Sets the context where none is given; refuses one that no document has, and the bundled pair."""
     if args.context is not None and args.task != "recall":
         raise ValueError(f"--context is an option of --task recall, got --task {args.task}; leave it out.")
     if args.task == "recall" and args.model is None:
         raise ValueError("--task recall needs a model that knows it, and the bundled pair does not; give --model.")
     args.context = args.context or 2048
+    if args.task == "recall":
+        from smcjax.tasks.recall import SHORTEST  # NumPy, which `smcjax --help` has no need of
+
+        if args.context < SHORTEST:
+            raise ValueError(f"--context must be at least {SHORTEST}, the shortest document, got {args.context}.")
 
 
 def add_debug_option(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from smcjax.tasks import recall, word_problems
+from smcjax.tasks import word_problems
 
 TASKS = ("words", "recall")
 JUDGED = {"words": "problems", "recall": "lines of answer"}  # each part that is judged by itself
@@ -24,6 +24,8 @@ def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Ques
     """`n` questions of the evaluation split: "words", a verdict for each problem, or "recall", one for each line of
     answer about a document of `context` tokens."""
     if task == "recall":
+        from smcjax.tasks import recall  # NumPy, which `smcjax --help` has no need of
+
         documents = recall.generate(seed, n, "eval", context)
         return [Question(one.prompt, functools.partial(recall.right_lines, one)) for one in documents]
     problems = word_problems.generate(seed, n, "eval")

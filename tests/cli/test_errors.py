@@ -58,7 +58,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
     (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
     (["eval", "--task", "recal"], "did you mean recall?"),
-    (["eval", "--task", "recall", "--context", "100"], "--context"),
+    (["eval", "--task", "recall", "--model", "m", "--context", "100"], "--context must be at least 256"),
     ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
     ([*GENERATE, "--verification", "blok"], "is not one of token, block; did you mean block?"),

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.model import load_checkpoint, logits
-from smcjax.tasks import completion, generate, prompt
+from smcjax.tasks.word_problems import completion, generate, prompt
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
