@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 
 SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by this name
+Choose = Callable[[NSA, jax.Array, jax.Array], jax.Array]  # `selection`, or what stands for it
 
 
 def fused(implementation: str, q: Any, k: Any, v: Any, **options: Any) -> Float[Array, "R T H D"]:
@@ -111,15 +113,21 @@ def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) 
     return attend
 
 
-def nsa(implementation: str, kind: NSA, projection: Projection) -> Float[Array, "R T H D"]:
-    """`kind.dense` at positions 0 … T − 1, for kinds that rank by probabilities and choose by groups of heads."""
+def nsa(
+    implementation: str, kind: NSA, projection: Projection, choose: Choose | None = None
+) -> Float[Array, "R T H D"]:
+    """`kind.dense` at positions 0 … T − 1, for kinds that rank by probabilities and choose by groups of heads.
+
+    `choose` stands for `selection`.
+    """
+    choose = choose or selection
     if kind.score != "prob" or kind.share != "group":
         raise ValueError(f"score and share must be 'prob' and 'group' to be trained here, got {kind}.")
     seen = kind.entries_without_pages(projection)
     rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
     q_compressed = unrotated if kind.compressed_rope == "none" else rotated
     selected = checkpoint_name(
-        selection(kind, *map(jax.lax.stop_gradient, (q_compressed, seen.compressed_keys))), SELECTED
+        choose(kind, *map(jax.lax.stop_gradient, (q_compressed, seen.compressed_keys))), SELECTED
     )
     rows, length, _, dim = rotated.shape
     kv_heads = seen.keys.shape[2]
@@ -183,14 +191,22 @@ def compressed(
     return jnp.where(born.any(axis=1)[:, None, None], fused(implementation, q, keys, values, mask=mask), 0)
 
 
-def selection(kind: NSA, q: Float[Array, "R T H D"], keys: Float[Array, "R N Hkv D"]) -> Bool[Array, "R T Hkv blocks"]:
-    """The blocks that queries attend to, as `NSA.select` has them, by passes for the largest instead of sorting."""
+def selection(
+    kind: NSA,
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "R N Hkv D"],
+    scores: Callable[..., jax.Array] = block_scores,
+) -> Bool[Array, "R T Hkv blocks"]:
+    """The blocks that queries attend to, as `NSA.select` has them, by passes for the largest instead of sorting.
+
+    `scores` stands for `block_scores`.
+    """
     length, positions = q.shape[1], jnp.arange(q.shape[1])
     blocks = -(-length // kind.block_size)
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, keys = row
-        ranked = kind.ranked(block_scores(kind, q, keys, positions, blocks)[None], positions[None])[0]
+        ranked = kind.ranked(scores(kind, q, keys, positions, blocks)[None], positions[None])[0]
 
         def take(_: Any, left: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             ranked, taken = left

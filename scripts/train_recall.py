@@ -27,22 +27,19 @@ import numpy as np
 import optax
 import recall_data as data
 from flax.training.train_state import TrainState
+from recall_measure import LENGTHS, documents_of, in_answers, in_words, logits_of, measure
 from sparse_training import attend_by, routing_loss
-from train_pair import LookUp, clipped_adamw, initial_params, surprise
+from train_pair import clipped_adamw, initial_params, surprise
 
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, load_checkpoint, save_checkpoint
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
-from smcjax.model.decoder import Attend, hidden_states, unembed
 from smcjax.model.nsa import NSA
-from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.recall import BOS, EOS, vocabulary
 
 MAX_LENGTH = 16_384
 SPARSE = NSA(num_blocks=8, window=256, kv="shared", phi="linear")
 FALLING = 0.35  # of the time, in which the learning rate falls to 0
 GATE_BIAS = jnp.array([-3.0, 4.0, -3.0])  # of compressed tokens, selection, window
-EVAL_SEED = 2_024
-ANSWERS, NEWLINE = (vocabulary().index(piece) for piece in ("answers", "\n"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +113,6 @@ def starting_params(config: ModelConfig, key: jax.Array) -> Params:
 
     layers = tuple(dataclasses.replace(layer, attention=with_means(layer.attention)) for layer in params.layers)
     return dataclasses.replace(params, layers=layers)
-
-
-def logits_of(config: ModelConfig, params: Params, tokens: jax.Array, attend: Attend) -> jax.Array:
-    """Logits [R, T, V] behind every token of `tokens` [R, T], without pages."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    embedded = dataclasses.replace(params, embed=LookUp(params.embed))
-    return unembed(params, hidden_states(config, embedded, tokens, positions, attend))
-
-
-def in_answers(tokens: np.ndarray | jax.Array) -> Any:
-    """True where the next token belongs to answers: from behind the word `answers` to the end of text. [R, T]"""
-    xp = jnp if isinstance(tokens, jax.Array) else np
-    return xp.cumsum(tokens == ANSWERS, axis=1) > xp.cumsum(tokens == EOS, axis=1)
 
 
 class Losses(NamedTuple):
@@ -257,44 +241,6 @@ def save(name: str, config: ModelConfig, params: Params, output: Path) -> None:
     data.save_tokenizer(output / name, MAX_LENGTH)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"))
-def _guesses(config: ModelConfig, params: Params, tokens: jax.Array, implementation: str) -> jax.Array:
-    return jnp.argmax(logits_of(config, params, tokens, attend_by(implementation, config)), axis=-1)
-
-
-def lines_right(tokens: np.ndarray, guesses: np.ndarray) -> list[list[bool]]:
-    """For each answer line of R documents [R, T]: true if every token is the likeliest behind what precedes it."""
-    found = []
-    for row, guess in zip(tokens, guesses, strict=True):
-        places = np.flatnonzero(in_answers(row[None])[0, :-1])[1:]  # behind the newline of the word `answers`
-        right = guess[places] == row[places + 1]
-        ends = np.flatnonzero(row[places + 1] == NEWLINE)
-        found.append([bool(part.all()) for part in np.split(right, ends + 1)[: len(ends)]])
-    return found
-
-
-def measure(name: str, config: ModelConfig, params: Params, args: Any, lengths: list[int]) -> dict[int, Any]:
-    """Shares of answer lines that are right token by token, on documents of held-out keys, with 95% intervals."""
-    result = {}
-    if args.implementation == "xla":
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    for length in lengths:
-        rows = max(1, args.tokens // length // 4)
-        count = max(rows, min(args.eval_documents, args.eval_documents * 2048 // length))
-        documents = data.make_rows(EVAL_SEED, count, length, "eval", 1, several=False)
-        right = []
-        for begin in range(0, count - rows + 1, rows):
-            part = documents[begin : begin + rows]
-            right += lines_right(
-                part, np.asarray(_guesses(config, params, jnp.asarray(part, jnp.int32), args.implementation))
-            )
-        (low, high), lines = clustered_interval(right), [line for document in right for line in document]
-        share = sum(lines) / len(lines)
-        result[length] = {"lines": share, "ci_low": low, "ci_high": high, "n": len(lines)}
-        print(f"{name}: lines right at {length}: {share:.4f} [{low:.4f}, {high:.4f}]", flush=True)
-    return result
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=list(RECIPES))
@@ -336,8 +282,19 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.models:
         config = model_config(RECIPES[name], smoke=args.smoke)
         params = train(name, RECIPES[name], config, args)
-        lengths = [length for length in (2048, 8192, 16384) if length <= args.longest] or [args.longest]
-        results.append({"model": name, "lines": measure(name, config, params, args, lengths)})
+        lengths = [length for length in LENGTHS if length <= args.longest] or [args.longest]
+        for length in lengths:
+            found = measure(
+                config,
+                params,
+                length,
+                documents=documents_of(length, args.eval_documents),
+                tokens=args.tokens // 4,
+                implementation=args.implementation,
+                looks=False,
+            )
+            print(f"{name}: lines right at {length}: {in_words(found['lines'])}", flush=True)
+            results.append({"model": name, "length": length, **found})
     for result in results:
         print(json.dumps(result))
     print(f"done in {time.perf_counter() - begin:.0f} s on {jax.devices()[0].device_kind}")

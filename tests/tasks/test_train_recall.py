@@ -22,34 +22,9 @@ pytest.importorskip("optax")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import recall_data as data
+import recall_measure
 import train_recall
 from sparse_training import attend_by
-
-
-def words(ids: np.ndarray) -> str:
-    return "".join(recall.vocabulary()[index] for index in ids)
-
-
-def test_answers_are_what_weighs() -> None:
-    """In a document of two rounds: the answers and ends of text of both, and nothing else."""
-    rng = np.random.default_rng(2)
-    stretches, told = recall.document(rng, 700, "train", 2)
-    ids = recall.tokens(np.random.default_rng(2), 700, "train", 2)[None]
-    for mask in (train_recall.in_answers(ids), np.asarray(train_recall.in_answers(jnp.asarray(ids, jnp.int32)))):
-        following = words(ids[0, 1:][mask[0, :-1]])
-        wanted = "".join("\n" + words(np.concatenate(one.answers)) + "<eos>" for one in told)
-        assert following == wanted
-    assert len(stretches) == 2
-
-
-def test_lines_are_judged_token_by_token() -> None:
-    ids = data.make_rows(5, 2, 512, "eval", 1, several=False)
-    guesses = np.roll(ids, -1, axis=1)
-    right = train_recall.lines_right(ids, guesses)
-    assert right == [[True] * 8] * 2
-    (places,) = np.nonzero(train_recall.in_answers(ids)[1, :-1])
-    guesses[1, places[4]] += 1  # in the second document's first line: behind the heading, number, space and key
-    assert train_recall.lines_right(ids, guesses) == [[True] * 8, [False] + [True] * 7]
 
 
 def test_losses_are_means_by_weight() -> None:
@@ -59,9 +34,9 @@ def test_losses_are_means_by_weight() -> None:
     params = train_recall.starting_params(config, jax.random.key(3))
     rows = jnp.asarray(data.make_rows(1, 2, 256, "train", 1), jnp.int32)
     found = train_recall.losses(config, params, rows, False, args)
-    logits = train_recall.logits_of(config, params, rows, attend_by("xla", config))
+    logits = recall_measure.logits_of(config, params, rows, attend_by("xla", config))
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), rows[:, 1:, None], axis=-1)[..., 0]
-    answers = np.asarray(train_recall.in_answers(rows))[:, :-1]
+    answers = np.asarray(recall_measure.in_answers(rows))[:, :-1]
     weights = np.where(answers, 1.0, args.other_weight)
     assert float(found.all) == pytest.approx(float((weights * nll).sum() / weights.sum()), rel=1e-5)
     assert float(found.answers) == pytest.approx(float(nll[answers].mean()), rel=1e-5)
@@ -78,10 +53,10 @@ def test_a_sparse_model_starts_as_its_dense_twin() -> None:
     params = train_recall.starting_params(config, jax.random.key(0))
     rows = jnp.asarray(data.make_rows(1, 1, 256, "train", 1), jnp.int32)
     twin = config.with_layers([dataclasses.replace(config.layer(0), attention=FULL)] * config.num_layers)
-    wanted = train_recall.logits_of(twin, params, rows, attend_by("xla", twin))
-    got = train_recall.logits_of(config, params, rows, attend_by("xla", config))
+    wanted = recall_measure.logits_of(twin, params, rows, attend_by("xla", twin))
+    got = recall_measure.logits_of(config, params, rows, attend_by("xla", config))
     few = config.with_layers([dataclasses.replace(config.layer(0), attention=kind)] * config.num_layers)
-    control = train_recall.logits_of(few, params, rows, attend_by("xla", few))
+    control = recall_measure.logits_of(few, params, rows, attend_by("xla", few))
     near, far = (float(jnp.abs(x - wanted).mean() / jnp.abs(wanted).mean()) for x in (got, control))
     assert near < 0.15, "the other gates let a twentieth of two branches through"
     assert far > 2 * near, "control"
@@ -91,8 +66,8 @@ def test_a_sparse_model_starts_as_its_dense_twin() -> None:
 def test_smoke_run_writes_a_sparse_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_recall.main(["draft", "small", "--smoke", "--output", str(tmp_path)])
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [report["model"] for report in reports] == ["draft", "small"]
-    assert [report["lines"]["512"]["n"] for report in reports] == [16, 16]
+    assert [(report["model"], report["length"]) for report in reports] == [("draft", 512), ("small", 512)]
+    assert [report["lines"]["n"] for report in reports] == [16, 16]
     for name, kind in (("draft", type(FULL)), ("small", NSA)):
         config, params = load_checkpoint(tmp_path / name, dtype="float32")
         assert isinstance(config.layer(0).attention, kind)
