@@ -13,3 +13,10 @@ class RequestsLost(RuntimeError):
     def __init__(self, names: Collection[str]) -> None:
         which = f"request {next(iter(names))} is" if len(names) == 1 else f"requests {', '.join(sorted(names))} are"
         super().__init__(f"{which} gone: an error elsewhere ended everything in flight.")
+
+
+class QueueFull(RuntimeError):
+    """A request would be one too many of those that wait; it may come again when others have been answered."""
+
+    def __init__(self, max_waiting: int) -> None:
+        super().__init__(f"{max_waiting} requests may wait and as many do; ask again later, or raise max_waiting.")

@@ -9,41 +9,86 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
+import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from smcjax.engine.arguments import check_range
 from smcjax.engine.llm import LLM, Claim
 from smcjax.engine.outputs import StreamChunk
 from smcjax.engine.requests import Prompt, Request, params_for_each
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.errors import RequestsLost
+from smcjax.errors import QueueFull, RequestsLost
+from smcjax.plain import short
 
 
 class AsyncLLM:
     """An `LLM`, of the same arguments, whose `generate` is an async iterator, for any number of event loops.
 
     Requests that come while others run join them at the next cycle.
+
+    Args:
+        max_waiting: requests in flight beyond `max_num_seqs`, at most; one more raises QueueFull. None: any number.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_waiting: int | None = None, **kwargs: Any) -> None:
+        if max_waiting is not None:
+            check_range("max_waiting", max_waiting, 0, 1 << 30)
+        self._max_waiting = max_waiting
         self.llm = LLM(*args, **kwargs)
         self._arriving: deque[_Inbox] = deque()
         self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in
         self._busy = False  # whether the engine has more to do
         self._starting = threading.Lock()  # held for moments only
         self._thread: threading.Thread | None = None  # there while there is anything to do
-        self._closed = False
+        self._closed = self._draining = False
+        self._named: dict[str, str] = {}  # requests with a name of their caller's, by it
+        self._unwanted: set[str] = set()  # requests that are to end, though somebody reads them
 
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the last chunk brings the whole output.
 
-        Raises ValueError at once for a request that cannot run. The request comes to the engine with the first chunk
-        that is asked for. Who stops iterating (by `aclose`, a cancelled task, or letting go of the iterator) aborts it.
+        Raises ValueError at once for a request that cannot run, QueueFull where too many are in flight, RuntimeError
+        once closed or draining. The request comes to the engine with the first chunk that is asked for, which raises
+        the last two as well. Who stops iterating (by `aclose`, a cancelled task, or letting go of the iterator) aborts
+        it. `request_id` is its name for `abort` and in its output, any text that no other request in flight has.
+
+        Any thread may call this, so that no event loop has to wait for a long text to be cut into tokens.
         """
-        return _Chunks(self, self.llm.request(prompt, params_for_each(sampling_params, 1)[0]))
+        self._require_room()
+        return _Chunks(self, self.llm.request(prompt, params_for_each(sampling_params, 1)[0]), request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[StreamChunk]:
+        """Answers a conversation through the tokenizer's chat template, as `generate` does a prompt."""
+        self._require_room()
+        return self.generate(self.llm.chat_prompt(messages), sampling_params, request_id=request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends the request of this name: its reader gets what is certain by then, and finish_reason "abort".
+
+        Returns False, and does nothing, where none in flight has the name. Any thread may call this.
+        """
+        number = self._named.get(request_id)
+        if number is not None:
+            self._unwanted.add(number)
+        return number is not None
+
+    async def drain(self) -> None:
+        """Waits until all requests that have come are answered; from now on further ones raise RuntimeError."""
+        self._draining = True
+        while self._arriving or self._thread is not None:
+            await asyncio.sleep(0.01)
 
     async def metrics(self) -> dict[str, float]:
         """`LLM.metrics`, with all that have come and left taken into account."""
@@ -63,10 +108,20 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _submit(self, inbox: _Inbox) -> None:
-        """Lets a request come. Raises RuntimeError once closed."""
+    def _require_room(self) -> None:
+        """Raises what keeps a further request from coming."""
         if self._closed:
             raise _closed()
+        if self._draining:
+            raise RuntimeError("this AsyncLLM is draining and takes no further requests; make a new one.")
+        if self._max_waiting is not None:
+            in_flight = len(self._arriving) + len(self._inboxes)
+            if in_flight >= self.llm.max_num_seqs + self._max_waiting:
+                raise QueueFull(self._max_waiting)
+
+    def _submit(self, inbox: _Inbox) -> None:
+        """Lets a request come, or raises what keeps it from that."""
+        self._require_room()
         self._arriving.append(inbox)
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
@@ -146,6 +201,9 @@ class AsyncLLM:
                 self._inboxes[inbox.request.request_id] = inbox  # first: an error reaches its reader from now on
                 if not self._closed:
                     self.llm.engine.add_request(inbox.request, stream=True, arrived=inbox.arrived)
+        if not self._closed:
+            for number in list(self._unwanted):
+                self.llm.engine.abort(number)
 
     def _end_all(self, error: BaseException) -> None:
         while self._inboxes:
@@ -184,9 +242,14 @@ class _Inbox:
 class _Chunks(Claim, AsyncIterator[StreamChunk]):
     """The stream of one request."""
 
-    def __init__(self, served: AsyncLLM, request: Request) -> None:
+    def __init__(self, served: AsyncLLM, request: Request, name: str | None) -> None:
+        self._served, self._request, self._name = served, request, name
+        if name is not None:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"request_id must be some text, or None, got {short(name)}.")
+            if served._named.setdefault(name, request.request_id) != request.request_id:
+                raise ValueError(f"request_id is {short(name)}, which a request in flight has; choose another.")
         super().__init__(served.llm, [request.request_id])
-        self._served, self._request = served, request
         self._inbox: _Inbox | None = None  # from the first chunk that is asked for
         self._ready: deque[StreamChunk] = deque()
 
@@ -205,6 +268,8 @@ class _Chunks(Claim, AsyncIterator[StreamChunk]):
         chunk = self._ready.popleft()
         if chunk.finished:
             await self.aclose()
+        if chunk.output is not None and self._name is not None:
+            return dataclasses.replace(chunk, output=dataclasses.replace(chunk.output, request_id=self._name))
         return chunk
 
     async def aclose(self) -> None:
@@ -216,8 +281,12 @@ class _Chunks(Claim, AsyncIterator[StreamChunk]):
 
     def give_up(self) -> None:
         """Notes that nobody reads any more."""
-        if self._inbox is not None:
-            self._inbox.left = True  # should it not have been taken in yet
+        if self.held:
+            self._served._unwanted.discard(self._request.request_id)
+            if self._name is not None:
+                self._served._named.pop(self._name, None)
+            if self._inbox is not None:
+                self._inbox.left = True  # should it not have been taken in yet
         super().give_up()
 
 

@@ -262,18 +262,22 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them, through the tokenizer's chat template."""
-        if self.tokenizer is None:
-            raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(f"messages must be a list of {{'role': …, 'content': …}} mappings, got {short(messages)}.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
             try:
-                prompts.append({"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)})
+                prompts.append(self.chat_prompt(conversation))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt that the chat template makes of a conversation; raises ValueError where it makes none."""
+        if self.tokenizer is None:
+            raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
+        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages)}
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 
 import jax
 import pytest
 
-from smcjax import LLM, SMC, AsyncLLM, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, AsyncLLM, RequestOutput, SamplingParams, StreamChunk
 from smcjax.engine.engine import Engine
-from smcjax.errors import RequestsLost
+from smcjax.errors import QueueFull, RequestsLost
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN
 
 
-def make(pair: Pair) -> AsyncLLM:
+def make(pair: Pair, max_waiting: int | None = None) -> AsyncLLM:
     decoding = SMC(n_particles=4, gamma=3, trace=True)
     return AsyncLLM(
         pair.target,
@@ -28,6 +30,7 @@ def make(pair: Pair) -> AsyncLLM:
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=4,
         page_size=4,
+        max_waiting=max_waiting,
     )
 
 
@@ -384,3 +387,125 @@ print("done")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
     assert "Fatal" not in ended.stderr
+
+
+LONG = SamplingParams(seed=9, max_tokens=40, ignore_eos=True)
+
+
+def test_names_abort_and_leave_the_others(pair: Pair) -> None:
+    """While it runs, waits, or has not been read at all; the name is free again afterwards."""
+
+    async def rest(stream: AsyncIterator[StreamChunk]) -> StreamChunk:
+        return [chunk async for chunk in stream][-1]
+
+    async def session() -> None:
+        async with make(pair) as served:
+            whole = await read(served, 9)
+            running = served.generate("ab", dataclasses.replace(params(9), logprobs=1), request_id="mine")
+            begun = await anext(running)
+            beside = asyncio.create_task(read(served, 9))
+            assert served.abort("mine")
+            last = await rest(running)
+            assert last.output is not None
+            assert (last.output.request_id, last.output.outputs[0].finish_reason) == ("mine", "abort")
+            said = last.output.outputs[0].token_ids
+            assert begun.token_ids == said[: len(begun.token_ids)]
+            assert said == whole.outputs[0].token_ids[: len(said)]
+            assert len(said) < len(whole.outputs[0].token_ids)
+            assert (await beside).outputs == whole.outputs
+            assert not served.abort("mine")
+            never_read = served.generate("ab", LONG, request_id="mine")
+            assert served.abort("mine")
+            output = (await rest(never_read)).output
+            assert output is not None
+            assert output.outputs[0].finish_reason == "abort"
+            again = served.generate("ab", params(1), request_id="mine")
+            assert (await rest(again)).output.outputs == (await read(served, 1)).outputs
+            assert served._named == {}
+            assert served._unwanted == set()
+
+    asyncio.run(session())
+
+
+def test_a_name_is_for_one_request_at_a_time(pair: Pair) -> None:
+    async def session() -> None:
+        async with make(pair) as served:
+            stream = served.generate("ab", LONG, request_id="x")
+            with pytest.raises(ValueError, match="request_id is 'x', which a request in flight has; choose another"):
+                served.generate("ab", LONG, request_id="x")
+            assert (await anext(stream)).token_ids, "who is refused has not taken the name away"
+            assert served.abort("x")
+            for wrong in ("", 5):
+                with pytest.raises(ValueError, match="request_id must be some text, or None"):
+                    served.generate("ab", LONG, request_id=wrong)
+            assert not served.abort("y")
+            del stream
+            gc.collect()
+            assert served._named == {}
+
+    asyncio.run(session())
+
+
+async def all_come(served: AsyncLLM, count: int) -> None:
+    """Waits until so many requests are in flight."""
+    while len(served._arriving) + len(served._inboxes) < count:
+        await asyncio.sleep(0)
+
+
+def test_a_full_queue_refuses_and_takes_again(pair: Pair) -> None:
+    """Four run and one waits; what is made before and comes later is refused as well."""
+
+    async def session() -> None:
+        async with make(pair, max_waiting=1) as served:
+            late = served.generate("ab", params(2))
+            reading = [asyncio.create_task(read(served, 9)) for _ in range(5)]
+            await all_come(served, 5)
+            with pytest.raises(QueueFull, match="1 requests may wait and as many do; ask again later"):
+                served.generate("ab", params(2))
+            with pytest.raises(QueueFull):
+                await anext(late)
+            outputs = await asyncio.gather(*reading)
+            assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+            assert (await read(served, 1)).outputs[0].token_ids
+        with pytest.raises(ValueError, match="max_waiting"):
+            make(pair, max_waiting=-1)
+
+    asyncio.run(session())
+
+
+def test_draining_answers_what_has_come(pair: Pair) -> None:
+    async def session() -> None:
+        async with make(pair) as served:
+            whole = await read(served, 9)
+            reading = [asyncio.create_task(read(served, 9)) for _ in range(6)]
+            await all_come(served, 6)
+            draining = asyncio.create_task(served.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="is draining"):
+                served.generate("ab", params(1))
+            assert not draining.done()
+            assert [one.outputs for one in await asyncio.gather(*reading)] == [whole.outputs] * 6
+            await asyncio.wait_for(draining, 10)
+            metrics = await served.metrics()
+            assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+
+    asyncio.run(session())
+
+
+def test_chat_is_generate_behind_the_template(pair: Pair) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+
+    async def session() -> None:
+        async with make(pair) as served:
+            assert served.llm.tokenizer is not None
+            served.llm.tokenizer._inner.chat_template = "{{ messages[0]['content'] }}{{ 'cd' }}"
+            said = [chunk async for chunk in served.chat(messages, params(2), request_id="c")][-1].output
+            ids = served.llm.tokenizer._inner("abcd", add_special_tokens=False)["input_ids"]
+            plain = [chunk async for chunk in served.generate({"prompt_token_ids": ids}, params(2))][-1].output
+            assert said is not None
+            assert plain is not None
+            assert (said.outputs, said.prompt_token_ids) == (plain.outputs, ids)
+            with pytest.raises(ValueError, match="messages"):
+                served.chat([], params(2))
+
+    asyncio.run(session())
