@@ -152,9 +152,8 @@ def prefilled(name: str, page_size: int) -> list[Prefilled]:
 
 
 FEW = [(CHAIN, "bfs"), (TREE, "dfs")]
-GOLDEN_LOGITS = [(*case, mode, size) for case in FEW for mode in MODES for size in SIZES[1:]]
-GOLDEN_LOGITS += [(TREE, "bfs", mode, 3) for mode in MODES]
-GOLDEN_LOGITS += [(*case, "shared", 1) for case in FEW]
+GOLDEN_LOGITS = [(*case, mode, size) for case in FEW for mode, size in zip(MODES, (4, 4, 2), strict=True)]
+GOLDEN_LOGITS += [(TREE, "bfs", "merged", 3), (CHAIN, "bfs", "shared", 1)]
 
 
 @pytest.mark.parametrize(("name", "order", "mode", "size"), GOLDEN_LOGITS)

@@ -27,8 +27,7 @@ LENGTH = 75
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=8, num_blocks=4, window=7, phi="linear")
 KINDS: list[AttentionKind] = [
     dataclasses.replace(SPARSE, kv=kv, compressed_rope=rope)
-    for kv in ("shared", "per_branch")
-    for rope in ("block", "token", "none")
+    for kv, rope in (("shared", "block"), ("per_branch", "token"), ("shared", "none"))
 ]
 KINDS += [dataclasses.replace(SPARSE, phi="mlp", gate="q", init_blocks=0, local_blocks=1, kernel_size=8), FULL]
 KINDS += [SlidingWindow(7), SlidingWindow(100)]
