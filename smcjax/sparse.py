@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection
+from typing import Any
 
 from smcjax.plain import plain_numbers, short, use_plain_numbers
 from smcjax.trees import ORDERS
@@ -111,7 +112,7 @@ class SparseVerification:
             found.append(layer if is_refreshed else found[-1])
         return tuple(found)
 
-    def check(self, selecting: Sequence[Hashable]) -> None:
+    def check(self, selecting: Collection[Any]) -> None:
         """Raises ValueError for a target that cannot be verified so, of the kinds of whose sparse layers these are."""
         if not selecting:
             raise ValueError(
@@ -121,8 +122,8 @@ class SparseVerification:
         flags = self.refreshes(len(selecting))
         if len(flags) != len(selecting):
             raise ValueError(
-                f"schedule has {len(flags)} flags and the target {len(selecting)} sparse layers; give one for each, "
-                "or a spacing."
+                f"schedule must have a flag for each of the target's sparse layers, {len(selecting)} in all, got "
+                f"{len(flags)}; give as many, or a spacing."
             )
         if not all(flags) and len(set(selecting)) > 1:
             raise ValueError(

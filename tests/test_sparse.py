@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.sparse import SparseVerification
 
 
@@ -54,7 +55,7 @@ def test_targets_that_cannot_be_verified_so_are_refused() -> None:
         with pytest.raises(ValueError, match=r"no layer that selects any; leave it out, or use a target with Native"):
             SparseVerification(schedule=schedule).check([])
     flags = SparseVerification(schedule=(True, False))
-    with pytest.raises(ValueError, match=r"^schedule has 2 flags and the target 3 sparse layers; give one for each"):
+    with pytest.raises(ValueError, match=r"^schedule must have a flag for each of .*, 3 in all, got 2; give as many"):
         flags.check(["nsa"] * 3)
     with pytest.raises(ValueError, match=r"^schedule is \(True, False\) and the target's sparse layers differ in"):
         flags.check(["nsa", "another"])
@@ -66,3 +67,35 @@ def test_words() -> None:
     assert str(SparseVerification()) == "every query by itself"
     assert str(SparseVerification("merged", 8, "dfs", 2)) == "merged by 8, dfs; selecting layers 2 apart"
     assert str(SparseVerification(schedule=(True, False, True))) == "selecting layers 0, 2"
+
+
+MERGED, SHARED = SparseVerification("merged", 4), SparseVerification("shared", 4)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "arguments", "words"),
+    [
+        (Rejection, {"sparse": "merged"}, r"sparse must be SparseVerification\(\.\.\.\) or None, got 'merged'\."),
+        (Autoregressive, {"sparse": MERGED}, r"sparse has mode 'merged', and the target alone has one query at a .*"),
+        (
+            SMC,
+            {"sparse": SHARED},
+            r"sparse has mode 'shared' for groups of 4, where .* or allow it by approximate=True\.",
+        ),
+        (SMC, {"sparse": MERGED, "approximate": True}, r"approximate is True and nothing is; give sparse a shared .*"),
+        (SMC, {"approximate": True}, r"approximate is True and nothing is; .* or leave it out\."),
+    ],
+)
+def test_decoders_refuse_what_they_cannot_honour(
+    decoding: type[Decoding], arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        decoding(**arguments)
+
+
+def test_what_decoders_take_and_say() -> None:
+    """SMC shares blocks where it is told to, and as it is where groups are single queries."""
+    chosen = SMC(sparse=SHARED, approximate=True), SMC(sparse=SparseVerification("shared", 1)), Rejection(sparse=SHARED)
+    assert [one.speculation.sparse for one in chosen] == [SHARED, SparseVerification("shared", 1), SHARED]
+    assert str(chosen[2]) == "rejection by token, K=4, shared by 4, bfs"
+    assert str(Autoregressive(SparseVerification(schedule=2))) == "target alone, selecting layers 2 apart"
