@@ -96,6 +96,11 @@ class SparseVerification:
             return "approximate"
         return "strict" if all(self.refreshes(2)) else "reuse"
 
+    @property
+    def of_single_queries(self) -> SparseVerification | None:
+        """What is left of it for the target alone, which has no queries to group: the schedule, if there is one."""
+        return None if self.schedule is None else SparseVerification(schedule=self.schedule)
+
     def refreshes(self, layers: int) -> tuple[bool, ...]:
         """True for each of so many sparse layers that selects blocks anew."""
         if isinstance(self.schedule, tuple):
