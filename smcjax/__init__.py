@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
+    from smcjax.sparse import SparseVerification
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "RequestOutput",
     "SMCOutput",
     "SamplingParams",
+    "SparseVerification",
     "StreamChunk",
     "Trace",
 ]
@@ -39,6 +41,7 @@ _HOME = {
     "Autoregressive": "decoders",
     "CheckpointError": "errors",
     "SamplingParams": "engine.sampling_params",
+    "SparseVerification": "sparse",
 }
 _SUBPACKAGES = ("kv", "model", "pallas", "rejection", "smc")
 

@@ -46,7 +46,8 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     position = state.sequences.length - 1
     tokens = state.sequences.token_at(position)[:, None]
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)
-    view = dataclasses.replace(view, num_immutable=position + 1)  # the one query sees its own token too
+    # The one query sees its own token too.
+    view = dataclasses.replace(view, num_immutable=position + 1, sparse=program.speculation.sparse)
     distribution = distribution_of(state.requests, rows=1, truncates=program.truncates)
     plan = plan_steps(config, params.target, view, distribution, columns=1)
     keys, number = _draw(state, Purpose.DRAFT)

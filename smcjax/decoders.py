@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from smcjax.plain import plain_numbers, use_plain_numbers
+from smcjax.sparse import SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
@@ -36,6 +37,7 @@ class Speculation:
         tree: the drafts' tree, K deep, in place of a chain of K; None: a chain.
         siblings: how children of one node of the tree are chosen, one of `SIBLINGS`.
         order: the order in which the target's forward sees the tree's nodes, one of `smcjax.trees.ORDERS`.
+        sparse: how the target's selected blocks are read behind the prompt; None: each query by itself.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Speculation:
     tree: DraftTree | None = None
     siblings: str = "sampled"
     order: str = "bfs"
+    sparse: SparseVerification | None = None
 
     @property
     def width(self) -> int:
@@ -69,7 +72,7 @@ class Decoding(abc.ABC):
     Attributes:
         name: the decoder's, in options and reports.
         drafts: whether it needs a draft model.
-        exact: whether its answers are distributed exactly as the target's.
+        exact: whether its answers are distributed exactly as the target's, where `sparse` is not approximate.
         weighted: whether the rows of a request are weighted particles.
         ragged: whether a cycle may give a row fewer than `tokens_per_cycle` tokens that it keeps.
         rows_argument: the argument that says how many rows a request has; None where there is one.
@@ -115,18 +118,33 @@ class Decoding(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Autoregressive(Decoding):
-    """Decoding by the target model alone."""
+    """Decoding by the target model alone.
+
+    Attributes:
+        sparse: by its `schedule` layers of a sparse target take the blocks of earlier ones behind the prompt; there are
+            no queries to group. None: every layer selects.
+    """
 
     name = "autoregressive"
     drafts = False
 
+    sparse: SparseVerification | None = None
+
+    def __post_init__(self) -> None:
+        _check_sparse(self.sparse)
+        if self.sparse is not None and self.sparse.is_grouped:
+            raise ValueError(
+                f"sparse has mode {self.sparse.mode!r}, and the target alone has one query at a time, so none to "
+                "group; use mode='per_query'."
+            )
+
     @property
     def speculation(self) -> Speculation:
         """One token a cycle, without a draft."""
-        return Speculation(rows=1, gamma=0, defers=False)
+        return Speculation(rows=1, gamma=0, defers=False, sparse=self.sparse)
 
     def __str__(self) -> str:
-        return "target alone"
+        return f"target alone{_in_words(self.sparse)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +165,9 @@ class SMC(Decoding):
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
+        sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
+            None: each query by itself.
+        approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
     """
 
     name = "smc"
@@ -164,6 +185,8 @@ class SMC(Decoding):
     bonus: bool = True
     defer_bonus: bool = True
     trace: bool = False
+    sparse: SparseVerification | None = None
+    approximate: bool = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -177,19 +200,33 @@ class SMC(Decoding):
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
             raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
-        for name in ("bonus", "defer_bonus", "trace"):
+        for name in ("bonus", "defer_bonus", "trace", "approximate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        _check_sparse(self.sparse)
+        is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
+        if self.sparse is not None and is_approximate and not self.approximate:
+            raise ValueError(
+                f"sparse has mode {self.sparse.mode!r} for groups of {self.sparse.group}, where a particle's weight "
+                "depends on its siblings; use mode='merged', which is exact, or allow it by approximate=True."
+            )
+        if self.approximate and not is_approximate:
+            raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
 
     @property
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
         return Speculation(
-            self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
+            self.n_particles,
+            self.gamma,
+            self.bonus,
+            self.bonus and self.defer_bonus,
+            self.draft_temperature,
+            sparse=self.sparse,
         )
 
     def __str__(self) -> str:
-        return f"SMC, N={self.n_particles}, K={self.gamma}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}{_in_words(self.sparse)}"
 
     def check_draft(self, *, full_support: bool, branches: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
@@ -252,6 +289,8 @@ class Rejection(Decoding):
             its k likeliest tokens. Greedy requests always take the likeliest: draws would all be one.
         order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
             the law is the same.
+        sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
+            approximate modes are not exact. None: each query by itself.
     """
 
     name = "rejection"
@@ -265,6 +304,7 @@ class Rejection(Decoding):
     tree: tuple[int, ...] | None = None
     siblings: str = "sampled"
     order: str = "bfs"
+    sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -287,6 +327,7 @@ class Rejection(Decoding):
             if self.tree is None and value != usual:
                 raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
         _check_draft_temperature(self.draft_temperature)
+        _check_sparse(self.sparse)
 
     def _set_tree(self) -> None:
         """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
@@ -316,14 +357,15 @@ class Rejection(Decoding):
             tree=None if self.tree is None else DraftTree.of(self.tree),
             siblings=self.siblings,
             order=self.order,
+            sparse=self.sparse,
         )
 
     def __str__(self) -> str:
         if self.tree is not None:
-            shape = " ".join(map(str, self.tree))
-            return f"rejection along a tree, {'parents' if self.tree[0] < 0 else 'children'} {shape}, {self.siblings}"
+            shape = f"{'parents' if self.tree[0] < 0 else 'children'} {' '.join(map(str, self.tree))}"
+            return f"rejection along a tree, {shape}, {self.siblings}{_in_words(self.sparse)}"
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
-        return f"rejection by {self.verification}, K={self.gamma}{candidates}"
+        return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
 
     def check_draft(self, *, full_support: bool, branches: bool) -> None:
         """Refuses a tree of drafts that cannot branch."""
@@ -352,6 +394,15 @@ def _check_draft_temperature(value: object) -> None:
             f"draft_temperature must be a number from {COLDEST:g} to 1000, or None to follow the request's "
             f"temperature, got {value!r}."
         )
+
+
+def _check_sparse(value: object) -> None:
+    if not isinstance(value, SparseVerification | None):
+        raise ValueError(f"sparse must be SparseVerification(...) or None, got {value!r}.")
+
+
+def _in_words(sparse: SparseVerification | None) -> str:
+    return "" if sparse is None else f", {sparse}"
 
 
 def _is_number(value: object, least: float, most: float) -> bool:

@@ -18,6 +18,7 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.sparse import SparseVerification
 from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question
 
@@ -36,7 +37,8 @@ class Contender:
     @property
     def exact(self) -> bool:
         """True where the contender's answers are distributed exactly as the target's."""
-        return self.decoding.exact and not self.of_draft
+        sparse = self.decoding.speculation.sparse
+        return self.decoding.exact and not self.of_draft and (sparse is None or sparse.precision != "approximate")
 
     def models(self, target: str | None, draft: str | None) -> dict[str, Any]:
         """Arguments of `LLM` for a pair; None for both is the bundled one."""
@@ -46,20 +48,34 @@ class Contender:
 
 
 def contenders(
-    particles: Sequence[int], gammas: Sequence[int], candidates: Sequence[int], tree: Sequence[int] | None = None
+    particles: Sequence[int],
+    gammas: Sequence[int],
+    candidates: Sequence[int],
+    tree: Sequence[int] | None = None,
+    sparse: SparseVerification | None = None,
+    approximate: bool = False,
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders and
-    SMC of N particles."""
-    result = [Contender(TARGET, Autoregressive()), Contender(DRAFT, Autoregressive(), of_draft=True)]
+    SMC of N particles.
+
+    All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
+    """
+    alone = Autoregressive(None if sparse is None else sparse.of_single_queries)
+    result = [Contender(TARGET, alone), Contender(DRAFT, Autoregressive(), of_draft=True)]
+    by: dict[str, Any] = {"sparse": sparse}
     if tree is not None:
-        result.append(Contender(f"rejection, tree {' '.join(map(str, tree))}", Rejection(tree=tuple(tree))))
+        result.append(Contender(f"rejection, tree {' '.join(map(str, tree))}", Rejection(tree=tuple(tree), **by)))
     for gamma in gammas:
-        result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma)))
-        result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block")))
+        result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma, **by)))
+        result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block", **by)))
         result += [
-            Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n)) for n in candidates
+            Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n, **by))
+            for n in candidates
         ]
-        result += [Contender(f"SMC, N={n}, K={gamma}", SMC(n_particles=n, gamma=gamma)) for n in particles]
+        result += [
+            Contender(f"SMC, N={n}, K={gamma}", SMC(n_particles=n, gamma=gamma, approximate=approximate, **by))
+            for n in particles
+        ]
     return result
 
 

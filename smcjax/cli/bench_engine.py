@@ -26,7 +26,7 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import add_debug_option, add_task_options, check_task
+from smcjax.cli.options import add_debug_option, add_sparse_options, add_task_options, check_task, sparse_from
 from smcjax.cli.parser import above, whole
 from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
@@ -76,6 +76,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
     decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
     decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
+    add_sparse_options(decoders)
     add_debug_option(decoders)
     decoders.set_defaults(run=run_decoders)
 
@@ -166,15 +167,24 @@ def run_decoders(args: argparse.Namespace) -> int:
     if (args.model is None) != (args.draft_model is None):
         raise ValueError("--model and --draft-model go together; give both, or neither for the bundled pair.")
     check_task(args)
+    sparse = sparse_from(args)
+    if sparse is not None and args.model is None:
+        raise ValueError(
+            f"--model must be a sparse target to verify by {sparse}, and the bundled one is not; give one."
+        )
 
     from smcjax.bench.decoders import compare, contenders, markdown
+    from smcjax.model.checkpoint import load_config, resolve_model_path
     from smcjax.tasks.questions import LONGEST_ANSWER, questions
+
+    if sparse is not None:
+        sparse.check(load_config(resolve_model_path(args.model)).selecting.values())
 
     def heard(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
     rows = compare(
-        contenders(args.particles, args.gammas, args.candidates, args.tree),
+        contenders(args.particles, args.gammas, args.candidates, args.tree, sparse, bool(args.approximate)),
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),
         seed=args.seed,

@@ -12,6 +12,8 @@ from smcjax.cli.parser import text, whole
 from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
+from smcjax.plain import short
+from smcjax.sparse import MODES, SparseVerification
 from smcjax.tasks.questions import TASKS
 from smcjax.trees import ORDERS
 
@@ -23,7 +25,8 @@ OPTIONS: dict[str, dict[str, str]] = {
     "smc": {
         name: name
         for name in ("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select")
-    },
+    }
+    | {"approximate": "approximate"},
     "rejection": {
         "n_particles": "n_candidates",
         "gamma": "gamma",
@@ -35,6 +38,8 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "autoregressive": {},
 }
+# Fields of SparseVerification.
+SPARSE = {"sparse_mode": "mode", "sparse_group": "group", "sparse_order": "order", "refresh": "schedule"}
 
 
 def check_output(option: str, path: str) -> None:
@@ -138,6 +143,25 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
+    add_sparse_options(parser)
+
+
+def add_sparse_options(parser: argparse.ArgumentParser) -> None:
+    """Declares how a target with Native Sparse Attention verifies."""
+    group = parser.add_argument_group("verification by a sparse target")
+    group.add_argument("--sparse-mode", choices=MODES, help="how queries read selected blocks (per_query)")
+    group.add_argument("--sparse-group", type=int, metavar="C", help="queries that read together (4)")
+    group.add_argument("--sparse-order", choices=ORDERS, help="in which queries are neighbours (bfs)")
+    group.add_argument(
+        "--refresh",
+        type=int,
+        nargs="+",
+        metavar="NUMBER",
+        help="spacing of the sparse layers that select blocks anew, or 1 or 0 for each (1: all)",
+    )
+    group.add_argument(
+        "--approximate", action="store_const", const=True, help="of smc: allow modes that share blocks (no)"
+    )
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +224,22 @@ def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | N
     return params
 
 
+def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
+    """What the options of `add_sparse_options` say, None without any; raises ValueError for what makes no sense."""
+    given = {field: getattr(args, name) for name, field in SPARSE.items() if getattr(args, name) is not None}
+    if not given:
+        return None
+    if args.refresh is not None and len(args.refresh) == 1:
+        given["schedule"] = args.refresh[0]
+    elif args.refresh is not None:
+        if not {0, 1}.issuperset(args.refresh):
+            raise ValueError(
+                f"--refresh must be one spacing, or 1 or 0 for each sparse layer, got {short(args.refresh)}."
+            )
+        given["schedule"] = tuple(map(bool, args.refresh))
+    return SparseVerification(**given)
+
+
 def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
     fields = OPTIONS[args.decoding]
@@ -218,7 +258,8 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
     defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
     if args.tree is not None:  # which says how deep it is
         defaults.pop("gamma", None)
-    return DECODINGS[args.decoding](**{**defaults, **given}, **({"trace": True} if trace else {}))
+    given = {**defaults, **given, "sparse": sparse_from(args)}
+    return DECODINGS[args.decoding](**given, **({"trace": True} if trace else {}))
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

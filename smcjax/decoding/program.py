@@ -43,7 +43,7 @@ class Program[D: Decoding]:
         implementation: of operations, as `smcjax.pallas.dispatch.implementations` takes it.
         truncates: whether a request uses top_k or top_p: sorting a vocabulary at every step is not for the others.
 
-    Raises ValueError for a draft that does not suit the target or the decoder.
+    Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
 
     decoding: D
@@ -58,6 +58,8 @@ class Program[D: Decoding]:
         if self.proposer is not None:
             self.proposer.check(self.target.vocab_size)
             self.decoding.check_draft(full_support=self.proposer.full_support, branches=self.proposer.branches)
+        if self.speculation.sparse is not None:
+            self.speculation.sparse.check(self.target.selecting.values())
 
     @property
     def proposer(self) -> Proposer | None:

@@ -60,6 +60,7 @@ def score[S: Groups](
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
     view = view_of(groups, tokens, positions, copies, width=width, page_size=program.page_size)
+    view = dataclasses.replace(view, sparse=program.speculation.sparse)
     plans = plan_attention(config, params.target, view, columns=width)
     hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans)
     groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
@@ -96,6 +97,7 @@ def score_tree[S: Groups](
         block_table=groups.sequences.block_table,
         tree=tree,
         nodes=order,
+        sparse=speculation.sparse,
         page_size=program.page_size,
     )
     scratch = create_scratch(config, params.target, rows=tokens.shape[0], nodes=tree.size)

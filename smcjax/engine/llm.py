@@ -134,7 +134,7 @@ class LLM:
             of_drafts["draft_revision"] = draft_revision
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):
-                without = f"draft_model={NGRAM!r}" if drafts else repr(self.decoding)
+                without = f"draft_model={NGRAM!r}" if drafts else f"{type(self.decoding).__name__}()"
                 raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
         require_devices()
         require_settings()
@@ -160,6 +160,7 @@ class LLM:
             quantization=quantization,
             draft_quantization=draft_quantization,
             page_size=page_size,
+            sparse=self.decoding.speculation.sparse,
         )
         try:
             self.models = prepared_models(self.models, quantization, draft_quantization, implementation)

@@ -36,6 +36,7 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
+from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 
 BUNDLED = ("target", "draft")
@@ -176,14 +177,15 @@ def load_models(
     quantization: str | None = None,
     draft_quantization: str | None = None,
     page_size: int | None = None,
+    sparse: SparseVerification | None = None,
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
     with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
-    so is left as it is where its model is to be. Raises ValueError for a pair that is
-    only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens,
-    CheckpointError for a directory that cannot be used.
+    so is left as it is where its model is to be. Raises ValueError for a pair that is only half given, whose
+    vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a target that cannot be
+    verified by `sparse`; CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -201,6 +203,8 @@ def load_models(
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
     check_pages(target, page_size)
+    if sparse is not None:
+        sparse.check(target.selecting.values())
     if not needs_draft or draft_model == NGRAM:
         _require_room({"model": (target, as_stored(path, quantization))}, dtype)
         return Models(tokenizer, *load_checkpoint(path, dtype, quantization), proposes=NGram() if needs_draft else None)

@@ -31,6 +31,7 @@ from smcjax.pallas import (
 from smcjax.pallas.attention import sees
 
 Plan = Any  # a pytree, or None
+Selection = Any  # the blocks that a layer's queries have selected, for later layers to take; None: none
 Weights = Mapping[str, Any]  # a kind's own, by name: jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
 Heads = tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]
 
@@ -83,6 +84,11 @@ class AttentionKind(Protocol):
         """Pairs of keys and values that a layer's product makes of a token, each of Hkv heads."""
         ...
 
+    @property
+    def selects(self) -> bool:
+        """True where queries select blocks, which layers behind may take (`BatchView.sparse`)."""
+        ...
+
     def param_shapes(self, config: HeadShape, dtype: Any) -> Weights | None:
         """Describes the weights that a layer of the kind has of its own; None without any."""
         ...
@@ -111,20 +117,22 @@ class AttentionKind(Protocol):
         ...
 
     def __call__(
-        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         """Writes the new tokens to the layer's pages and attends to all that each sees; returns both results.
 
         `view.lengths` counts the slots that hold KV after this forward. `plan` is None where nothing was planned.
+        The third result is what queries have selected, or taken of a layer before: `earlier`, where that is given.
         """
         ...
 
     def over_tree(
-        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         """Puts what the new nodes end to scratch, attends to what is committed and each path; returns both results.
 
-        All goes by path position: a node's output is that of its path written out as a sequence.
+        All goes by path position: a node's output is that of its path written out as a sequence. `earlier` and the
+        third result are blocks, as in a call.
         """
         ...
 
@@ -135,6 +143,7 @@ class _Softmax:
     window: int | None
     scale: float | None
     kv_pairs: ClassVar[int] = 1
+    selects: ClassVar[bool] = False
 
     def param_shapes(self, config: HeadShape, dtype: Any) -> None:
         return None
@@ -167,8 +176,8 @@ class _Softmax:
         return attention(*projection.heads(), visible, scale=self.scale)
 
     def __call__(
-        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         q, keys, values = rotate_and_write(
             projection.qkv,
             projection.cos,
@@ -192,18 +201,18 @@ class _Softmax:
             window=self.window,
             scale=self.scale,
         )
-        return attended, {"keys": keys, "values": values}
+        return attended, {"keys": keys, "values": values}, None
 
     def over_tree(
-        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         q, keys, values = projection.heads()
         scratch = view.put(scratch, {"keys": keys, "values": values})
         seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
         _, slots, kv_heads, _ = seen_keys.shape
         scores = scaled_scores(grouped(q, kv_heads), seen_keys, self.scale)
         visible = sees(jnp.arange(slots), view.positions[:, :, None, None, None], self.window)
-        return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch
+        return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch, None
 
 
 def _shape_of(config: HeadShape, columns: int, page_size: int, dtype: Any) -> dict[str, Any]:

@@ -123,6 +123,12 @@ class ModelConfig:
         return self.layers[index % len(self.layers)]
 
     @property
+    def selecting(self) -> dict[int, AttentionKind]:
+        """The kinds of layers whose queries select blocks, by index."""
+        kinds = {index: self.layer(index).attention for index in range(self.num_layers)}
+        return {index: kind for index, kind in kinds.items() if kind.selects}
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one weight, and of one KV number."""
         return jnp.dtype(self.dtype).itemsize

@@ -15,7 +15,7 @@ anew.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
-from smcjax.model.attention import HeadShape, Projection, Weights
+from smcjax.model.attention import HeadShape, Projection, Selection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
+from smcjax.model.nsa_groups import nodes_by_groups, rows_by_groups
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
@@ -116,6 +117,7 @@ class NSA:
     score: str = "prob"
     share: str = "group"
     gate: str = "x"
+    selects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -199,7 +201,7 @@ class NSA:
     def dense_branches(self, projection: Projection, positions: Int[Array, "R T"]) -> Branches:
         """The parts of `dense`."""
         seen = Entries(*map(ByRow, self.entries_without_pages(projection)))
-        return self._attend(projection, seen, positions, positions)
+        return self._attend(projection, seen, positions, positions, self.route(projection, seen, positions, positions))
 
     def entries_without_pages(self, projection: Projection) -> Entries[jax.Array]:
         """The tokens' own keys and values, S = T, and the compressed tokens that are born among them.
@@ -224,15 +226,31 @@ class NSA:
         return Entries(*self.pairs(arrays), *compressed)
 
     def __call__(
-        self, projection: Projection, cache: LayerCache, plan: None, view: BatchView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
-        branches, cache = self.paged_branches(projection, cache, view)
-        return branches.gated(), cache
+        self, projection: Projection, cache: LayerCache, plan: None, view: BatchView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
+        branches, cache = self.paged_branches(projection, cache, view, earlier)
+        return branches.gated(), cache, branches.selected
 
-    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> tuple[Branches, LayerCache]:
-        """The parts of a forward over pages, and the layer's pages."""
-        cache = self.written(projection, cache, view)
-        return self._attend(projection, self.read(cache, view), view.positions, self.last(view)), cache
+    def paged_branches(
+        self,
+        projection: Projection,
+        cache: LayerCache,
+        view: BatchView,
+        earlier: Bool[Array, "R T S blocks"] | None = None,
+    ) -> tuple[Branches, LayerCache]:
+        """The parts of a forward over pages, with the blocks that each query has selected by itself; and the pages.
+
+        With `earlier`, blocks that a layer before this one has selected, these are taken.
+        """
+        cache, last = self.written(projection, cache, view), self.last(view)
+        seen = self.read(cache, view)
+        routed = self.route(projection, seen, view.positions, last, earlier)
+        if view.sparse is None or not view.sparse.is_grouped:
+            return self._attend(projection, seen, view.positions, last, routed), cache
+        q, pages = projection.heads()[0], self.pairs(cache)
+        return self.put_together(
+            projection, routed, *rows_by_groups(self, q, pages, view, routed.selected, last)
+        ), cache
 
     def last(self, view: BatchView) -> Int[Array, "R T"]:
         """The last positions that queries see: their own, or a row's last that is there."""
@@ -260,18 +278,29 @@ class NSA:
         return cache
 
     def over_tree(
-        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
-        branches, scratch = self.tree_branches(projection, cache, scratch, view)
-        return branches.gated(), scratch
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
+        branches, scratch = self.tree_branches(projection, cache, scratch, view, earlier)
+        return branches.gated(), scratch, branches.selected
 
     def tree_branches(
-        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
+        self,
+        projection: Projection,
+        cache: LayerCache,
+        scratch: LayerCache,
+        view: TreeView,
+        earlier: Bool[Array, "R T S blocks"] | None = None,
     ) -> tuple[Branches, LayerCache]:
-        """The parts of a forward over nodes of a tree, and the layer's scratch."""
+        """The parts of a forward over nodes of a tree, and the layer's scratch; `earlier` as in `paged_branches`."""
         scratch = self.tree_written(projection, cache, scratch, view)
-        seen = self.read_paths(cache, scratch, view)
-        return self._attend(projection, seen, view.positions, view.positions), scratch
+        seen, positions = self.read_paths(cache, scratch, view), view.positions
+        routed = self.route(projection, seen, positions, positions, earlier)
+        if view.sparse is None or not view.sparse.is_grouped:
+            return self._attend(projection, seen, positions, positions, routed), scratch
+        q, pages, own = projection.heads()[0], self.pairs(cache), self.pairs(scratch)
+        return self.put_together(
+            projection, routed, *nodes_by_groups(self, q, pages, own, view, routed.selected)
+        ), scratch
 
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
@@ -379,10 +408,14 @@ class NSA:
         return Entries(*map(ByRow, (*tokens, compressed[0], there(compressed[1], ends))))
 
     def _attend[S: Seen](
-        self, projection: Projection, seen: Entries[S], positions: Int[Array, "R T"], last: Int[Array, "R T"]
+        self,
+        projection: Projection,
+        seen: Entries[S],
+        positions: Int[Array, "R T"],
+        last: Int[Array, "R T"],
+        routed: Routed,
     ) -> Branches:
-        """All three branches of queries at `positions`, which see keys up to `last`: their own, if it is there."""
-        routed = self.route(projection, seen, positions, last)
+        """All branches of queries at `positions`, each by itself, which see keys up to `last`: their own, if there."""
         rotated, (_, length, kv_heads, _) = projection.heads()[0], seen.keys.shape
         slots, at, last = jnp.arange(length), *(x[:, :, None, None, None] for x in (positions, last))
         q, there = grouped(rotated, kv_heads), slots <= last
@@ -418,8 +451,9 @@ class NSA:
         return Routed(output, scores, self.select(scores, positions))
 
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
-        """The parts of a layer from the outputs [R, T, Hkv, G, D] of its three branches."""
-        outputs = jnp.stack([routed.output, slc, win], axis=4)
+        """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries."""
+        parts = [part.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win)]
+        outputs = jnp.stack([routed.output, *parts], axis=4)
         outputs = outputs.reshape(*outputs.shape[:2], -1, *outputs.shape[4:])
         gates = self.gates(projection, projection.unrotated()[0])
         return Branches(outputs, gates, routed.scores, routed.selected)

@@ -1,32 +1,24 @@
 """Native Sparse Attention for verification: blocks that neighbouring queries select are read once for all of them.
 
-    merged          each query attends to the blocks that it has selected: the result of `NSA`, for any groups
+    merged          each query attends to the blocks that it has selected: the result without groups, for any groups
     shared          each attends to the blocks of the first query of its group, as far as it sees them: approximate
     shared_forced   as shared, and to the blocks that it always selects: approximate
 
 Where every group is one query all modes are exact. What approximate modes write to pages depends on the groups.
-Compressed tokens are attended to as without groups, all by all, and their weights select blocks.
-
-A layer may take the blocks that each query has selected in an earlier one (`selecting_layers`). That is another model,
-but what it says of a token is still a function of the token's path alone.
-
-The forwards here are the plain reference of verification by groups, one layer at a time; decoders call `NSA` itself
-until a kernel reads groups (`smcjax.pallas.grouped_attention`).
+Compressed tokens are attended to as without groups, all by all, and their weights select blocks (`NSA.route`); here
+selected blocks and windows are attended to, by tasks of `smcjax.pallas.grouped_attention`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.kv import LayerCache
-from smcjax.model.attention import Projection
-from smcjax.model.nsa import NSA, Branches
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.grouped_attention import (
     Part,
@@ -38,155 +30,142 @@ from smcjax.pallas.grouped_attention import (
 )
 from smcjax.pallas.query_groups import QueryGroups
 
-MODES = ("merged", "shared", "shared_forced")
+Pages = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # keys and values of the selection, then of the window
+Outputs = tuple[Float[Array, "R M H D"], Float[Array, "R M H D"]]  # of the selection and of the window, f32
 
 
-def selecting_layers(refresh: Sequence[bool]) -> tuple[int, ...]:
-    """For each layer the one whose blocks it takes: itself where it is to refresh, else the nearest before that is.
+class Blocks(Protocol):
+    """The options of `smcjax.model.nsa.NSA` that say which positions are attended to one by one."""
 
-    Raises ValueError where the first layer has none to take.
-    """
-    if not refresh or not refresh[0]:
-        raise ValueError(f"refresh must begin with True, because no layer is before the first, got {tuple(refresh)}.")
-    found: list[int] = []
-    for layer, is_refreshed in enumerate(refresh):
-        found.append(layer if is_refreshed else found[-1])
-    return tuple(found)
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def init_blocks(self) -> int: ...
+    @property
+    def local_blocks(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    def forced(self, block: Any, own: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """How the queries of a verification read together.
-
-    Raises ValueError for an unknown mode.
+    """How the queries of a forward read together.
 
     Attributes:
+        kind: the layer's attention.
         groups: of a request's queries: the columns of its rows one row after the other, or a forward's nodes.
-        mode: one of `MODES`.
+        mode: one of `smcjax.sparse.MODES` but "per_query".
+        rows: distinct tables that the queries of a request have at most.
     """
 
+    kind: Blocks
     groups: QueryGroups
-    mode: str = "merged"
+    mode: str
+    rows: int
 
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}.")
-
-    def sets(
-        self, kind: NSA, selected: Bool[Array, "R M S blocks"], positions: Int[Array, "R M"]
-    ) -> Bool[Array, "R M S blocks"]:
+    def sets(self, selected: Bool[Array, "R M S blocks"], positions: Int[Array, "R M"]) -> Bool[Array, "R M S blocks"]:
         """The blocks that queries at `positions` attend to, of those that each has selected."""
         if self.mode == "merged":
             return selected
         first = self.groups.by_first(selected)
         if self.mode == "shared":
             return first
-        block, own = jnp.arange(selected.shape[-1]), positions[:, :, None, None] // kind.block_size
-        return first | (kind.forced(block, own) & (block <= own))
+        block, own = jnp.arange(selected.shape[-1]), positions[:, :, None, None] // self.kind.block_size
+        return first | (self.kind.forced(block, own) & (block <= own))
 
-    def most_blocks(self, kind: NSA) -> int:
+    @property
+    def most_blocks(self) -> int:
         """Blocks that a query attends to at most."""
+        kind = self.kind
         return kind.num_blocks + (kind.init_blocks + kind.local_blocks) * (self.mode == "shared_forced")
 
     def read(
         self,
-        kind: NSA,
         q: Float[Array, "R M H D"],
         pages: tuple[jax.Array, jax.Array],
         table: Int[Array, "R M pages"],
         sets: Bool[Array, "R M S blocks"],
         low: Int[Array, "R M"],
         high: Int[Array, "R M"],
-        *,
         most_blocks: int,
-        rows: int,
     ) -> Part:
         """Attends to the positions low … high of sets of blocks in pages of keys and values."""
-        page_size = pages[0].shape[1]
+        page_size, block_size = pages[0].shape[1], self.kind.block_size
         tasks = group_tasks(
             sets,
             table,
             self.groups,
             page_size=page_size,
-            block_size=kind.block_size,
+            block_size=block_size,
             most_blocks=most_blocks,
-            rows=rows,
+            rows=self.rows,
         )
-        unit = unit_slots(page_size, kind.block_size)
+        unit = unit_slots(page_size, block_size)
         return grouped_attention(q, *pages, tasks, self.groups, low, high, unit=unit)
 
     def read_window(
         self,
-        kind: NSA,
         q: Float[Array, "R M H D"],
         pages: tuple[jax.Array, jax.Array],
         table: Int[Array, "R M pages"],
         low: Int[Array, "R M"],
         high: Int[Array, "R M"],
-        *,
-        rows: int,
     ) -> Part:
         """Attends to the positions low … high, at most the window's, through tasks that all heads have alike."""
-        size, kv_heads = kind.block_size, pages[0].shape[2]
+        size, kv_heads = self.kind.block_size, pages[0].shape[2]
         block = jnp.arange(-(-table.shape[2] * pages[0].shape[1] // size))
         inside = (block >= low[..., None] // size) & (block <= high[..., None] // size)
         sets = jnp.broadcast_to(inside[:, :, None], (*low.shape, kv_heads, len(block)))
-        most = (kind.window - 1 + size - 1) // size + 1
-        return self.read(kind, q, pages, table, sets, low, high, most_blocks=most, rows=rows)
+        return self.read(q, pages, table, sets, low, high, (self.kind.window - 1 + size - 1) // size + 1)
 
 
-def grouped_branches(
-    kind: NSA,
-    projection: Projection,
-    cache: LayerCache,
+def rows_by_groups(
+    kind: Blocks,
+    q: Float[Array, "R T H D"],
+    pages: Pages,
     view: BatchView,
-    grouped: Grouped,
-    earlier: Bool[Array, "R T S blocks"] | None = None,
-) -> tuple[Branches, LayerCache]:
-    """`NSA.paged_branches` by groups of all queries of a request, the columns of its `view.rows` rows.
+    selected: Bool[Array, "R T S blocks"],
+    last: Int[Array, "R T"],
+) -> Outputs:
+    """Attends to selected blocks and to the window by groups of all queries of a request: the columns of its rows.
 
-    With `earlier`, the blocks that a layer before this one has selected, those are taken. Returns the parts, with the
-    blocks that each query has selected by itself, and the layer's pages.
+    Queries see positions up to `last`. Returns outputs whose requests are rows: R·T is R·M of the queries given.
     """
-    cache, last = kind.written(projection, cache, view), kind.last(view)
+    assert view.sparse is not None
     rows, columns = view.positions.shape
-    routed = kind.route(projection, kind.read(cache, view), view.positions, last, earlier)
+    groups = QueryGroups.of_rows(view.rows, columns, view.sparse.order, view.sparse.queries)
+    grouped = Grouped(kind, groups, view.sparse.mode, view.rows)
 
     def by_request(x: jax.Array) -> jax.Array:
         return x.reshape(rows // view.rows, view.rows * columns, *x.shape[2:])
 
-    q, positions, high = map(by_request, (projection.heads()[0], view.positions, last))
+    q, positions, high, selected = map(by_request, (q, view.positions, last, selected))
     table = by_request(jnp.broadcast_to(view.block_table[:, None], (rows, columns, view.block_table.shape[1])))
-    keys, values, window_keys, window_values = kind.pairs(cache)
-    sets = grouped.sets(kind, by_request(routed.selected), positions)
-    most = grouped.most_blocks(kind)
-    low = jnp.zeros_like(high)
-    slc = grouped.read(kind, q, (keys, values), table, sets, low, high, most_blocks=most, rows=view.rows)
-    low = jnp.maximum(positions - kind.window + 1, 0)
-    win = grouped.read_window(kind, q, (window_keys, window_values), table, low, high, rows=view.rows)
-    outputs = (part.out.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win))
-    return kind.put_together(projection, routed, *outputs), cache
+    sets = grouped.sets(selected, positions)
+    slc = grouped.read(q, pages[:2], table, sets, jnp.zeros_like(high), high, grouped.most_blocks)
+    win = grouped.read_window(q, pages[2:], table, jnp.maximum(positions - kind.window + 1, 0), high)
+    return slc.out, win.out
 
 
-def grouped_tree_branches(
-    kind: NSA,
-    projection: Projection,
-    cache: LayerCache,
-    scratch: LayerCache,
+def nodes_by_groups(
+    kind: Blocks,
+    q: Float[Array, "R T H D"],
+    pages: Pages,
+    own: Pages,
     view: TreeView,
-    grouped: Grouped,
-    earlier: Bool[Array, "R T S blocks"] | None = None,
-) -> tuple[Branches, LayerCache]:
-    """`NSA.tree_branches` by groups of a row's nodes: what is committed by tasks, then each node's path.
+    selected: Bool[Array, "R T S blocks"],
+) -> Outputs:
+    """Attends to selected blocks and to the window by groups of a row's nodes: committed ones by tasks, then the path.
 
-    With `earlier`, the blocks that a layer before this one has selected, those are taken. A node on the path counts
-    for the selection where its position's block is selected. Returns the parts, with the blocks that each node has
-    selected by itself, and the layer's scratch.
+    `own` are the nodes' in scratch. A node on the path counts for the selection where its position's block is selected.
     """
-    scratch = kind.tree_written(projection, cache, scratch, view)
-    positions, q = view.positions, projection.heads()[0]
-    routed = kind.route(projection, kind.read_paths(cache, scratch, view), positions, positions, earlier)
-    sets = grouped.sets(kind, routed.selected, positions)
+    assert view.sparse is not None
+    groups = QueryGroups.of_tree(view.tree, view.nodes, view.sparse.order, view.sparse.queries)
+    grouped, positions = Grouped(kind, groups, view.sparse.mode, rows=1), view.positions
+    sets = grouped.sets(selected, positions)
     table = jnp.broadcast_to(view.block_table[:, None], (*positions.shape, view.block_table.shape[1]))
     high, low = jnp.minimum(positions, view.committed[:, None] - 1), jnp.maximum(positions - kind.window + 1, 0)
 
@@ -197,16 +176,11 @@ def grouped_tree_branches(
     block = jnp.broadcast_to((at // kind.block_size)[:, None, None], (*sets.shape[:3], at.shape[1]))
     chosen = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
     near = drafted & (at[:, None, None] >= low[..., None, None])
+    near = jnp.broadcast_to(near, (*positions.shape, own[2].shape[2], at.shape[1]))
 
-    pages, own = kind.pairs(cache), kind.pairs(scratch)
-    zero = jnp.zeros_like(low)
     slc = merged_parts(
-        grouped.read(kind, q, pages[:2], table, sets, zero, high, most_blocks=grouped.most_blocks(kind), rows=1),
+        grouped.read(q, pages[:2], table, sets, jnp.zeros_like(low), high, grouped.most_blocks),
         masked_attention(q, *own[:2], chosen),
     )
-    win = merged_parts(
-        grouped.read_window(kind, q, pages[2:], table, low, high, rows=1),
-        masked_attention(q, *own[2:], jnp.broadcast_to(near, (*positions.shape, own[2].shape[2], at.shape[1]))),
-    )
-    outputs = (part.out.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win))
-    return kind.put_together(projection, routed, *outputs), scratch
+    win = merged_parts(grouped.read_window(q, pages[2:], table, low, high), masked_attention(q, *own[2:], near))
+    return slc.out, win.out

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.kv import KVCache, LayerCache
-from smcjax.model.attention import AttentionKind, Plan, Projection
+from smcjax.model.attention import AttentionKind, Plan, Projection, Selection
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import hidden_states
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView, TreeView
+from smcjax.sparse import SparseVerification
 
 Plans = tuple[Plan, ...]  # one for each of `attention_kinds`
 Scratch = tuple[LayerCache, ...]  # by layer, [R, M, heads, D]: what nodes of a tree keep (`TreeView`)
@@ -44,6 +45,15 @@ def reads_by_kernels(config: ModelConfig, cache: KVCache, *, columns: int) -> bo
     return all(kind.by_kernels(config, **shape) for kind in attention_kinds(config))
 
 
+def selecting_layers(config: ModelConfig, sparse: SparseVerification | None) -> tuple[int, ...]:
+    """For each layer the one whose selection it takes: itself, where it is to select or selects nothing ever."""
+    found, selecting = list(range(config.num_layers)), tuple(config.selecting)
+    if sparse is not None:
+        for layer, source in zip(selecting, sparse.sources(len(selecting)), strict=True):
+            found[layer] = selecting[source]
+    return tuple(found)
+
+
 def paged_hidden_states(
     config: ModelConfig, params: Params, cache: KVCache, view: BatchView, plans: Plans | None = None
 ) -> tuple[Float[Array, "R T E"], KVCache]:
@@ -55,10 +65,11 @@ def paged_hidden_states(
     view = dataclasses.replace(view, lengths=view.written())
     kinds, layers = attention_kinds(config), list(cache.layers)
     plan_of = dict(zip(kinds, plans or [None] * len(kinds), strict=True))
+    sources, selected = selecting_layers(config, view.sparse), dict[int, Selection]()
 
     def attend(index: int, projection: Projection) -> jax.Array:
-        kind = config.layer(index).attention
-        attended, layers[index] = kind(projection, layers[index], plan_of[kind], view)
+        kind, earlier = config.layer(index).attention, selected.get(sources[index])
+        attended, layers[index], selected[index] = kind(projection, layers[index], plan_of[kind], view, earlier)
         return attended
 
     hidden = hidden_states(config, params, view.tokens, view.positions, attend)
@@ -81,10 +92,13 @@ def tree_hidden_states(
 ) -> tuple[Float[Array, "R T E"], Scratch]:
     """Forward of T nodes a row; returns normalised hidden states, and scratch with what the nodes keep."""
     layers = list(scratch)
+    sources, selected = selecting_layers(config, view.sparse), dict[int, Selection]()
 
     def attend(index: int, projection: Projection) -> jax.Array:
-        kind = config.layer(index).attention
-        attended, layers[index] = kind.over_tree(projection, cache.layers[index], layers[index], view)
+        kind, earlier = config.layer(index).attention, selected.get(sources[index])
+        attended, layers[index], selected[index] = kind.over_tree(
+            projection, cache.layers[index], layers[index], view, earlier
+        )
         return attended
 
     hidden = hidden_states(config, params, view.tokens, view.positions, attend)

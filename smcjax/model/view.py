@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smcjax.kv import TRASH, Copies, LayerCache, page_of
+from smcjax.sparse import SparseVerification
 from smcjax.trees import DraftTree
 
 
@@ -37,6 +38,7 @@ class BatchView:
             windows.
         copies: shared pages to copy before rows write to their copies (`smcjax.kv.make_room`); None for none.
         rows: N, consecutive rows that form a group and may share pages.
+        sparse: how selected blocks are read, and which layers select; None: each query by itself, in every layer.
         page_size: B, slots of a page.
     """
 
@@ -48,6 +50,7 @@ class BatchView:
     num_immutable: Int[Array, " R"]
     copies: Copies | None = None
     rows: int = dataclasses.field(default=1, metadata={"static": True})
+    sparse: SparseVerification | None = dataclasses.field(default=None, metadata={"static": True})
     page_size: int = dataclasses.field(kw_only=True, metadata={"static": True})
 
     @property
@@ -78,6 +81,7 @@ class TreeView:
         block_table: int32, each row's physical pages in order, `TRASH` from its last on.
         tree: the tree.
         nodes: the nodes that the T columns are, a parent before its children.
+        sparse: how selected blocks are read, as in `BatchView`.
         page_size: B, slots of a page.
     """
 
@@ -87,6 +91,7 @@ class TreeView:
     block_table: Int[Array, "R pages"]
     tree: DraftTree = dataclasses.field(metadata={"static": True})
     nodes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    sparse: SparseVerification | None = dataclasses.field(default=None, metadata={"static": True})
     page_size: int = dataclasses.field(kw_only=True, metadata={"static": True})
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smcjax import SMC, Rejection
+from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.decoders import DRAFT, TARGET, contenders, markdown
 from smcjax.cli.main import main
 
@@ -26,6 +26,17 @@ def test_contenders() -> None:
     ]
     assert len(contenders([1], [2, 4], [])) == 2 + 2 * 3
     assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))
+
+
+def test_contenders_that_verify_alike() -> None:
+    """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
+    shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
+    target, draft, *others = contenders([2], [4], [], None, shared, approximate=True)
+    assert (target.decoding, draft.decoding) == (Autoregressive(schedule), Autoregressive())
+    assert {one.decoding.speculation.sparse for one in others} == {shared}
+    assert target.exact
+    assert not any(one.exact for one in others)
+    assert [one.exact for one in contenders([], [4], [], None, schedule)] == [True, False, True, True]
 
 
 def test_models_of_a_contender() -> None:
@@ -73,6 +84,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--model", "here"], "--model and --draft-model go together; give both, or neither for the bundled pair."),
         (["--task", "recall"], "--task recall needs a model that knows it"),
         (["--tree", "0"], "tree"),
+        (["--refresh", "2"], "--model must be a sparse target to verify by selecting layers 2 apart"),
         (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Decoders on targets and drafts with Native Sparse Attention: they know nothing of it, and their laws hold."""
+"""Decoders on targets and drafts with Native Sparse Attention: they need not know of it, and their laws hold."""
 
 from __future__ import annotations
 

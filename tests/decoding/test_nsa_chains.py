@@ -158,20 +158,23 @@ class DraftsBearNothing(NSA):
 class WrittenOnce(NSA):
     """A compressed token that a rejected draft has borne stays, and is seen."""
 
-    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> tuple[Branches, LayerCache]:
+    def paged_branches(
+        self, projection: Projection, cache: LayerCache, view: BatchView, earlier: Any = None
+    ) -> tuple[Branches, LayerCache]:
         _, new = super().paged_branches(projection, cache, view)
         for name in ("compressed_keys", "compressed_values"):
             new[name] = jnp.where(jnp.isnan(cache[name]), new[name], cache[name])
-        last = jnp.minimum(view.positions, view.lengths[:, None] - 1)
-        return self._attend(projection, self.read(new, view), view.positions, last), new
+        last, seen = self.last(view), self.read(new, view)
+        routed = self.route(projection, seen, view.positions, last, earlier)
+        return self._attend(projection, seen, view.positions, last, routed), new
 
 
 class WiderForDrafts(NSA):
     """Verification's window is one position wider."""
 
-    def _attend(self, projection: Projection, seen: Any, positions: Int[Array, "R T"], last: Any) -> Branches:
+    def _attend(self, projection: Projection, seen: Any, positions: Int[Array, "R T"], *others: Any) -> Branches:
         wider = self.window + (positions.shape[1] == BLOCK)
-        return NSA._attend(dataclasses.replace(self, window=wider), projection, seen, positions, last)
+        return NSA._attend(dataclasses.replace(self, window=wider), projection, seen, positions, *others)
 
 
 @pytest.mark.parametrize("fault", [DraftsBearNothing, WrittenOnce, WiderForDrafts])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, SamplingParams
+from smcjax import LLM, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.model import LayerSpec
@@ -81,3 +81,25 @@ def test_pages_that_cut_blocks_are_refused_before_weights_are_read(tmp_path: Pat
         weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 8, the block of .*, got 12\."):
         smc_llm(pair, SMC, page_size=12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "words"),
+    [
+        ({}, None, r"^sparse is about a target's selected blocks and this target has no layer that selects any; .*"),
+        (
+            OF_SPARSE,
+            (True, False),
+            r"^schedule must have a flag for each of the target's sparse layers, 1 in all, got 2; give as many, .*",
+        ),
+    ],
+)
+def test_targets_that_cannot_be_verified_so_are_refused_before_weights_are_read(
+    tmp_path: Path, layers: dict[str, Any], schedule: Any, words: str
+) -> None:
+    target = write_model(tmp_path / "target", 272, 1, **layers)
+    (weights,) = Path(target).glob("*.safetensors")
+    weights.write_bytes(bytes(weights.stat().st_size))
+    sparse = SparseVerification("merged", schedule=schedule)
+    with pytest.raises(ValueError, match=words):
+        LLM(target, draft_model="ngram", decoding=Rejection(sparse=sparse))

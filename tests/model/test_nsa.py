@@ -272,11 +272,11 @@ class AtFirst(NSA):
 class RawCopies(NSA):
     """A copied page is without its compressed tokens."""
 
-    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView) -> Any:
+    def paged_branches(self, projection: Projection, cache: LayerCache, view: BatchView, earlier: Any = None) -> Any:
         if view.copies is not None:
             copied = {name: copy_pages(cache[name], view.copies) for name in cache if "compressed" not in name}
             cache, view = cache | copied, dataclasses.replace(view, copies=None)
-        return super().paged_branches(projection, cache, view)
+        return super().paged_branches(projection, cache, view, earlier)
 
 
 @pytest.mark.parametrize("shared", range(3, 9))

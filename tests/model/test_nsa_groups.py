@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 
 from smcjax.kv import TRASH, KVCache
 from smcjax.model.decoder import linear
-from smcjax.model.nsa_groups import MODES, Grouped, grouped_branches, grouped_tree_branches, selecting_layers
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.grouped_attention import group_tasks
 from smcjax.pallas.query_groups import QueryGroups
+from smcjax.sparse import MODES, SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 from tests.model import nsa_oracle
 from tests.model.test_nsa import (
@@ -45,12 +46,6 @@ def tree_of(arrays: Arrays) -> DraftTree:
     return DraftTree(tuple(arrays["parents"].tolist()))
 
 
-def grouped_of(arrays: Arrays, order: str, size: int, mode: str = "merged") -> Grouped:
-    """Golden nodes in the order of their numbers."""
-    tree = tree_of(arrays)
-    return Grouped(QueryGroups.of_tree(tree, range(tree.size), order, size), mode)
-
-
 @pytest.mark.parametrize("name", [CHAIN, TREE])
 @pytest.mark.parametrize("size", SIZES)
 def test_golden_blocks(name: str, size: int) -> None:
@@ -61,29 +56,28 @@ def test_golden_blocks(name: str, size: int) -> None:
     selected = jnp.asarray((sets[..., None] == np.arange(9)).any(axis=3))
     for order in ORDERS:
         want = np.concatenate([arrays[f"P{length}.strict.{order}.C{size}.blocks"] for length in lengths])
+        groups = QueryGroups.of_tree(tree_of(arrays), range(len(arrays["parents"])), order, size)
         for page_size in (o["block"], o["block"] // 2):
             table = jnp.arange(72 // page_size) + jnp.zeros((*selected.shape[:2], 1), jnp.int32)
             shape = {"page_size": page_size, "block_size": o["block"], "most_blocks": o["n"]}
-            tasks = jax.jit(functools.partial(group_tasks, groups=grouped_of(arrays, order, size).groups, **shape))
+            tasks = jax.jit(functools.partial(group_tasks, groups=groups, **shape))
             number = np.asarray(tasks(selected, table).number).sum(axis=(1, 2))
             np.testing.assert_array_equal(number * page_size // o["block"], want[:, 0])
         np.testing.assert_array_equal(np.asarray(selected).sum(axis=(1, 2, 3)), want[:, 1])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(
-    key: str, grouped: Grouped, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array, earlier: Any = None
-) -> Any:
-    """Adds a layer of the golden cases' small model to x, by groups; without scratch over a sequence.
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(key: str, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array, earlier: Any = None) -> Any:
+    """Adds a layer of the golden cases' small model to x; without scratch over a sequence.
 
     Returns the sum, and the blocks that each query has selected or taken.
     """
     o = json.loads(key)
     projection = projected(o, layer_weights(w, "nsa."), normed(x), view.positions)
     if scratch is None:
-        branches, _ = grouped_branches(kind_of(o), projection, cache, view, grouped, earlier)
+        branches, _ = kind_of(o).paged_branches(projection, cache, view, earlier)
     else:
-        branches, _ = grouped_tree_branches(kind_of(o), projection, cache, scratch, view, grouped, earlier)
+        branches, _ = kind_of(o).tree_branches(projection, cache, scratch, view, earlier)
     x = linear(branches.gated().reshape(*x.shape[:2], -1), w["wo"], None, add_to=x)
     return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x), branches.selected
 
@@ -118,16 +112,17 @@ class Prefilled:
             arguments = (tokens, jnp.asarray(positions, jnp.int32), table, jnp.asarray(pages, jnp.int32), ends, ends)
             self.view, self.scratch = BatchView(*arguments, page_size=page_size), None
 
-    def logits(self, grouped: Grouped, refresh: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
+    def logits(self, sparse: SparseVerification) -> np.ndarray:
         x, selections = self.w["emb"][self.view.tokens], []
-        for index, (cache, source) in enumerate(zip(self.model.caches, selecting_layers(refresh), strict=True)):
+        view = dataclasses.replace(self.view, sparse=sparse)
+        for index, (cache, source) in enumerate(zip(self.model.caches, sparse.sources(3), strict=True)):
             w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else selections[source]
-            x, selected = _layer(json.dumps(self.o), grouped, w, cache, self.scratch, self.view, x, earlier)
+            x, selected = _layer(json.dumps(self.o), w, cache, self.scratch, view, x, earlier)
             selections.append(selected)
         return np.asarray(linear(normed(x), self.w["emb"], None)[0])
 
-    def path_logits(self, refresh: tuple[bool, ...]) -> np.ndarray:
-        """Behind each node of the path to commit, by the oracle: what is committed refreshes in every layer."""
+    def path_logits(self, schedule: tuple[bool, ...] | None = None) -> np.ndarray:
+        """Behind each node of the path to commit, by the oracle: what is committed selects in every layer."""
         path, start = self.arrays["commit_path"], self.length
         tokens = np.concatenate([self.arrays["tokens"][:start], self.arrays["node_tokens"][path]])
         w = {name: np.asarray(value, np.float64) for name, value in self.w.items()}
@@ -136,7 +131,7 @@ class Prefilled:
             return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
         x, selections = w["emb"][tokens], []
-        for index, source in enumerate(selecting_layers(refresh)):
+        for index, source in enumerate(SparseVerification(schedule=schedule).sources(3)):
             of = layer_weights(w, f"layers.{index}.")
             given = {t: selections[source][t] for t in range(start, len(tokens))} if source != index else None
             found = nsa_oracle.layer(self.o, layer_weights(of, "nsa."), norm(x), given=given)
@@ -152,7 +147,7 @@ def prefilled(name: str, page_size: int) -> list[Prefilled]:
 
 
 FEW = [(CHAIN, "bfs"), (TREE, "dfs")]
-GOLDEN_LOGITS = [(*case, mode, size) for case in FEW for mode, size in zip(MODES, (4, 4, 2), strict=True)]
+GOLDEN_LOGITS = [(*case, mode, size) for case in FEW for mode, size in zip(MODES[1:], (4, 4, 2), strict=True)]
 GOLDEN_LOGITS += [(TREE, "bfs", "merged", 3), (CHAIN, "bfs", "shared", 1)]
 
 
@@ -168,7 +163,7 @@ def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
         of = f"P{case.length}.strict"
         strict = case.arrays[f"{of}.logits"]
         want = strict if mode == "merged" else case.arrays[f"{of}.{order}.C{size}.{mode}.logits"]
-        np.testing.assert_allclose(case.logits(grouped_of(case.arrays, order, size, mode)), want, atol=1e-3)
+        np.testing.assert_allclose(case.logits(SparseVerification(mode, size, order)), want, atol=1e-3)
         strayed.append(np.abs(want - strict).max())
     if size == 1:
         assert max(strayed) < 1e-5
@@ -183,35 +178,25 @@ def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str) -> None:
     Control: where every layer selects, logits are others, and so they are by the first layer's blocks in all.
     """
     case = prefilled(name, {"bfs": 8, "dfs": 2}[order])[0]
-    grouped, path = grouped_of(case.arrays, order, 3), case.arrays["commit_path"]
+    path = case.arrays["commit_path"]
     strict = case.arrays[f"P{case.length}.strict.logits"][path]
-    np.testing.assert_allclose(case.path_logits((True, True, True)), strict, atol=1e-3)
+    np.testing.assert_allclose(case.path_logits(), strict, atol=1e-3)
     found = {}
-    for refresh in ((True, False, False), (True, True, False), (True, False, True)):
-        found[refresh] = case.logits(grouped, refresh)[path]
-        np.testing.assert_allclose(found[refresh], case.path_logits(refresh), atol=1e-3)
-        assert np.abs(found[refresh] - strict).max() > 1e-2
+    for schedule in ((True, False, False), (True, True, False), (True, False, True)):
+        found[schedule] = case.logits(SparseVerification("merged", 3, order, schedule))[path]
+        np.testing.assert_allclose(found[schedule], case.path_logits(schedule), atol=1e-3)
+        assert np.abs(found[schedule] - strict).max() > 1e-2
     assert np.abs(found[True, False, False] - found[True, True, False]).max() > 1e-2
 
 
-def test_which_layer_selects() -> None:
-    assert selecting_layers((True, False, False, True, False)) == (0, 0, 0, 3, 3)
-    for refresh in ((), (False, True)):
-        with pytest.raises(ValueError, match=r"refresh must begin with True, .*, got \(.*\)\.$"):
-            selecting_layers(refresh)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(key: str, grouped: Grouped | None, w: Arrays, cache: Any, view: BatchView, x: jax.Array) -> Any:
-    """A layer's parts over pages, without groups where there are none."""
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(key: str, w: Arrays, cache: Any, view: BatchView, x: jax.Array) -> Any:
+    """A layer's parts over pages."""
     o = json.loads(key)
-    projection = projected(o, w, x, view.positions)
-    if grouped is None:
-        return kind_of(o).paged_branches(projection, cache, view)
-    return grouped_branches(kind_of(o), projection, cache, view, grouped)
+    return kind_of(o).paged_branches(projected(o, w, x, view.positions), cache, view)
 
 
-def verified(o: Options, page_size: int, grouped: Grouped | None) -> tuple[np.ndarray, np.ndarray]:
+def verified(o: Options, page_size: int, sparse: SparseVerification | None) -> tuple[np.ndarray, np.ndarray]:
     """Outputs and selections of two requests of two rows, which share what they begin with; the last writes nothing.
 
     Pages hold NaN where nothing is written.
@@ -236,8 +221,9 @@ def verified(o: Options, page_size: int, grouped: Grouped | None) -> tuple[np.nd
         return BatchView(*(jnp.asarray(array, jnp.int32) for array in arrays), rows=2, page_size=page_size)
 
     key = json.dumps(o)
-    _, pages = _forward(key, None, w, pages, view(0, before), x[:, :before])
-    branches, _ = _forward(key, grouped, w, pages, view(before, before + columns), x[:, before:])
+    _, pages = _forward(key, w, pages, view(0, before), x[:, :before])
+    draft = dataclasses.replace(view(before, before + columns), sparse=sparse)
+    branches, _ = _forward(key, w, pages, draft, x[:, before:])
     return np.asarray(branches.outputs)[:-1], np.asarray(branches.selected)[:-1]
 
 
@@ -253,16 +239,11 @@ def test_merged_rows_are_each_query_by_itself(changes: Options, page_size: int, 
 
     Control: the first query's blocks for all are others, in every one of these cases.
     """
-    o, groups = SMALL | changes, QueryGroups.of_rows(2, 3, order, size)
+    o = SMALL | changes
     want, selected = verified(o, page_size, None)
-    got, own = verified(o, page_size, Grouped(groups))
+    got, own = verified(o, page_size, SparseVerification("merged", size, order))
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_array_equal(own, selected)
-    shared, _ = verified(o, page_size, Grouped(groups, "shared"))
+    shared, _ = verified(o, page_size, SparseVerification("shared", size, order))
     assert np.abs(shared - want).max() > 1e-2
     np.testing.assert_allclose(shared[..., [0, 2], :], want[..., [0, 2], :], atol=1e-5)
-
-
-def test_unknown_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"mode must be one of merged, shared, shared_forced, got 'forced'\.$"):
-        Grouped(QueryGroups((0,), 1), "forced")

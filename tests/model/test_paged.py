@@ -41,6 +41,7 @@ class Blocks:
 
     size: int
     kv_pairs: ClassVar[int] = 1
+    selects: ClassVar[bool] = False
 
     def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
         return None
@@ -80,7 +81,9 @@ class Blocks:
 
         return self._attend(q, positions, k, v, means(k), means(v))
 
-    def __call__(self, projection: Projection, cache: LayerCache, plan: Any, view: BatchView) -> Any:
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: Any, view: BatchView, earlier: None = None
+    ) -> Any:
         q, k, v = projection.heads()
         ends = view.slots % self.size == self.size - 1
         pages = jnp.where(ends, view.write_pages, TRASH)
@@ -98,9 +101,11 @@ class Blocks:
                 read = cache[array][plan["table"]].reshape(rows, -1, *new.shape[2:])
                 seen.append(jnp.where(written[:, stride - 1 :: stride, None, None], read, 0))
         keys, mean_keys, values, mean_values = seen
-        return self._attend(q, view.positions, keys, values, mean_keys, mean_values), cache
+        return self._attend(q, view.positions, keys, values, mean_keys, mean_values), cache, None
 
-    def over_tree(self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Any:
+    def over_tree(
+        self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: None = None
+    ) -> Any:
         q, k, v = projection.heads()
         scratch = view.put(scratch, {"keys": k, "values": v})
         of_block = view.positions[..., None] - jnp.arange(self.size)
@@ -117,7 +122,7 @@ class Blocks:
         visible = self._visible(view.positions, slots, blocks)[:, :, None, None]
         weights = jax.nn.softmax(jnp.where(visible, jnp.concatenate(scores, axis=-1), -jnp.inf), axis=-1)
         of_slots, of_means = weights[..., :slots], weights[..., slots:]
-        return (seen["values"].sums(of_slots) + seen["mean_values"].sums(of_means)).reshape(q.shape), scratch
+        return (seen["values"].sums(of_slots) + seen["mean_values"].sums(of_means)).reshape(q.shape), scratch, None
 
 
 LAYERS: dict[str, tuple[LayerSpec, ...]] = {

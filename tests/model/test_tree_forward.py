@@ -204,7 +204,7 @@ def test_control_births_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 class BySlot(SlidingWindow):
     """A mistaken kind, whose window counts a tree's nodes as if each stood behind the one before it."""
 
-    def over_tree(self, projection: Any, cache: Any, scratch: Any, view: TreeView) -> Any:
+    def over_tree(self, projection: Any, cache: Any, scratch: Any, view: TreeView, earlier: Any = None) -> Any:
         q, keys, values = projection.heads()
         scratch = view.put(scratch, {"keys": keys, "values": values})
         seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
@@ -212,7 +212,7 @@ class BySlot(SlidingWindow):
         by_slot = (view.root[:, None] + jnp.asarray(view.nodes))[:, :, None, None, None]
         visible = sees(slots, by_slot, self.window) & (slots <= at)
         scores = scaled_scores(grouped(q, keys.shape[2]), seen_keys, self.scale)
-        return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch
+        return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch, None
 
 
 def test_control_window_by_slot() -> None:
