@@ -69,23 +69,29 @@ class Decoding(abc.ABC):
     Attributes:
         name: the decoder's, in options and reports.
         drafts: whether it needs a draft model.
-        exact: whether its answers are distributed exactly as the target's.
         weighted: whether the rows of a request are weighted particles.
-        ragged: whether a cycle may give a row fewer than `tokens_per_cycle` tokens that it keeps.
         rows_argument: the argument that says how many rows a request has; None where there is one.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
-    exact: ClassVar[bool] = True
     weighted: ClassVar[bool] = False
-    ragged: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
 
     @property
     @abc.abstractmethod
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
+
+    @property
+    def exact(self) -> bool:
+        """True where answers are distributed exactly as the target's."""
+        return True
+
+    @property
+    def ragged(self) -> bool:
+        """True where drafts can be rejected: a cycle may give a row fewer than `tokens_per_cycle` tokens."""
+        return False
 
     @property
     def rows(self) -> int:
@@ -147,10 +153,13 @@ class SMC(Decoding):
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
+        control: c in [0, 1]. Draft d is accepted with probability min(1, p(d)/(c·q(d))), else its particle's block
+            ends with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything;
+            1 is speculative sampling of every particle, whose weights are 1 at power 1 (rejection control: Liu, Chen &
+            Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
     """
 
     name = "smc"
-    exact = False
     weighted = True
     rows_argument = "n_particles"
 
@@ -164,6 +173,7 @@ class SMC(Decoding):
     bonus: bool = True
     defer_bonus: bool = True
     trace: bool = False
+    control: float = 0.0
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -173,6 +183,8 @@ class SMC(Decoding):
             raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
         if not _is_number(self.ess_threshold, 0.0, 1.0):
             raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
+        if not _is_number(self.control, 0.0, 1.0):
+            raise ValueError(f"control must be a number from 0 to 1, got {self.control!r}.")
         if self.resampling not in SCHEMES:
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
@@ -188,15 +200,31 @@ class SMC(Decoding):
             self.n_particles, self.gamma, self.bonus, self.bonus and self.defer_bonus, self.draft_temperature
         )
 
+    @property
+    def exact(self) -> bool:
+        """True at control 1 and power 1, where each particle is a sample of the target."""
+        return self.control == 1.0 and self.power == 1.0
+
+    @property
+    def ragged(self) -> bool:
+        """True where drafts can be rejected."""
+        return self.control > 0.0
+
     def __str__(self) -> str:
-        return f"SMC, N={self.n_particles}, K={self.gamma}"
+        control = f", control {self.control:g}" if self.control else ""
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}"
 
     def check_draft(self, *, full_support: bool, branches: bool) -> None:
-        """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
-        if not full_support:
+        """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
+
+        No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
+        such a draft is, where the target likes it.
+        """
+        if not full_support and self.control < 1.0:
             raise ValueError(
                 "draft_model is 'ngram', whose drafts leave the target's other tokens no probability, and SMC weighs "
-                "drafts by target over draft; use decoding=Rejection(), which is exact with any draft, or a model."
+                "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
+                "draft, or a model."
             )
 
     def check(self, params: Any) -> None:
@@ -255,7 +283,6 @@ class Rejection(Decoding):
     """
 
     name = "rejection"
-    ragged = True
     rows_argument = "n_candidates"
 
     gamma: int | None = None
@@ -317,6 +344,11 @@ class Rejection(Decoding):
             siblings=self.siblings,
             order=self.order,
         )
+
+    @property
+    def ragged(self) -> bool:
+        """True: drafts can be rejected."""
+        return True
 
     def __str__(self) -> str:
         if self.tree is not None:

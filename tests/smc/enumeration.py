@@ -3,7 +3,8 @@
 The two models are tables of probabilities by prefix. Everything else is the package's own: increments, cuts, weights,
 the end of a group, ESS, the decision to resample, ancestors, forking, log Ẑ. Only the draws are replaced by sums:
 
-    tokens        every block of every row, with its probability under the draft (and, for the bonus, the power rule)
+    tokens        every block of every row, with its probability under the draft (and, for the bonus, the power rule);
+                  with a control, every fate of its drafts: uniforms between the jumps of the decision, with their mass
     resampling    the ancestors are piecewise constant in the uniforms; every piece, with its volume
 
 Equal populations are merged, so what is carried is a measure over populations. `MUTATIONS` are the known ways to get
@@ -27,9 +28,24 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
-from smcjax.smc import cycle, lifecycle, resampling, weights
+from smcjax.smc import control, cycle, lifecycle, resampling, weights
 from smcjax.smc.resampling import ancestors
 
+
+def _with_one_behind_rejections(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
+    """A mistaken `run_of`: what stands in the column behind a rejected draft still belongs to the block."""
+    run = _RUN_OF(laws, drafts, accepted, *rest)
+    return dataclasses.replace(run, last=jnp.minimum(accepted + 1, laws.target.shape[1] - 1))
+
+
+def _weightless_when_drawn(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
+    """A mistaken `run_of`: a token of the residual weighs as if it came from the target."""
+    run = _RUN_OF(laws, drafts, accepted, *rest)
+    drawn = jnp.arange(run.tokens.shape[1]) == accepted[:, None]
+    return dataclasses.replace(run, increments=jnp.where(drawn, laws.constant, run.increments))
+
+
+_RUN_OF = cycle.run_of
 CHUNK = 1024  # populations a call: one compiled shape
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
@@ -44,13 +60,22 @@ MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "no closing term": [(lifecycle, "log_mean_weight", lambda w: jnp.zeros(w.shape[:-1]))],
     "q not divided out": [(weights, "draft_increment", lambda power, p, q: power * p)],
 }
+CONTROL_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "weight 1 after a rejection": [(cycle, "run_of", _weightless_when_drawn)],
+    "R/Z omitted": [(cycle, "correction", lambda p, q, c: jnp.zeros(p.shape[:-1]))],
+    "R/Z of exact sampling": [(cycle, "correction", lambda p, q, c: jnp.ones(p.shape[:-1]))],
+    "bonus after a rejection": [(cycle, "run_of", _with_one_behind_rejections)],
+    "the residual replaced by p": [(control, "residual", lambda p, q: p)],
+    "weights of discarded drafts counted": MUTATIONS["weights counted past the end"],
+    "the power's normaliser left out": [(cycle, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
+}
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
     with contextlib.ExitStack() as stack:
-        for module, attribute, replacement in MUTATIONS[name]:
+        for module, attribute, replacement in {**MUTATIONS, **CONTROL_MUTATIONS}[name]:
             stack.enter_context(mock.patch.object(module, attribute, replacement))
         yield
 
@@ -64,6 +89,7 @@ class Toy:
     stop: int | None = None
     impossible: bool = False  # some target probabilities are zero
     seed: int = 0
+    minimum: int = 0  # tokens before which no stop is possible
 
     @functools.cache  # noqa: B019
     def logprobs(self, model: str, prefix: Tokens) -> np.ndarray:
@@ -72,6 +98,8 @@ class Toy:
         law = 0.9 * rng.dirichlet(np.full(self.vocab, 0.8)) + 0.1 / self.vocab
         if model == "p" and self.impossible and rng.random() < 0.4:
             law[rng.integers(self.vocab)] = 0.0
+        if self.stop is not None and len(prefix) < self.minimum:
+            law[self.stop] = 0.0
         with np.errstate(divide="ignore"):
             return np.log(law / law.sum())
 
@@ -121,7 +149,9 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "cap"))
-def _weigh(mutation: str, cap: int, tokens: Any, increments: Any, length: Any, stops: Any) -> tuple[Any, ...]:
+def _weigh(
+    mutation: str, cap: int, tokens: Any, increments: Any, last: Any, length: Any, stops: Any
+) -> tuple[Any, ...]:
     """`cycle.weigh` on rows that are each a group of their own."""
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
@@ -129,8 +159,36 @@ def _weigh(mutation: str, cap: int, tokens: Any, increments: Any, length: Any, s
     state = dataclasses.replace(state, sequences=sequences, requests=requests)
     unused = jnp.zeros(tokens.shape, jnp.float32)
     with mutated(mutation):
-        state = cycle.weigh(state, cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused))
+        proposal = cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused, last=last)
+        state = cycle.weigh(state, proposal)
     return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("mutation", "power", "c"))
+def _controlled(mutation: str, power: float, c: float, p: Any, q: Any, drafts: Any) -> tuple[Any, ...]:
+    """Tokens, increments, chance and last column of every run of these drafts and every token behind it."""
+    (rows, gamma), size = drafts.shape, p.shape[-1]
+    control_of_rows = jnp.full(rows, c)
+    c_column = control_of_rows[:, None]
+    with mutated(mutation):
+        laws = cycle.Laws.of(power, p, q)
+        drawn = jnp.exp(control.at(q, drafts).sum(axis=1))
+        accepts = control.acceptance(control.at(laws.target[:, :gamma], drafts), control.at(q, drafts), c_column)
+        parts = []
+        for run in range(gamma + 1):
+            column = jnp.arange(gamma)
+            uniforms = jnp.where(column < run, accepts / 2, (1 + accepts) / 2)
+            fate = jnp.where(column < run, accepts, jnp.where(column == run, 1 - accepts, 1.0)).prod(axis=1)
+            verdict = control.judge(laws.target, laws.draft, drafts, uniforms, control_of_rows)
+            following = jax.nn.softmax(verdict.law)
+            for token in range(size):
+                proposal = cycle.run_of(
+                    laws, drafts, verdict.accepted, jnp.full(rows, token, jnp.int32), control_of_rows
+                )
+                possible = (drawn > 0) & (verdict.accepted == run)
+                chance = jnp.where(possible, drawn * fate * following[:, token], 0)
+                parts.append((proposal.tokens, proposal.increments, chance, proposal.last))
+    return tuple(jnp.concatenate(column) for column in zip(*parts, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
@@ -197,6 +255,7 @@ class Proposals(NamedTuple):
     tokens: np.ndarray  # [m, C]
     increments: np.ndarray  # [m, C]
     chance: np.ndarray  # [m]
+    last: np.ndarray | None = None  # [m] the column behind which the block ends; None: it is whole
 
 
 @dataclasses.dataclass
@@ -215,11 +274,12 @@ class Enumeration:
     def run(self) -> Enumeration:
         """Every history to its end."""
         with jax.enable_x64(True):
+            block = self._controlled_block if self.config.ragged else self._block
             start: Row = ((), False, 0.0)
             populations = {(start,) * self.config.n_particles: (1.0, 1.0)}
             populations = self._end(self._extend(populations, self._first))
             while populations:
-                populations = self._end(self._resample(self._extend(populations, self._block)))
+                populations = self._end(self._resample(self._extend(populations, block)))
         return self
 
     def _first(self, prefix: Tokens) -> Proposals:
@@ -255,19 +315,35 @@ class Enumeration:
             np.repeat(chance, size) * np.concatenate([b.chance for b in bonuses]),
         )
 
+    def _controlled_block(self, prefix: Tokens) -> Proposals:
+        """Every block with every fate of its drafts."""
+        size, config = self.toy.vocab, self.config
+        drafts = np.array(list(itertools.product(range(size), repeat=config.gamma)))
+        p, q = (
+            np.array([[self.toy.logprobs(model, (*prefix, *d[:i])) for i in range(columns)] for d in drafts])
+            for model, columns in (("p", config.tokens_per_cycle), ("q", config.gamma))
+        )
+        tokens, increments, chance, last = _controlled(
+            self.mutation, config.power, config.control, p, q, drafts.astype(np.int32)
+        )
+        return Proposals(tokens, increments, np.asarray(chance), last)
+
     def _row_outcomes(self, prefix: Tokens, propose: Callable[[Tokens], Proposals]) -> list[tuple[Row, float]]:
         """Returns a live row's possible states after one block, cut at its end, with chances; equal ones are merged."""
         if (prefix, propose) not in self._seen:
             proposals = propose(prefix)
             stops = np.arange(self.toy.vocab) == (-1 if self.toy.stop is None else self.toy.stop)
             length = np.full(len(proposals.chance), 1 + len(prefix), np.int32)
-            tokens = proposals.tokens.astype(np.int32)
-            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, length, stops)
+            tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
+            last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
+            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, last, length, stops)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
                 tokens.tolist(), proposals.chance, *map(np.asarray, ends), strict=True
             ):
-                row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 12))
+                if not chance:
+                    continue
+                row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 14))
                 merged[row] = merged.get(row, 0.0) + float(chance)
             self._seen[prefix, propose] = list(merged.items())
         return self._seen[prefix, propose]
@@ -332,7 +408,7 @@ class Enumeration:
 
 
 def _add(populations: dict, rows: tuple[Row, ...], measure: float, chance: float) -> None:
-    """Adds mass to a population, known by its log weights to 1e-11."""
-    rows = tuple((tokens, finished, round(w, 11)) for tokens, finished, w in rows)
+    """Adds mass to a population, known by its log weights to 1e-13."""
+    rows = tuple((tokens, finished, round(w, 13)) for tokens, finished, w in rows)
     old = populations.get(rows, (0.0, 0.0))
     populations[rows] = (old[0] + measure, old[1] + chance)
