@@ -32,7 +32,7 @@ class Report:
     mean_ess: float | None = None
     accepted: int | None = None  # drafts among the tokens that were kept
     accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
-    trace: Mapping[str, np.ndarray] | None = None  # ess [C], resampled [C], ancestors, log_weights, lengths [C, N]
+    trace: Mapping[str, np.ndarray] | None = None  # of `smcjax.engine.outputs.Trace`
 
 
 class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):

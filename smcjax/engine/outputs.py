@@ -36,6 +36,7 @@ class Trace:
     ancestors: np.ndarray  # [C, N] int32, the row itself where nothing was resampled
     log_weights: np.ndarray  # [C, N] float32, before resampling
     lengths: np.ndarray  # [C, N] int32, generated tokens after the cycle
+    finished: np.ndarray  # [C, N] bool, after the cycle
     texts: list[str] | None = None  # [N] final texts, where there is a tokenizer
     selected: int = 0  # the row that answered
 

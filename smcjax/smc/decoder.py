@@ -44,4 +44,5 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             "ancestors": stacked("ancestors", np.int32, self.rows),
             "log_weights": stacked("log_weight", np.float32, self.rows),
             "lengths": stacked("length", np.int32, self.rows) - prompt_length,
+            "finished": stacked("finished", np.bool_, self.rows),
         }
