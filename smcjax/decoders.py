@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from smcjax.plain import plain_numbers, use_plain_numbers
@@ -19,6 +20,7 @@ SIBLINGS = ("sampled", "top")  # of a draft tree
 
 # Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
+ALARM = 3.0  # nats by which evidence falls short of the watchdog's rate before a control is raised
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
 
 
@@ -157,6 +159,9 @@ class SMC(Decoding):
             ends with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything;
             1 is speculative sampling of every particle, whose weights are 1 at power 1 (rejection control: Liu, Chen &
             Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
+        watchdog: a rate in nats a token, above 0, for power 1; None: no watchdog. Once a request's evidence has fallen
+            by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
+            the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
     """
 
     name = "smc"
@@ -174,6 +179,7 @@ class SMC(Decoding):
     defer_bonus: bool = True
     trace: bool = False
     control: float = 0.0
+    watchdog: float | None = None
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -185,6 +191,8 @@ class SMC(Decoding):
             raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
         if not _is_number(self.control, 0.0, 1.0):
             raise ValueError(f"control must be a number from 0 to 1, got {self.control!r}.")
+        if self.watchdog is not None:
+            self._check_watchdog()
         if self.resampling not in SCHEMES:
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
@@ -192,6 +200,28 @@ class SMC(Decoding):
         for name in ("bonus", "defer_bonus", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+
+    def _check_watchdog(self) -> None:
+        """Refuses rates out of range, or without a use."""
+        if not _is_number(self.watchdog, 1e-3, 100.0):
+            raise ValueError(
+                f"watchdog must be a number of nats a token from 0.001 to 100, or None, got {self.watchdog!r}."
+            )
+        if self.power != 1.0:
+            raise ValueError(
+                f"watchdog is {self.watchdog:g} and power {self.power:g}, at which evidence falls by itself; use "
+                "power=1, or control without a watchdog."
+            )
+        if self.control >= self.raised_control:
+            raise ValueError(
+                f"watchdog is {self.watchdog:g} and control {self.control:g}, under which evidence never falls as fast "
+                "as that; leave one of them out."
+            )
+
+    @property
+    def raised_control(self) -> float:
+        """The control that the watchdog raises a request to; without one the request's."""
+        return self.control if self.watchdog is None else math.exp(-self.watchdog)
 
     @property
     def speculation(self) -> Speculation:
@@ -208,11 +238,12 @@ class SMC(Decoding):
     @property
     def ragged(self) -> bool:
         """True where drafts can be rejected."""
-        return self.control > 0.0
+        return self.control > 0.0 or self.watchdog is not None
 
     def __str__(self) -> str:
         control = f", control {self.control:g}" if self.control else ""
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}"
+        watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}"
 
     def check_draft(self, *, full_support: bool, branches: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.

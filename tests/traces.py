@@ -78,6 +78,7 @@ def history(
         particles=[Particle([1], float(weight), "stop") for weight in final],
         log_weights=final,
         selected=int(final.argmax()),
+        control=0.0,
         trace=Trace(
             ess=rng.uniform(1, n, cycles).astype(np.float32),
             resampled=resampled,

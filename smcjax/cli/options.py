@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         name: name
         for name in (
             *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            "control",
+            *("control", "watchdog"),
         )
     },
     "rejection": {
@@ -141,6 +141,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
     group.add_argument(
         "--control", type=float, help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0)"
+    )
+    group.add_argument(
+        "--watchdog", type=float, metavar="NATS", help="of SMC: raise control when evidence falls faster a token (off)"
     )
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})

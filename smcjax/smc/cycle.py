@@ -34,16 +34,19 @@ from smcjax.kv import fork as fork_rows
 from smcjax.smc.control import at, correction, increment, judge
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, SMCProgram, State
+from smcjax.smc.watchdog import watch
 from smcjax.smc.weights import bonus_increment, draft_increment, log_mass, logprob_at, temper
 
 
 @by_implementation
 def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every live particle by one cycle of `SMC.tokens_per_cycle` tokens, with a control by that at most."""
-    ran = state.running
+    ran, before = state.running, state
     state, drafts, copies = draft(program, params, state)
     state, proposal = verify(program, params, state, drafts, copies)
     state = weigh(state, proposal)
+    if program.decoding.watchdog is not None:
+        state = watch(program.decoding, before, state)
     if program.decoding.ragged:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     state, info = resample(program, state, proposal.tokens)
@@ -119,10 +122,11 @@ def verify(
 
 
 def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Proposal:
-    """Rejects drafts by the program's control, and draws the token behind those that are accepted."""
+    """Rejects drafts by the groups' controls, and draws the token behind those that are accepted."""
     smc = program.decoding
     assert drafts.logits is not None
-    control = jnp.full(drafts.tokens.shape[0], smc.control, jnp.float32)
+    assert state.control is not None
+    control = state.per_row(state.control)
     laws = Laws.of(smc.power, logits, drafts.logits)
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (smc.n_particles, smc.gamma), jnp.float32))(keys)
@@ -228,6 +232,7 @@ def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tu
         finished=state.by_group(resampled.sequences.finished),
         done=~resampled.running,
         tokens=state.by_group(tokens),
+        control=state.control,
     )
     return resampled, info
 

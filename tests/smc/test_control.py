@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import logsumexp
 
 from smcjax import smc
+from smcjax.decoders import ALARM
 from smcjax.decoding.ngram import NGram
 from smcjax.engine.memory import worst_case_pages
 from smcjax.kv import pages_for
@@ -60,6 +62,23 @@ def test_controls(mutation: str) -> None:
     """Known mistakes break the law, at α = 2 all of them."""
     config = {"n_particles": 2, "gamma": 2, "control": 0.5, "ess_threshold": 0.9}
     assert deviation(enumerate_smc(STOP, mutation, power=2.0, **config)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("toy", "config"),
+    [
+        (STOP, {"n_particles": 2, "gamma": 1, "bonus": False, "ess_threshold": 0.95}),
+        (WIDE, {"n_particles": 1, "gamma": 1, "bonus": False}),
+    ],
+    ids=["two", "one particle"],
+)
+def test_a_watched_control_is_unbiased(toy: Toy, config: dict[str, Any]) -> None:
+    """A control that the past raises: still to 1e-12, though some histories are under it and some are not."""
+    watched = smc.SMC(watchdog=0.2, **config)
+    done = Enumeration(toy, watched, alarm=0.1).run()
+    assert deviation(done) < 1e-12
+    assert 0.01 < done.raised < 2
+    assert deviation(Enumeration(toy, watched, "weighed by another control", alarm=0.1).run()) > 1e-3
 
 
 def test_a_control_nears_the_target() -> None:
@@ -122,6 +141,31 @@ def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]
     undeferred = dataclasses.replace(BASE.decoding, defer_bonus=False)
     program = dataclasses.replace(BASE, page_size=size, decoding=undeferred)
     assert answers(program, num_pages=bound + 1)[0] == base[0]
+
+
+def test_the_watchdog_by_hand() -> None:
+    """Without resampling the reports tell all: excess and control once more, and how fast evidence falls then."""
+    rate, decoding = 0.1, dataclasses.replace(BASE.decoding, control=0.0, watchdog=0.1, ess_threshold=0.0)
+    program = dataclasses.replace(BASE, decoding=decoding)
+    asks = [Ask((1 + seed % 4, 2), max_tokens=20, temperature=0.5, seed=seed) for seed in range(4)]
+    _, infos = finish(program, PAIR.params, start(program, PAIR.params, asks))
+    raised = 0
+    for group in range(len(asks)):
+        log_w, length, excess, c = np.zeros(3), np.full(3, 3), 0.0, 0.0
+        for info in (info for info in infos if info.ran[group]):
+            new_w, new_length = np.asarray(info.log_weight[group], float), np.asarray(info.length[group])
+            tokens = np.exp(log_w - logsumexp(log_w)) @ (new_length - length)
+            fallen = logsumexp(log_w) - logsumexp(new_w)
+            excess = max(0.0, excess + fallen - rate * tokens)
+            if c > 0:
+                assert fallen <= rate * tokens + 1e-5
+                assert (new_length - length <= 4).all()
+                raised += 1
+            c = np.exp(-rate) if excess > ALARM or c > 0 else 0.0
+            np.testing.assert_allclose(info.control[group], c, rtol=1e-6)
+            log_w, length = new_w, new_length
+    assert raised > 3
+    assert not all(info.control.all() for info in infos[:1]), "at first nothing is raised"
 
 
 def test_full_control_weighs_nothing() -> None:
