@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from smcjax.plain import plain_numbers, use_plain_numbers
@@ -20,6 +21,7 @@ SIBLINGS = ("sampled", "top")  # of a draft tree
 
 # Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
+ALARM = 3.0  # nats by which evidence falls short of the watchdog's rate before a control is raised
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
 
 
@@ -72,23 +74,29 @@ class Decoding(abc.ABC):
     Attributes:
         name: the decoder's, in options and reports.
         drafts: whether it needs a draft model.
-        exact: whether its answers are distributed exactly as the target's, where `sparse` is not approximate.
         weighted: whether the rows of a request are weighted particles.
-        ragged: whether a cycle may give a row fewer than `tokens_per_cycle` tokens that it keeps.
         rows_argument: the argument that says how many rows a request has; None where there is one.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
-    exact: ClassVar[bool] = True
     weighted: ClassVar[bool] = False
-    ragged: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
 
     @property
     @abc.abstractmethod
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
+
+    @property
+    def exact(self) -> bool:
+        """True where answers are distributed exactly as the target's, if `sparse` is not approximate."""
+        return True
+
+    @property
+    def ragged(self) -> bool:
+        """True where drafts can be rejected: a cycle may give a row fewer than `tokens_per_cycle` tokens."""
+        return False
 
     @property
     def rows(self) -> int:
@@ -165,13 +173,19 @@ class SMC(Decoding):
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
+        control: c in [0, 1]. Draft d is accepted with probability min(1, p(d)/(c·q(d))), else its particle's block
+            ends with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything;
+            1 is speculative sampling of every particle, whose weights are 1 at power 1 (rejection control: Liu, Chen &
+            Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
+        watchdog: a rate in nats a token, above 0, for power 1; None: no watchdog. Once a request's evidence has fallen
+            by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
+            the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
     """
 
     name = "smc"
-    exact = False
     weighted = True
     rows_argument = "n_particles"
 
@@ -185,6 +199,8 @@ class SMC(Decoding):
     bonus: bool = True
     defer_bonus: bool = True
     trace: bool = False
+    control: float = 0.0
+    watchdog: float | None = None
     sparse: SparseVerification | None = None
     approximate: bool = False
 
@@ -196,6 +212,10 @@ class SMC(Decoding):
             raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
         if not _is_number(self.ess_threshold, 0.0, 1.0):
             raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
+        if not _is_number(self.control, 0.0, 1.0):
+            raise ValueError(f"control must be a number from 0 to 1, got {self.control!r}.")
+        if self.watchdog is not None:
+            self._check_watchdog()
         if self.resampling not in SCHEMES:
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
@@ -213,6 +233,28 @@ class SMC(Decoding):
         if self.approximate and not is_approximate:
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
 
+    def _check_watchdog(self) -> None:
+        """Refuses rates out of range, or without a use."""
+        if not _is_number(self.watchdog, 1e-3, 100.0):
+            raise ValueError(
+                f"watchdog must be a number of nats a token from 0.001 to 100, or None, got {self.watchdog!r}."
+            )
+        if self.power != 1.0:
+            raise ValueError(
+                f"watchdog is {self.watchdog:g} and power {self.power:g}, at which evidence falls by itself; use "
+                "power=1, or control without a watchdog."
+            )
+        if self.control >= self.raised_control:
+            raise ValueError(
+                f"watchdog is {self.watchdog:g} and control {self.control:g}, under which evidence never falls as fast "
+                "as that; leave one of them out."
+            )
+
+    @property
+    def raised_control(self) -> float:
+        """The control that the watchdog raises a request to; without one the request's."""
+        return self.control if self.watchdog is None else math.exp(-self.watchdog)
+
     @property
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
@@ -225,15 +267,33 @@ class SMC(Decoding):
             sparse=self.sparse,
         )
 
+    @property
+    def exact(self) -> bool:
+        """True at control 1 and power 1, where each particle is a sample of the target."""
+        return self.control == 1.0 and self.power == 1.0
+
+    @property
+    def ragged(self) -> bool:
+        """True where drafts can be rejected."""
+        return self.control > 0.0 or self.watchdog is not None
+
     def __str__(self) -> str:
+        control = f", control {self.control:g}" if self.control else ""
+        watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}"
         return f"SMC, N={self.n_particles}, K={self.gamma}{_in_words(self.sparse)}"
 
     def check_draft(self, *, full_support: bool, branches: bool) -> None:
-        """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
-        if not full_support:
+        """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
+
+        No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
+        such a draft is, where the target likes it.
+        """
+        if not full_support and self.control < 1.0:
             raise ValueError(
                 "draft_model is 'ngram', whose drafts leave the target's other tokens no probability, and SMC weighs "
-                "drafts by target over draft; use decoding=Rejection(), which is exact with any draft, or a model."
+                "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
+                "draft, or a model."
             )
 
     def check(self, params: Any) -> None:
@@ -294,7 +354,6 @@ class Rejection(Decoding):
     """
 
     name = "rejection"
-    ragged = True
     rows_argument = "n_candidates"
 
     gamma: int | None = None
@@ -359,6 +418,11 @@ class Rejection(Decoding):
             order=self.order,
             sparse=self.sparse,
         )
+
+    @property
+    def ragged(self) -> bool:
+        """True: drafts can be rejected."""
+        return True
 
     def __str__(self) -> str:
         if self.tree is not None:

@@ -31,7 +31,7 @@ CHECKED = (
     "smc.cycle",
     "smc.lifecycle",
 )
-CHECKED += ("smc.resampling", "smc.weights")
+CHECKED += ("smc.control", "smc.resampling", "smc.weights")
 install_import_hook([f"smcjax.{module}" for module in CHECKED], "beartype.beartype")
 
 import jax  # noqa: E402

@@ -53,7 +53,7 @@ def history(
     text: str | None = "text",
     impossible: float = 0.2,
 ) -> History:
-    """Blocks of gamma + 1 tokens a cycle, shorter where a sequence ends; what has weight at the end has ended."""
+    """Blocks of gamma + 1 tokens a cycle, shorter at rejections and ends; what has weight at the end has ended."""
     rng = np.random.default_rng(seed)
     resampled, ancestors = random_ancestors(cycles, n, seed)
     block = gamma + 1
@@ -63,7 +63,8 @@ def history(
     for t, parents in enumerate(ancestors):
         length, over = length[parents], over[parents]
         ending = ~over & (rng.random(n) < 0.25)
-        length = length + np.where(over, 0, np.where(ending, rng.integers(1, block + 1, n), block))
+        rejected = rng.random(n) < 0.2
+        length = length + np.where(over, 0, np.where(ending | rejected, rng.integers(1, block + 1, n), block))
         over = over | ending
         lengths[t], ended[t + 1] = length, over
 
@@ -77,12 +78,14 @@ def history(
         particles=[Particle([1], float(weight), "stop") for weight in final],
         log_weights=final,
         selected=int(final.argmax()),
+        control=0.0,
         trace=Trace(
             ess=rng.uniform(1, n, cycles).astype(np.float32),
             resampled=resampled,
             ancestors=ancestors,
             log_weights=weights(cycles, n),
             lengths=lengths,
+            finished=ended[1:],
             texts=None if text is None else [f"{text} {j}" for j in range(n)],
             selected=int(final.argmax()),
         ),

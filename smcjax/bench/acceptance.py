@@ -85,7 +85,7 @@ def rival(result: CycleResult, results: Sequence[CycleResult]) -> CycleResult | 
 
     Where there is none of that many, the one whose N is nearest to 8, SMC's default.
     """
-    same = [one for one in results if not DECODINGS[one.decoding].exact and one.gamma == result.gamma]
+    same = [one for one in results if not DECODINGS[one.decoding]().exact and one.gamma == result.gamma]
     default = SMC().n_particles
     return min(
         same,
@@ -102,7 +102,7 @@ def rows_of(results: Sequence[CycleResult], acceptance: Sequence[float]) -> list
     """
     rows = []
     for result in results:
-        exact = DECODINGS[result.decoding].ragged
+        exact = DECODINGS[result.decoding]().ragged
         rates = list(dict.fromkeys(acceptance))
         tokens = [expected_tokens(rate, result.gamma) for rate in rates] if exact else [result.gamma + 1.0]
         smc = rival(result, results) if exact else None

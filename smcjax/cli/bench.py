@@ -99,7 +99,7 @@ def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: 
 
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
-    if args.compare and DECODINGS[args.decoding].ragged:
+    if args.compare and DECODINGS[args.decoding]().ragged:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     if args.compare and args.attention is not None:
         raise ValueError(f"--compare has no peer for --attention {args.attention}; leave one of them out.")
@@ -266,7 +266,7 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         (
             "tokens/s",
             f"{result.tokens_per_second:,.0f}"
-            + (", if all drafts are accepted" if DECODINGS[result.decoding].ragged else ""),
+            + (", if all drafts are accepted" if DECODINGS[result.decoding]().ragged else ""),
         ),
         ("of the weight roofline", f"{100 * result.weight_roofline_fraction:.1f}%"),
         ("of the roofline", f"{100 * result.roofline_fraction:.1f}%"),

@@ -87,4 +87,6 @@ def summary(output: RequestOutput) -> str:
             f"{metrics.resamples} resamplings",
             f"log evidence {output.smc.log_evidence:.2f}",
         ]
+        if output.smc.control:
+            parts.append(f"control {output.smc.control:.2f}")
     return "[" + " · ".join(parts) + "]"

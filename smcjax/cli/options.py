@@ -24,9 +24,11 @@ ADMISSIONS = ("worst_case", "optimistic")
 OPTIONS: dict[str, dict[str, str]] = {
     "smc": {
         name: name
-        for name in ("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select")
-    }
-    | {"approximate": "approximate"},
+        for name in (
+            *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
+            *("control", "watchdog", "approximate"),
+        )
+    },
     "rejection": {
         "n_particles": "n_candidates",
         "gamma": "gamma",
@@ -141,6 +143,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     group.add_argument("--draft-temperature", type=float, help="default: the request's temperature")
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
     group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
+    group.add_argument(
+        "--control", type=float, help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0)"
+    )
+    group.add_argument(
+        "--watchdog", type=float, metavar="NATS", help="of SMC: raise control when evidence falls faster a token (off)"
+    )
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
     add_sparse_options(parser)

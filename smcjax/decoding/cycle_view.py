@@ -6,11 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import TRASH, Copies, make_room
+from smcjax.kv import TRASH, Copies, make_room, rebind
 from smcjax.model.view import BatchView
 
 
@@ -37,6 +37,22 @@ def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Cop
     groups = dataclasses.replace(groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool))
     # Pages of one token are never part-filled.
     return groups, Copies(room.copy_from, room.copy_to) if page_size > 1 else None
+
+
+def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, " G"], *, page_size: int) -> S:
+    """Makes the rows of groups that `ran` name the pages of `table` up to their last KV that counts, and no others.
+
+    The last KV that counts is the one before the frontier: what rejected drafts wrote is behind it.
+    """
+    old = groups.sequences.block_table
+    begins = jnp.arange(old.shape[1]) * page_size
+    kept = jnp.where(begins < groups.sequences.length[:, None] - 1, table, TRASH)
+    new = jnp.where(groups.per_row(ran)[:, None], kept, old)
+    return dataclasses.replace(
+        groups,
+        sequences=dataclasses.replace(groups.sequences, block_table=new),
+        memory=dataclasses.replace(groups.memory, pool=rebind(groups.memory.pool, old, new)),
+    )
 
 
 def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> Int[Array, "R T"]:

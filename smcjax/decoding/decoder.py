@@ -30,9 +30,12 @@ class Report:
 
     resamples: int = 0
     mean_ess: float | None = None
+    control: float | None = None  # under which the next cycle would run
+    raised_cycles: int = 0  # cycles under a control that a watchdog had raised
+    warning: str | None = None  # one sentence about the answer
     accepted: int | None = None  # drafts among the tokens that were kept
     accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
-    trace: Mapping[str, np.ndarray] | None = None  # ess [C], resampled [C], ancestors, log_weights, lengths [C, N]
+    trace: Mapping[str, np.ndarray] | None = None  # of `smcjax.engine.outputs.Trace`
 
 
 class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import StablePrefixStream
 from smcjax.engine.whole import whole
 from smcjax.tokenizer import Tokenizer
+
+logger = logging.getLogger("smcjax")
 
 
 @dataclasses.dataclass(eq=False)
@@ -433,6 +436,8 @@ class Engine:
             aborted=running.aborted,
             refused=running.refused,
         )
+        if output.smc is not None and output.smc.warning is not None:
+            logger.warning("Request %s: %s.", request.request_id, output.smc.warning)
         if running.certain is not None:
             answer = output.outputs[0]
             if len(answer.token_ids) < len(running.certain.token_ids) and (running.aborted or output.error is not None):

@@ -36,6 +36,7 @@ class Trace:
     ancestors: np.ndarray  # [C, N] int32, the row itself where nothing was resampled
     log_weights: np.ndarray  # [C, N] float32, before resampling
     lengths: np.ndarray  # [C, N] int32, generated tokens after the cycle
+    finished: np.ndarray  # [C, N] bool, after the cycle
     texts: list[str] | None = None  # [N] final texts, where there is a tokenizer
     selected: int = 0  # the row that answered
 
@@ -48,6 +49,9 @@ class SMCOutput:
     particles: list[Particle]
     log_weights: np.ndarray  # [N] float32, after the last resampling
     selected: int  # index of the particle that answered
+    control: float  # c in the end: the decoder's, or what its watchdog has raised it to
+    raised_cycles: int = 0  # of `RequestMetrics.cycles`, those under a raised control
+    warning: str | None = None  # a watchdog's sentence, once it has raised the control
     trace: Trace | None = None
 
 
@@ -65,7 +69,7 @@ class RequestMetrics:
     first_token_seconds: float = 0.0  # from its first admission until the host saw its first tokens; 0: never
     num_cached_tokens: int = 0  # of the prompt, their KV taken from the prefix cache when it was last admitted
     preemptions: int = 0  # how often it gave its pages up and began again; the counts above are those of the last run
-    # Tokens of the answer that are the draft's, by whichever rule or candidate; None: nothing rejects. The others
+    # Tokens of the answer that are the draft's, by whichever rule or candidate of `Rejection`; else None. The others
     # are the target's: the first, and one behind the drafts of each cycle that is not cut before it, so accepted <
     # generated_tokens ≤ accepted + cycles + 1. What lies behind a stop token, a stop string, the cap or an abort is no
     # token of the answer.

@@ -75,6 +75,7 @@ def assemble(
     report = decoder.report(infos, start, kept)
     weighted = None
     if decoder.decoding.weighted:
+        assert report.control is not None
         weighted = SMCOutput(
             log_evidence=float(population.log_evidence),
             particles=[
@@ -87,6 +88,9 @@ def assemble(
             ],
             log_weights=np.array(population.log_weight),
             selected=selected,
+            control=report.control,
+            raised_cycles=report.raised_cycles,
+            warning=report.warning,
             trace=_trace(report, request, sequences, selected, tokenizer),
         )
     return RequestOutput(

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoders import Rejection
 from smcjax.decoding import admission
 from smcjax.decoding import groups as decoding
+from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
 from smcjax.decoding.groups import Groups, Memory, PairParams
@@ -35,7 +36,6 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.sequences import Population, append, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
-from smcjax.kv import TRASH, rebind
 from smcjax.model.decoder import unembed
 from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
 
@@ -93,7 +93,10 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         counts = state.by_group(state.sequences.length)[:, 0] + run.accepted < state.requests.limit
         broken = (jnp.isnan(run.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, run.accepted, broken)
-        state = _adopt(program, dataclasses.replace(state, cycle=state.cycle + ran), ran, run.row)
+        # All rows of a request name the pages of the accepted one.
+        table = state.sequences.block_table[state.per_row(run.row)]
+        state = dataclasses.replace(state, cycle=state.cycle + ran)
+        state = keep_pages(state, table, ran, page_size=program.page_size)
     info = Info(
         ran=ran,
         done=~state.running,
@@ -230,22 +233,6 @@ def _commit(
         sequences=sequences,
         failed=state.failed | (state.running & broken),
         running=state.running & ~broken & ~ended,
-    )
-
-
-def _adopt(program: RejectionProgram, state: State, ran: Bool[Array, " G"], chosen: Int[Array, " G"]) -> State:
-    """Makes every row of a request that ran name the pages of its `chosen` one, up to the last KV that counts.
-
-    The last KV that counts is the one before the frontier.
-    """
-    old = state.sequences.block_table
-    begins = jnp.arange(old.shape[1]) * program.page_size
-    adopted = jnp.where(begins < state.sequences.length[:, None] - 1, old[state.per_row(chosen)], TRASH)
-    table = jnp.where(state.per_row(ran)[:, None], adopted, old)
-    return dataclasses.replace(
-        state,
-        sequences=dataclasses.replace(state.sequences, block_table=table),
-        memory=dataclasses.replace(state.memory, pool=rebind(state.memory.pool, old, table)),
     )
 
 

@@ -5,6 +5,9 @@
     weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
+With `SMC(control=c)`, c > 0, verifying rejects drafts too (`smcjax.smc.control`): rows advance by 1 to K + 1 tokens,
+and give back the pages behind them.
+
 Every shape depends on the program only; nothing reads a value on the host. A group whose population has ended is
 frozen: its rows go through the forwards like all others, write to the trash page, and change nothing.
 """
@@ -12,11 +15,13 @@ frozen: its rows go through the forwards like all others, write to the trash pag
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
@@ -26,18 +31,24 @@ from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
+from smcjax.smc.control import at, correction, increment, judge
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.state import Info, SMCProgram, State
-from smcjax.smc.weights import bonus_increment, draft_increment, logprob_at, temper
+from smcjax.smc.watchdog import watch
+from smcjax.smc.weights import bonus_increment, draft_increment, log_mass, logprob_at, temper
 
 
 @by_implementation
 def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
-    """Advances every live particle by one cycle of `SMC.tokens_per_cycle` tokens."""
-    ran = state.running
+    """Advances every live particle by one cycle of `SMC.tokens_per_cycle` tokens, with a control by that at most."""
+    ran, before = state.running, state
     state, drafts, copies = draft(program, params, state)
     state, proposal = verify(program, params, state, drafts, copies)
     state = weigh(state, proposal)
+    if program.decoding.watchdog is not None:
+        state = watch(program.decoding, before, state)
+    if program.decoding.ragged:
+        state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     return state, dataclasses.replace(info, ran=ran, done=~state.running)
@@ -64,13 +75,16 @@ def _tempered(
 
 
 def draft(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Drafts, Copies | None]:
-    """K draft tokens a row with log q; q has the target's minimum of tokens, and never truncates."""
+    """K draft tokens a row with log q, whole where they can be rejected.
+
+    q has the target's minimum of tokens, and never truncates.
+    """
     distribution = SamplingDistribution(
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
     )
-    return propose(program, params, state, distribution)
+    return propose(program, params, state, distribution, keep_logits=program.decoding.ragged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +94,7 @@ class Proposal:
     tokens: Int[Array, "R C"]
     increments: Float[Array, "R C"]  # what each adds to the log weight
     logprobs: Float[Array, "R C"]  # log p_T
+    last: Int[Array, " R"] | None = None  # the column behind which the block ends; None: it is whole
 
 
 @jax.named_scope("verify")
@@ -91,6 +106,8 @@ def verify(
     state, logits = score(program, params, state, drafts.tokens, copies)
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
+    if smc.ragged:
+        return state, controlled(program, state, logits, drafts)
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
     increments = draft_increment(smc.power, logprobs, drafts.logprobs)
     block = drafts.tokens
@@ -104,6 +121,61 @@ def verify(
     return state, Proposal(tokens=block, increments=increments, logprobs=logprobs)
 
 
+def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Proposal:
+    """Rejects drafts by the groups' controls, and draws the token behind those that are accepted."""
+    smc = program.decoding
+    assert drafts.logits is not None
+    assert state.control is not None
+    control = state.per_row(state.control)
+    laws = Laws.of(smc.power, logits, drafts.logits)
+    keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (smc.n_particles, smc.gamma), jnp.float32))(keys)
+    verdict = judge(laws.target, laws.draft, drafts.tokens, uniforms.reshape(drafts.tokens.shape), control)
+    following = draw(row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS), verdict.law)
+    return run_of(laws, drafts.tokens, verdict.accepted, following, control)
+
+
+class Laws(NamedTuple):
+    """The laws of a block's columns, normalised: C of the target to the power α, K of the draft."""
+
+    target: Float[Array, "R C V"]  # log of p_T^α/Σ p_T^α
+    draft: Float[Array, "R K V"]  # log q
+    constant: Float[Array, "R C"]  # log Σ p_T^α
+    logits: Float[Array, "R C V"]  # whose softmax is p_T
+
+    @classmethod
+    def of(cls, power: float, logits: Float[Array, "R C V"], draft_logits: Float[Array, "R K V"]) -> Laws:
+        """The laws of the target's tempered logits and of the draft's."""
+        scaled = power * logits
+        draft = jax.nn.log_softmax(draft_logits, axis=-1)
+        return cls(scaled - log_mass(scaled)[..., None], draft, bonus_increment(power, logits), logits)
+
+
+def run_of(
+    laws: Laws,
+    drafts: Int[Array, "R K"],
+    accepted: Int[Array, " R"],
+    following: Int[Array, " R"],
+    control: Float[Array, " R"],
+) -> Proposal:
+    """The accepted drafts and the token behind them as a block that ends there, with weights by `increment`.
+
+    Where all of K = C drafts are accepted there is no token behind them.
+    """
+    gamma, columns = drafts.shape[1], laws.target.shape[1]
+    padded = jnp.pad(drafts, ((0, 0), (0, columns - gamma)))
+    tokens = jnp.where(jnp.arange(columns) == accepted[:, None], following[:, None], padded)
+    log_p, log_q = at(laws.target, tokens)[:, :gamma], at(laws.draft, tokens[:, :gamma])
+    c = control[:, None]
+    controlled = increment(log_p, log_q, c, correction(laws.target[:, :gamma], laws.draft, c))
+    return Proposal(
+        tokens=tokens,
+        increments=laws.constant.at[:, :gamma].add(controlled),
+        logprobs=logprob_at(laws.logits, tokens),
+        last=jnp.minimum(accepted, columns - 1),
+    )
+
+
 def block_weight(increments: Float[Array, "R C"], block: Block) -> Float[Array, " R"]:
     """Sum of the increments that count: what lies past a row's end is not part of its weight."""
     return jnp.sum(jnp.where(block.counted, increments, 0.0), axis=1)
@@ -114,7 +186,11 @@ def weigh(state: State, proposal: Proposal) -> State:
     """Commits the block to the live rows and their weights; ends groups that have failed or have all finished."""
     requests, live = state.requests, state.live
     block = cut_block(
-        proposal.tokens, state.per_row(requests.stops), state.sequences.length, state.per_row(requests.limit)
+        proposal.tokens,
+        state.per_row(requests.stops),
+        state.sequences.length,
+        state.per_row(requests.limit),
+        last=proposal.last,
     )
     increment = jnp.where(live, block_weight(proposal.increments, block), 0.0)
     log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
@@ -156,6 +232,7 @@ def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tu
         finished=state.by_group(resampled.sequences.finished),
         done=~resampled.running,
         tokens=state.by_group(tokens),
+        control=state.control,
     )
     return resampled, info
 

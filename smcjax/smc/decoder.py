@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smcjax.decoders import SMC
+from smcjax.decoders import ALARM, SMC
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
 from smcjax.smc import cycle, lifecycle
 from smcjax.smc.state import Info, State
@@ -26,11 +26,25 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
 
     def report(self, infos: Sequence[Info], prompt_length: int, kept: int) -> Report:
-        """Resamplings, the mean ESS and, with `SMC(trace=True)`, the population's history."""
+        """Resamplings, the mean ESS, the control and, with `SMC(trace=True)`, the population's history."""
+        smc = self.decoding
+        controls = [info.control for info in infos if info.control is not None]  # each of the cycle after it
+        raised = int(np.sum(np.array(controls, np.float32) > np.float32(smc.control)))
         return Report(
+            control=smc.raised_control if raised else smc.control,
+            raised_cycles=max(raised - 1, 0),  # the last of these did not run
+            warning=self._warning(len(infos), raised) if raised else None,
             resamples=sum(bool(info.resampled) for info in infos),
             mean_ess=float(np.mean([info.ess for info in infos])) if infos else None,
             trace=self._trace(infos, prompt_length) if self.decoding.trace else None,
+        )
+
+    def _warning(self, cycles: int, raised: int) -> str:
+        smc = self.decoding
+        return (
+            f"the evidence fell {ALARM:g} nats below {smc.watchdog:g} a token after {cycles - raised + 1} of {cycles} "
+            f"cycles: the draft misses what the target wants, and control was raised from {smc.control:g} to "
+            f"{smc.raised_control:.2f} for the other {raised - 1}"
         )
 
     def _trace(self, infos: Sequence[Info], prompt_length: int) -> dict[str, np.ndarray]:
@@ -44,4 +58,5 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             "ancestors": stacked("ancestors", np.int32, self.rows),
             "log_weights": stacked("log_weight", np.float32, self.rows),
             "lengths": stacked("length", np.int32, self.rows) - prompt_length,
+            "finished": stacked("finished", np.bool_, self.rows),
         }

@@ -31,12 +31,14 @@ def begin(
     prefix: Int[Array, "G M"] | None = None,
 ) -> State:
     """A population for each prompt, weights equal: `smcjax.decoding.admission.begin`."""
-    groups = admission.begin(program, memory, prompts, requests, present, prefix)
+    smc, groups = program.decoding, admission.begin(program, memory, prompts, requests, present, prefix)
     of_rows = (present.shape[0], program.rows)
     return State(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),
         log_evidence=jnp.zeros(present.shape, jnp.float32),
+        control=jnp.full(present.shape, smc.control, jnp.float32) if smc.ragged else None,
+        excess=None if smc.watchdog is None else jnp.zeros(present.shape, jnp.float32),
     )
 
 

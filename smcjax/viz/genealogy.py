@@ -49,19 +49,15 @@ def families(ancestors: np.ndarray, most: int) -> np.ndarray:
 def finished_nodes(trace: TraceFile) -> np.ndarray:
     """[C+1, N] bool: sequences known to have ended by then.
 
-    Lengths tell: a row that advanced less than a whole block ended inside it, one that does not advance had ended
-    before. And the request is over: unless it failed, what still has weight at the end has ended.
+    Every cycle says who had ended after it. Of those before the first, only descendants tell: a row that the cycle
+    does not advance had ended before. And the request is over: unless it failed, what still has weight at the end has
+    ended, be it by a stop string.
     """
     cycles, n = trace.ancestors.shape
     finished = np.zeros((cycles + 1, n), bool)
-    before = np.concatenate([np.ones((1, n), np.int64), trace.lengths[:-1]]) if cycles else np.ones((0, n), np.int64)
-    advance = trace.lengths - np.take_along_axis(before, trace.ancestors.astype(np.int64), axis=1)
-    block = max(trace.gamma or 0, int(advance.max(initial=0)))
-    for t in range(cycles):
-        finished[t, trace.ancestors[t][advance[t] == 0]] = True
-        finished[t + 1] = advance[t] < block
-    for t in range(cycles):
-        finished[t + 1] |= finished[t, trace.ancestors[t]]
+    finished[1:] = trace.finished
+    if cycles:
+        finished[0, trace.ancestors[0][trace.lengths[0] == 1]] = True
     if np.isfinite(trace.log_evidence):
         finished[cycles] |= np.isfinite(trace.final_log_weights)
     return finished

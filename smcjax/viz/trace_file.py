@@ -1,6 +1,6 @@
 """A trace as one JSON file: what `--trace` writes and `smcjax viz` draws.
 
-    {"format": "smcjax-trace", "version": 1, "prompt": …, "n_particles": N, "ess": [C], "ancestors": [C][N], …}
+    {"format": "smcjax-trace", "version": 2, "prompt": …, "n_particles": N, "ess": [C], "ancestors": [C][N], …}
 
 JSON knows no infinities, so −inf, which is common among log weights, is null; +inf and NaN, which only a failed
 request holds, are strings. Files are written beside their place and renamed, so a reader never sees half of one.
@@ -23,7 +23,7 @@ import numpy as np
 from smcjax.engine.outputs import RequestOutput
 from smcjax.files import MIB, Unreadable, read_json, shortened
 
-FORMAT, VERSION = "smcjax-trace", 1
+FORMAT, VERSION = "smcjax-trace", 2
 TRACE_BYTES = 256 * MIB  # at most; 1,024 particles of 2,048 tokens take some 20
 _NOT_FINITE = {None: -math.inf, "NaN": math.nan, "Infinity": math.inf}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -41,6 +41,7 @@ class TraceFile:
     ancestors: np.ndarray  # [C, N] int32, the row itself where nothing was resampled
     log_weights: np.ndarray  # [C, N] float32, before resampling; may hold −inf
     lengths: np.ndarray  # [C, N] int32, generated tokens after the cycle
+    finished: np.ndarray  # [C, N] bool, after the cycle
     final_log_weights: np.ndarray  # [N] float32, after the last resampling
     texts: list[str] | None  # [N]
     selected: int  # the row that answered
@@ -71,6 +72,7 @@ def save_trace(path: str | os.PathLike[str], output: RequestOutput) -> None:
         "ancestors": trace.ancestors.tolist(),
         "log_weights": [_numbers(row) for row in trace.log_weights],
         "lengths": trace.lengths.tolist(),
+        "finished": trace.finished.tolist(),
         "final_log_weights": _numbers(smc.log_weights),
         "texts": trace.texts,
         "selected": smc.selected,
@@ -113,6 +115,7 @@ def load_trace(path: str | os.PathLike[str]) -> TraceFile:
         ancestors=reader.array("ancestors", (cycles, n), _whole_in(0, n - 1), np.int32),
         log_weights=reader.array("log_weights", (cycles, n), _to_float, np.float32),
         lengths=reader.array("lengths", (cycles, n), _whole_in(0, 2**31 - 1), np.int32),
+        finished=reader.array("finished", (cycles, n), _to_bool, np.bool_),
         final_log_weights=reader.array("final_log_weights", (n,), _to_float, np.float32),
         texts=reader.texts("texts", n),
         selected=reader.whole("selected", 0, n - 1),

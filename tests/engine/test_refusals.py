@@ -38,6 +38,8 @@ WRONG_SMC: dict[str, list[Any]] = {
     "bonus": [1, "yes", None],
     "defer_bonus": [1, "yes", None],
     "trace": [1, "yes", None],
+    "control": [-0.1, 1.1, NAN, INF, 10**12, "1", None, True],
+    "watchdog": [0, -1, 101, NAN, INF, "1", True],
 }
 WRONG_LLM: dict[str, list[Any]] = {
     "model": [5, True, ["a"]],
@@ -101,6 +103,8 @@ def test_two_parameters_that_contradict_each_other(pair: Pair) -> None:
     assert complaint(lambda: SamplingParams(max_tokens=3, min_tokens=4)).startswith("min_tokens must not exceed")
     assert "draft_model is not" in complaint(lambda: LLM(pair.target))
     assert "model is not" in complaint(lambda: LLM(draft_model=pair.draft))
+    assert "evidence falls by itself" in complaint(lambda: SMC(watchdog=0.5, power=2.0))
+    assert "never falls as fast" in complaint(lambda: SMC(watchdog=0.5, control=0.7))
     assert "1024 positions" in complaint(lambda: smc_llm(pair, max_model_len=1025))
 
 

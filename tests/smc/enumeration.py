@@ -3,7 +3,8 @@
 The two models are tables of probabilities by prefix. Everything else is the package's own: increments, cuts, weights,
 the end of a group, ESS, the decision to resample, ancestors, forking, log Ẑ. Only the draws are replaced by sums:
 
-    tokens        every block of every row, with its probability under the draft (and, for the bonus, the power rule)
+    tokens        every block of every row, with its probability under the draft (and, for the bonus, the power rule);
+                  with a control, every fate of its drafts: uniforms between the jumps of the decision, with their mass
     resampling    the ancestors are piecewise constant in the uniforms; every piece, with its volume
 
 Equal populations are merged, so what is carried is a measure over populations. `MUTATIONS` are the known ways to get
@@ -27,12 +28,33 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
-from smcjax.smc import cycle, lifecycle, resampling, weights
+from smcjax.smc import control, cycle, lifecycle, resampling, watchdog, weights
 from smcjax.smc.resampling import ancestors
 
+
+def _with_one_behind_rejections(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
+    """A mistaken `run_of`: what stands in the column behind a rejected draft still belongs to the block."""
+    run = _RUN_OF(laws, drafts, accepted, *rest)
+    return dataclasses.replace(run, last=jnp.minimum(accepted + 1, laws.target.shape[1] - 1))
+
+
+def _weightless_when_drawn(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
+    """A mistaken `run_of`: a token of the residual weighs as if it came from the target."""
+    run = _RUN_OF(laws, drafts, accepted, *rest)
+    drawn = jnp.arange(run.tokens.shape[1]) == accepted[:, None]
+    return dataclasses.replace(run, increments=jnp.where(drawn, laws.constant, run.increments))
+
+
+def _under_another_control(laws: Any, drafts: Any, accepted: Any, following: Any, c: Any) -> Any:
+    """A mistaken `run_of`: weights are those of another control than drafts were judged by."""
+    return _RUN_OF(laws, drafts, accepted, following, jnp.sqrt(c))
+
+
+_RUN_OF = cycle.run_of
 CHUNK = 1024  # populations a call: one compiled shape
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
+Watch = tuple[float, float]  # a group's control and the watchdog's excess
 
 MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "none": [],
@@ -44,13 +66,23 @@ MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "no closing term": [(lifecycle, "log_mean_weight", lambda w: jnp.zeros(w.shape[:-1]))],
     "q not divided out": [(weights, "draft_increment", lambda power, p, q: power * p)],
 }
+CONTROL_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "weight 1 after a rejection": [(cycle, "run_of", _weightless_when_drawn)],
+    "R/Z omitted": [(cycle, "correction", lambda p, q, c: jnp.zeros(p.shape[:-1]))],
+    "R/Z of exact sampling": [(cycle, "correction", lambda p, q, c: jnp.ones(p.shape[:-1]))],
+    "bonus after a rejection": [(cycle, "run_of", _with_one_behind_rejections)],
+    "the residual replaced by p": [(control, "residual", lambda p, q: p)],
+    "weights of discarded drafts counted": MUTATIONS["weights counted past the end"],
+    "weighed by another control": [(cycle, "run_of", _under_another_control)],
+    "the power's normaliser left out": [(cycle, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
+}
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
     with contextlib.ExitStack() as stack:
-        for module, attribute, replacement in MUTATIONS[name]:
+        for module, attribute, replacement in {**MUTATIONS, **CONTROL_MUTATIONS}[name]:
             stack.enter_context(mock.patch.object(module, attribute, replacement))
         yield
 
@@ -64,6 +96,7 @@ class Toy:
     stop: int | None = None
     impossible: bool = False  # some target probabilities are zero
     seed: int = 0
+    minimum: int = 0  # tokens before which no stop is possible
 
     @functools.cache  # noqa: B019
     def logprobs(self, model: str, prefix: Tokens) -> np.ndarray:
@@ -72,6 +105,8 @@ class Toy:
         law = 0.9 * rng.dirichlet(np.full(self.vocab, 0.8)) + 0.1 / self.vocab
         if model == "p" and self.impossible and rng.random() < 0.4:
             law[rng.integers(self.vocab)] = 0.0
+        if self.stop is not None and len(prefix) < self.minimum:
+            law[self.stop] = 0.0
         with np.errstate(divide="ignore"):
             return np.log(law / law.sum())
 
@@ -121,7 +156,9 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "cap"))
-def _weigh(mutation: str, cap: int, tokens: Any, increments: Any, length: Any, stops: Any) -> tuple[Any, ...]:
+def _weigh(
+    mutation: str, cap: int, tokens: Any, increments: Any, last: Any, length: Any, stops: Any
+) -> tuple[Any, ...]:
     """`cycle.weigh` on rows that are each a group of their own."""
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
@@ -129,8 +166,47 @@ def _weigh(mutation: str, cap: int, tokens: Any, increments: Any, length: Any, s
     state = dataclasses.replace(state, sequences=sequences, requests=requests)
     unused = jnp.zeros(tokens.shape, jnp.float32)
     with mutated(mutation):
-        state = cycle.weigh(state, cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused))
+        proposal = cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused, last=last)
+        state = cycle.weigh(state, proposal)
     return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("mutation", "power"))
+def _controlled(mutation: str, power: float, c: Any, p: Any, q: Any, drafts: Any) -> tuple[Any, ...]:
+    """Tokens, increments, chance and last column of every run of these drafts and every token behind it."""
+    (rows, gamma), size = drafts.shape, p.shape[-1]
+    control_of_rows = jnp.full(rows, c)
+    c_column = control_of_rows[:, None]
+    with mutated(mutation):
+        laws = cycle.Laws.of(power, p, q)
+        drawn = jnp.exp(control.at(q, drafts).sum(axis=1))
+        accepts = control.acceptance(control.at(laws.target[:, :gamma], drafts), control.at(q, drafts), c_column)
+        parts = []
+        for run in range(gamma + 1):
+            column = jnp.arange(gamma)
+            uniforms = jnp.where(column < run, accepts / 2, (1 + accepts) / 2)
+            fate = jnp.where(column < run, accepts, jnp.where(column == run, 1 - accepts, 1.0)).prod(axis=1)
+            verdict = control.judge(laws.target, laws.draft, drafts, uniforms, control_of_rows)
+            following = jax.nn.softmax(verdict.law)
+            for token in range(size):
+                proposal = cycle.run_of(
+                    laws, drafts, verdict.accepted, jnp.full(rows, token, jnp.int32), control_of_rows
+                )
+                possible = (drawn > 0) & (verdict.accepted == run)
+                chance = jnp.where(possible, drawn * fate * following[:, token], 0)
+                parts.append((proposal.tokens, proposal.increments, chance, proposal.last))
+    return tuple(jnp.concatenate(column) for column in zip(*parts, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "alarm"))
+def _watched(config: smc.SMC, alarm: float, control: Any, excess: Any, old: Any, new: Any, gained: Any) -> Any:
+    """The watchdog's control and excess after populations gained tokens, whose log weights were `old` and are `new`."""
+    state = _state(old.size, old.shape[1], 1, 1)
+    before = dataclasses.replace(state, log_weight=old, control=control, excess=excess)
+    longer = dataclasses.replace(state.sequences, length=state.sequences.length + gained.reshape(-1))
+    with mock.patch.object(watchdog, "ALARM", alarm):
+        after = watchdog.watch(config, before, dataclasses.replace(before, log_weight=new, sequences=longer))
+    return after.control, after.excess
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
@@ -197,6 +273,7 @@ class Proposals(NamedTuple):
     tokens: np.ndarray  # [m, C]
     increments: np.ndarray  # [m, C]
     chance: np.ndarray  # [m]
+    last: np.ndarray | None = None  # [m] the column behind which the block ends; None: it is whole
 
 
 @dataclasses.dataclass
@@ -206,20 +283,24 @@ class Enumeration:
     toy: Toy
     config: smc.SMC
     mutation: str = "none"
+    alarm: float = 0.5  # nats, the watchdog's
     measure: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     selected: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     resampled: float = 0.0  # expected number of resamplings
     failed: float = 0.0  # probability that no weight is left
+    raised: float = 0.0  # expected number of cycles under a raised control
     _seen: dict = dataclasses.field(default_factory=dict)
 
     def run(self) -> Enumeration:
         """Every history to its end."""
         with jax.enable_x64(True):
+            block = self._controlled_block if self.config.ragged else self._block
             start: Row = ((), False, 0.0)
-            populations = {(start,) * self.config.n_particles: (1.0, 1.0)}
+            unwatched = (self.config.control, 0.0)
+            populations = {((start,) * self.config.n_particles, unwatched): (1.0, 1.0)}
             populations = self._end(self._extend(populations, self._first))
             while populations:
-                populations = self._end(self._resample(self._extend(populations, self._block)))
+                populations = self._end(self._resample(self._extend(populations, block)))
         return self
 
     def _first(self, prefix: Tokens) -> Proposals:
@@ -255,45 +336,77 @@ class Enumeration:
             np.repeat(chance, size) * np.concatenate([b.chance for b in bonuses]),
         )
 
-    def _row_outcomes(self, prefix: Tokens, propose: Callable[[Tokens], Proposals]) -> list[tuple[Row, float]]:
+    def _controlled_block(self, prefix: Tokens, c: float) -> Proposals:
+        """Every block with every fate of its drafts under this control."""
+        size, config = self.toy.vocab, self.config
+        drafts = np.array(list(itertools.product(range(size), repeat=config.gamma)))
+        p, q = (
+            np.array([[self.toy.logprobs(model, (*prefix, *d[:i])) for i in range(columns)] for d in drafts])
+            for model, columns in (("p", config.tokens_per_cycle), ("q", config.gamma))
+        )
+        tokens, increments, chance, last = _controlled(
+            self.mutation, config.power, np.float64(c), p, q, drafts.astype(np.int32)
+        )
+        return Proposals(tokens, increments, np.asarray(chance), last)
+
+    def _row_outcomes(self, prefix: Tokens, propose: Callable[..., Proposals], *c: float) -> list[tuple[Row, float]]:
         """Returns a live row's possible states after one block, cut at its end, with chances; equal ones are merged."""
-        if (prefix, propose) not in self._seen:
-            proposals = propose(prefix)
+        if (prefix, propose, c) not in self._seen:
+            proposals = propose(prefix, *c)
             stops = np.arange(self.toy.vocab) == (-1 if self.toy.stop is None else self.toy.stop)
             length = np.full(len(proposals.chance), 1 + len(prefix), np.int32)
-            tokens = proposals.tokens.astype(np.int32)
-            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, length, stops)
+            tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
+            last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
+            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, last, length, stops)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
                 tokens.tolist(), proposals.chance, *map(np.asarray, ends), strict=True
             ):
-                row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 12))
+                if not chance:
+                    continue
+                row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 14))
                 merged[row] = merged.get(row, 0.0) + float(chance)
-            self._seen[prefix, propose] = list(merged.items())
-        return self._seen[prefix, propose]
+            self._seen[prefix, propose, c] = list(merged.items())
+        return self._seen[prefix, propose, c]
 
-    def _extend(self, populations: dict, propose: Callable[[Tokens], Proposals]) -> dict:
+    def _extend(self, populations: dict, propose: Callable[..., Proposals]) -> dict:
         result: dict = {}
-        for rows, (measure, chance) in populations.items():
+        watched = []
+        for (rows, watch), (measure, chance) in populations.items():
+            c = watch[:1] if propose == self._controlled_block else ()
+            self.raised += chance * (bool(c) and c[0] > self.config.control)
             ways: list[Sequence[tuple[Row, float]]] = []
             for tokens, finished, log_weight in rows:
                 if finished:
                     ways.append([((tokens, True, log_weight), 1.0)])
                 else:
-                    ways.append([((t, f, log_weight + w), p) for (t, f, w), p in self._row_outcomes(tokens, propose)])
+                    outcomes = self._row_outcomes(tokens, propose, *c)
+                    ways.append([((t, f, log_weight + w), p) for (t, f, w), p in outcomes])
             for way in itertools.product(*ways):
                 probability = 1.0
                 for _, p in way:
                     probability *= p
-                _add(result, tuple(row for row, _ in way), measure * probability, chance * probability)
+                new = tuple(row for row, _ in way)
+                if c and self.config.watchdog is not None:
+                    watched.append((rows, watch, new, measure * probability, chance * probability))
+                else:
+                    _add(result, new, watch, measure * probability, chance * probability)
+        if watched:
+            old, new = (np.array([[row[2] for row in one[at]] for one in watched]) for at in (0, 2))
+            gained = np.array([[len(b[0]) - len(a[0]) for a, b in zip(w[0], w[2], strict=True)] for w in watched])
+            control, excess = (np.array([one[1][k] for one in watched]) for k in (0, 1))
+            terms = (control, excess, old, new, gained.astype(np.int32))
+            outs = _chunked(functools.partial(_watched, self.config, self.alarm), *terms)
+            for (_, _, rows, measure, chance), control, excess in zip(watched, *outs, strict=True):
+                _add(result, rows, (float(control), float(excess)), measure, chance)
         return result
 
     def _end(self, populations: dict) -> dict:
         """Takes out the populations that have ended and adds them to the result."""
         going = {}
-        for rows, (measure, chance), (running, failed, _, log_evidence, w) in self._judge(populations):
+        for (rows, watch), (measure, chance), (running, failed, _, log_evidence, w) in self._judge(populations):
             if running:
-                going[rows] = (measure, chance)
+                going[rows, watch] = (measure, chance)
             elif failed:
                 self.failed += chance
             else:
@@ -306,33 +419,34 @@ class Enumeration:
     def _resample(self, populations: dict) -> dict:
         result: dict = {}
         jobs = []
-        for rows, (measure, chance), (_, _, low, _, w) in self._judge(populations):
+        for (rows, watch), (measure, chance), (_, _, low, _, w) in self._judge(populations):
             if low:
                 self.resampled += chance
                 cells = pieces(self.config.resampling, w)
-                jobs += [(rows, measure * volume, chance * volume, uniforms) for uniforms, volume in cells]
+                jobs += [(rows, watch, measure * volume, chance * volume, uniforms) for uniforms, volume in cells]
             else:
-                _add(result, rows, measure, chance)
+                _add(result, rows, watch, measure, chance)
         if jobs:
             log_weight = np.array([[row[2] for row in rows] for rows, *_ in jobs])
             uniforms = np.array([u for *_, u in jobs])
             outs = _chunked(functools.partial(_fork, self.mutation, self.config.resampling), log_weight, uniforms)
-            for (rows, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
+            for (rows, watch, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
                 copies = tuple((*rows[i][:2], float(w)) for i, w in zip(source, fresh, strict=True))
-                _add(result, copies, measure * np.exp(log_evidence), chance)
+                _add(result, copies, watch, measure * np.exp(log_evidence), chance)
         return result
 
     def _judge(self, populations: dict) -> Iterator[tuple[Any, ...]]:
         if populations:
-            log_weight = np.array([[row[2] for row in rows] for rows in populations])
-            finished = np.array([[row[1] for row in rows] for rows in populations])
+            log_weight = np.array([[row[2] for row in rows] for rows, _ in populations])
+            finished = np.array([[row[1] for row in rows] for rows, _ in populations])
             settle = functools.partial(_settle, self.mutation, self.config.ess_threshold)
             verdicts = zip(*_chunked(settle, log_weight, finished), strict=True)
-            yield from ((rows, mass, v) for (rows, mass), v in zip(populations.items(), verdicts, strict=True))
+            yield from ((key, mass, v) for (key, mass), v in zip(populations.items(), verdicts, strict=True))
 
 
-def _add(populations: dict, rows: tuple[Row, ...], measure: float, chance: float) -> None:
-    """Adds mass to a population, known by its log weights to 1e-11."""
-    rows = tuple((tokens, finished, round(w, 11)) for tokens, finished, w in rows)
-    old = populations.get(rows, (0.0, 0.0))
-    populations[rows] = (old[0] + measure, old[1] + chance)
+def _add(populations: dict, rows: tuple[Row, ...], watch: Watch, measure: float, chance: float) -> None:
+    """Adds mass to a population, known by its log weights, control and excess to 1e-13."""
+    rows = tuple((tokens, finished, round(w, 13)) for tokens, finished, w in rows)
+    key = (rows, (watch[0], round(watch[1], 13)))
+    old = populations.get(key, (0.0, 0.0))
+    populations[key] = (old[0] + measure, old[1] + chance)

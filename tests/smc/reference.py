@@ -135,6 +135,28 @@ def decode(
         logits = law(target, row.tokens, ask.temperature)
         push(row, draw(np.float32(alpha) * logits, *data), lse(alpha * logits.astype(np.float64)) - alpha * lse(logits))
 
+    def controlled(row: Row, drafts: list[int], uniforms: np.ndarray, *data: int) -> bool:
+        """Pushes the drafts up to a rejection and the token of the residual; returns True if all were accepted."""
+        c = config.control
+        for token, u in zip(drafts, uniforms, strict=True):
+            if row.finished:
+                return False
+            ell = law(target, row.tokens, ask.temperature).astype(np.float64)
+            constant = lse(alpha * ell) - alpha * lse(ell)
+            p = np.exp(alpha * ell - lse(alpha * ell))
+            ell = law(draft, row.tokens, config.draft_temperature or ask.temperature).astype(np.float64)
+            q = np.exp(ell - lse(ell))
+            left, rejected = np.maximum(p - q, 0), np.maximum(q - p / c, 0).sum()
+            accepted = bool(u * c * q[token] < p[token])
+            if not accepted:
+                with np.errstate(divide="ignore"):
+                    token = draw(np.log(left), *data)
+            mass = min(q[token], p[token] / c) + (rejected / left.sum() if left.any() else 0.0) * left[token]
+            push(row, token, constant + np.log(p[token] / mass))
+            if not accepted:
+                return False
+        return True
+
     def ended() -> bool:
         return all(row.finished or np.isneginf(row.log_weight) for row in rows)
 
@@ -142,6 +164,7 @@ def decode(
         bonus(row, 0, i, Purpose.FIRST)
     cycle = 0
     while not ended():
+        accept = np.asarray(jax.random.uniform(_fold(key, cycle, Purpose.ACCEPT), (n, config.gamma)), np.float64)
         for i, row in enumerate(rows):
             if row.finished:
                 continue
@@ -151,6 +174,10 @@ def decode(
                 token = draw(logits, cycle, i, Purpose.DRAFT, column)
                 drafts.append(token)
                 q.append(logits[token] - lse(logits))
+            if config.control > 0:
+                if controlled(row, drafts, accept[i], cycle, i, Purpose.BONUS) and config.bonus and not row.finished:
+                    bonus(row, cycle, i, Purpose.BONUS)
+                continue
             for token, log_q in zip(drafts, q, strict=True):
                 if not row.finished:
                     logits = law(target, row.tokens, ask.temperature)

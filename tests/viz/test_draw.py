@@ -79,36 +79,16 @@ def test_families_by_hand() -> None:
     assert families(np.zeros((1, 3), int), 1).tolist() == [[0, DEAD, DEAD], [0, 0, 0]]
 
 
-def known_to_have_ended(trace: TraceFile) -> np.ndarray:
-    """By the rules in words, node by node."""
-    cycles, n = trace.ancestors.shape
-
-    def advance(t: int, j: int) -> int:
-        parent = trace.ancestors[t - 1, j]
-        return int(trace.lengths[t - 1, j]) - (1 if t == 1 else int(trace.lengths[t - 2, parent]))
-
-    advances = [advance(t, j) for t in range(1, cycles + 1) for j in range(n)]
-    block = max([trace.gamma or 0, *advances])
-
-    def ended(t: int, j: int) -> bool:
-        if t == cycles and math.isfinite(trace.log_evidence) and math.isfinite(trace.final_log_weights[j]):
-            return True
-        if t < cycles and any(trace.ancestors[t, child] == j and advance(t + 1, child) == 0 for child in range(n)):
-            return True
-        return t > 0 and (advance(t, j) < block or ended(t - 1, int(trace.ancestors[t - 1, j])))
-
-    return np.array([[ended(t, j) for j in range(n)] for t in range(cycles + 1)])
-
-
 @given(*SIZES, st.integers(1, 4), st.booleans())
 def test_finished_nodes(cycles: int, n: int, seed: int, gamma: int, failed: bool) -> None:
+    """Who had ended, but before the first cycle, where only descendants tell; lengths of blocks say nothing."""
     made = history(cycles, n, seed=seed, gamma=gamma)
     trace = dataclasses.replace(made.trace, log_evidence=math.nan) if failed else made.trace
     finished = finished_nodes(trace)
-    np.testing.assert_array_equal(finished, known_to_have_ended(trace))
-    assert not (finished & ~made.ended).any()  # never said of a sequence that goes on
-    for t in range(cycles):  # and always of one whose end a later cycle shows
-        assert finished[t, [row for row in trace.ancestors[t] if made.ended[t, row]]].all()
+    np.testing.assert_array_equal(finished[1:], made.ended[1:])
+    if cycles:
+        seen = [row for row in trace.ancestors[0] if made.ended[0, row]]
+        np.testing.assert_array_equal(np.flatnonzero(finished[0]), np.unique(seen).astype(int))
 
 
 # ------------------------------------------------------------------------------------------------------ weights

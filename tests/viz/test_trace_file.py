@@ -137,9 +137,9 @@ def test_a_place_without_a_file(tmp_path: Path) -> None:
         (b'{"format": ["smcjax-trace"]}', "not a trace"),
         (b'{"model_type": "qwen3"}', "not a trace"),
         (b'{"format": "smcjax-trace"}', "version None"),
-        (b'{"format": "smcjax-trace", "version": 2}', "version 2 and this smcjax reads version 1"),
+        (b'{"format": "smcjax-trace", "version": 1}', "version 1 and this smcjax reads version 2"),
         (b'{"format": "smcjax-trace", "version": true}', "version True"),
-        (b'{"format": "smcjax-trace", "version": 1}', "n_particles is missing"),
+        (b'{"format": "smcjax-trace", "version": 2}', "n_particles is missing"),
     ],
 )
 def test_other_files(tmp_path: Path, content: bytes, reason: str) -> None:

@@ -1,0 +1,114 @@
+"""SMC with a control and a watchdog through the engine: unequal rows in any mix, streamed, preempted; what is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import LLM, RequestOutput, SamplingParams
+from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import FreePages
+from smcjax.kv import allocate
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.engine.test_engine import fingerprint, prompt, sound
+
+ROWS, PAGE_SIZE, COUNT, MAX_MODEL_LEN = 4, 4, 6, 32
+PAGES = worst_case_pages(1, MAX_MODEL_LEN, ROWS, PAGE_SIZE)
+
+
+@pytest.fixture(scope="module")
+def controlled(pair: Pair) -> Iterator[LLM]:
+    """Pages for two requests at a time; no batch of one is ever compiled."""
+    smc = {"n_particles": ROWS, "control": 0.1, "watchdog": 0.05, "ess_threshold": 0.5}
+    fields = {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN}
+    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
+        yield llm
+
+
+def params(number: int) -> SamplingParams:
+    return SamplingParams(seed=number, temperature=0.6 + 0.1 * (number % 4), ignore_eos=number % 3 > 0)
+
+
+def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES) -> dict[int, tuple[RequestOutput, list[int], str]]:
+    """Outputs, streamed tokens and text, in so many pages, where groups are believed to use few."""
+    engine, outputs = llm.engine, {}
+    engine.reset()
+    engine.runner.take_memory()
+    memory, scheduler = engine.runner.memory, engine._scheduler
+    pool, others = allocate(memory.pool, jnp.arange(2 * PAGES) < 2 * PAGES - pages)
+    engine.runner._memory = dataclasses.replace(memory, pool=pool)
+    scheduler._pages, scheduler.free = pages, FreePages(pages)
+    scheduler.free.share = 0.0
+    requests = {number: llm.request(prompt(number), params(number)) for number in numbers}
+    for request in requests.values():
+        engine.add_request(request, stream=True)
+    while engine.busy:
+        for output in engine.step():
+            outputs[output.request_id] = output
+        sound(engine, others)
+    result = {}
+    for number, request in requests.items():
+        chunks = engine.chunks(request.request_id)
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        result[number] = (outputs[request.request_id], tokens, "".join(chunk.text for chunk in chunks))
+    return result
+
+
+@pytest.fixture(scope="module")
+def answers(controlled: LLM) -> list[Any]:
+    done = run(controlled, list(range(COUNT)))
+    for output, tokens, text in done.values():
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text), "streamed is whole"
+        assert output.metrics.preemptions == 0
+    return [done[number][0] for number in range(COUNT)]
+
+
+def test_rows_are_ragged_and_the_history_is_one(answers: list[Any]) -> None:
+    """Particles of one cycle gain unequal numbers of tokens; lengths, ends and ancestors go together."""
+    uneven = 0
+    for output in answers:
+        trace, before = output.smc.trace, np.ones(ROWS, int)
+        was_finished = np.zeros(ROWS, bool)
+        for ancestors, lengths, finished in zip(trace.ancestors, trace.lengths, trace.finished, strict=True):
+            gained = lengths - before[ancestors]
+            assert ((gained > 0) | was_finished[ancestors] | (before[ancestors] == 1)).all()
+            assert (gained <= 4).all()
+            uneven += len(set(gained[~finished])) > 1
+            before, was_finished = lengths, finished
+        assert before.tolist() == [len(particle.token_ids) for particle in output.smc.particles]
+        assert was_finished.all()
+    assert uneven > 3
+
+
+def test_few_pages_and_another_order_change_nothing(controlled: LLM, answers: list[Any]) -> None:
+    """Two at a time in the pages of one: some are preempted, all have their tokens, and streams hold."""
+    done = run(controlled, list(range(COUNT))[::-1], PAGES)
+    for number, answer in enumerate(answers):
+        output, tokens, text = done[number]
+        assert fingerprint(output) == fingerprint(answer)
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
+    assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
+
+
+def test_what_the_watchdog_says(controlled: LLM, answers: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A request whose evidence fell says so, once; the others say nothing."""
+    warned = 0
+    for output in answers:
+        smc, told = output.smc, output.smc.warning is not None
+        assert smc.control == (pytest.approx(np.exp(-0.05)) if told else 0.1)
+        assert smc.raised_cycles == 0 or told
+        assert smc.raised_cycles < output.metrics.cycles
+        if told:
+            assert f"raised from 0.1 to 0.95 for the other {smc.raised_cycles}" in smc.warning
+            warned += 1
+    assert any(output.smc.raised_cycles > 1 for output in answers)
+    with caplog.at_level(logging.WARNING, "smcjax"):
+        run(controlled, list(range(COUNT)))
+    assert sum("the evidence fell" in record.message for record in caplog.records) == warned

@@ -1,0 +1,193 @@
+"""SMC with a control: laws 2 and 4 where drafts are rejected and rows of a population have unequal lengths.
+
+By exact enumeration (tests/smc/enumeration.py): every block of every row with every fate of its drafts, every
+resampling outcome, in float64. Then the running step: pages, neighbours, schedules. That it equals plain Python token
+for token is `test_reference.py`; one token's rule is `test_control_rules.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+from smcjax import smc
+from smcjax.decoders import ALARM
+from smcjax.decoding.ngram import NGram
+from smcjax.engine.memory import worst_case_pages
+from smcjax.kv import pages_for
+from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
+from tests.smc.enumeration import CONTROL_MUTATIONS, Enumeration, Toy
+from tests.smc.test_unbiased import deviation, enumerate_smc
+
+STOP = Toy(vocab=2, cap=4, stop=1)
+WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3, minimum=2)
+SHORT = dataclasses.replace(WIDE, cap=3, minimum=1)
+
+CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
+    "one particle": (WIDE, {"n_particles": 1, "gamma": 3, "control": 0.1}),
+    "two": (WIDE, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95, "control": 0.5}),
+    "K=3, power": (WIDE, {"n_particles": 2, "gamma": 3, "power": 1.5, "ess_threshold": 0.9, "control": 0.1}),
+    "three": (STOP, {"n_particles": 3, "gamma": 2, "ess_threshold": 0.95, "control": 0.5}),
+    "three, exact": (STOP, {"n_particles": 3, "gamma": 2, "ess_threshold": 0.95, "control": 1.0}),
+    "three, no bonus": (SHORT, {"n_particles": 3, "gamma": 2, "bonus": False, "ess_threshold": 1.0, "control": 0.5}),
+    "flat, no bonus": (
+        STOP,
+        {"gamma": 2, "bonus": False, "power": 0.5, "resampling": "residual", "ess_threshold": 0.95, "control": 1.0}
+        | {"n_particles": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unbiased(case: str) -> None:
+    """E[Ẑ·Σ W f] to 1e-12; stops, the cap and the minimum fall inside blocks. Control 0 is `test_unbiased.py`."""
+    toy, config = CASES[case]
+    done = enumerate_smc(toy, **config)
+    assert deviation(done) < 1e-12
+    assert done.failed == 0, "a token is never weightless"
+    assert (done.resampled > 0) == (config["n_particles"] > 1 and not done.config.exact)
+    if done.config.exact:
+        law = toy.outcomes(1.0)
+        assert max(abs(done.selected.get(x, 0.0) - mass) for x, mass in law.items()) < 1e-12, "each answer is exact"
+
+
+@pytest.mark.parametrize("mutation", CONTROL_MUTATIONS)
+def test_controls(mutation: str) -> None:
+    """Known mistakes break the law, at α = 2 all of them."""
+    config = {"n_particles": 2, "gamma": 2, "control": 0.5, "ess_threshold": 0.9}
+    assert deviation(enumerate_smc(STOP, mutation, power=2.0, **config)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("toy", "config"),
+    [
+        (STOP, {"n_particles": 2, "gamma": 1, "bonus": False, "ess_threshold": 0.95}),
+        (WIDE, {"n_particles": 1, "gamma": 1, "bonus": False}),
+    ],
+    ids=["two", "one particle"],
+)
+def test_a_watched_control_is_unbiased(toy: Toy, config: dict[str, Any]) -> None:
+    """A control that the past raises: still to 1e-12, though some histories are under it and some are not."""
+    watched = smc.SMC(watchdog=0.2, **config)
+    done = Enumeration(toy, watched, alarm=0.1).run()
+    assert deviation(done) < 1e-12
+    assert 0.01 < done.raised < 2
+    assert deviation(Enumeration(toy, watched, "weighed by another control", alarm=0.1).run()) > 1e-3
+
+
+def test_a_control_nears_the_target() -> None:
+    """The answer's law is the nearer to the target's the larger c is."""
+    toy = Toy(vocab=2, cap=3, stop=1, seed=6)
+    law, distances = toy.outcomes(1.0), []
+    for c in (0.0, 0.1, 0.5, 1.0):
+        selected = Enumeration(toy, smc.SMC(n_particles=2, gamma=2, control=c)).run().selected
+        distances.append(sum(abs(selected.get(x, 0.0) - mass) for x, mass in law.items()) / 2)
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] > 0.01
+    assert distances[-1] < 1e-12
+
+
+# The running step.
+
+PAIR = tiny_pair()
+MAX_MODEL_LEN = 24
+BASE = PAIR.program(MAX_MODEL_LEN, page_size=4, ess_threshold=0.95, control=0.3)
+ASKS = [
+    Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), min_tokens=3, seed=21),
+    Ask((2,), max_tokens=16, temperature=0.7, seed=22),
+    Ask((0, 1, 2, 3, 1, 2, 3, 0, 2), max_tokens=100, temperature=1.3, stops=(4,), min_tokens=6, seed=23),
+    Ask((3, 3, 1), max_tokens=14, seed=24),
+]
+
+
+def answers(program: smc.Program, **memory: int) -> tuple[list[Any], list[smc.Info]]:
+    """All rows' tokens and log Ẑ by group; after every cycle the pages are sound and none is kept behind a frontier."""
+    state, infos = start(program, PAIR.params, ASKS, **memory), []
+    while state.running.any():
+        state, info = step(program, PAIR.params, state)
+        assert_pages_sound(state.sequences.block_table, state.memory.pool)
+        held = (np.asarray(state.sequences.block_table) != 0).sum(axis=1).reshape(len(ASKS), -1)
+        ran = np.asarray(info.ran)
+        np.testing.assert_array_equal(held[ran], pages_for(np.asarray(info.length)[ran] - 1, program.page_size))
+        infos.append(info)
+    assert not state.failed.any()
+    assert (state.release().pool.refcount == 0).all()
+    evidence = np.asarray(smc.log_evidence(state), np.float64).round(3)
+    return list(zip(outputs(state), evidence.tolist(), strict=True)), infos
+
+
+@pytest.fixture(scope="module")
+def base() -> tuple[list[Any], list[smc.Info]]:
+    return answers(BASE)
+
+
+def test_rows_have_unequal_lengths_and_fork(base: tuple[list[Any], list[smc.Info]]) -> None:
+    """What the other tests here are about does occur."""
+    infos = base[1]
+    assert any((np.ptp(np.asarray(info.length)[np.asarray(info.ran)], axis=1) > 0).any() for info in infos)
+    assert any(np.asarray(info.resampled).any() for info in infos)
+
+
+def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]) -> None:
+    """Pages of 7 tokens, no more of them than the requests' worst cases, and a bonus shown to the draft at once."""
+    size, n = 7, BASE.decoding.n_particles
+    bound = sum(worst_case_pages(len(ask.prompt), ask.limit(MAX_MODEL_LEN), n, size) for ask in ASKS)
+    undeferred = dataclasses.replace(BASE.decoding, defer_bonus=False)
+    program = dataclasses.replace(BASE, page_size=size, decoding=undeferred)
+    assert answers(program, num_pages=bound + 1)[0] == base[0]
+
+
+def test_the_watchdog_by_hand() -> None:
+    """Without resampling the reports tell all: excess and control once more, and how fast evidence falls then."""
+    rate, decoding = 0.1, dataclasses.replace(BASE.decoding, control=0.0, watchdog=0.1, ess_threshold=0.0)
+    program = dataclasses.replace(BASE, decoding=decoding)
+    asks = [Ask((1 + seed % 4, 2), max_tokens=20, temperature=0.5, seed=seed) for seed in range(4)]
+    _, infos = finish(program, PAIR.params, start(program, PAIR.params, asks))
+    raised = 0
+    for group in range(len(asks)):
+        log_w, length, excess, c = np.zeros(3), np.full(3, 3), 0.0, 0.0
+        for info in (info for info in infos if info.ran[group]):
+            new_w, new_length = np.asarray(info.log_weight[group], float), np.asarray(info.length[group])
+            tokens = np.exp(log_w - logsumexp(log_w)) @ (new_length - length)
+            fallen = logsumexp(log_w) - logsumexp(new_w)
+            excess = max(0.0, excess + fallen - rate * tokens)
+            if c > 0:
+                assert fallen <= rate * tokens + 1e-5
+                assert (new_length - length <= 4).all()
+                raised += 1
+            c = np.exp(-rate) if excess > ALARM or c > 0 else 0.0
+            np.testing.assert_allclose(info.control[group], c, rtol=1e-6)
+            log_w, length = new_w, new_length
+    assert raised > 3
+    assert not all(info.control.all() for info in infos[:1]), "at first nothing is raised"
+
+
+def test_full_control_weighs_nothing() -> None:
+    """c = 1 at power 1: all weights exactly 1, so nothing is resampled; an n-gram draft is exact then too."""
+    exact = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=1.0))
+    for program in (exact, dataclasses.replace(exact, draft=NGram())):
+        params = PAIR.params if program is exact else dataclasses.replace(PAIR.params, draft=None)
+        state, infos = finish(program, params, start(program, params, ASKS))
+        assert (state.log_weight == 0).all()
+        assert (smc.log_evidence(state) == 0).all()
+        assert not any(np.asarray(info.resampled).any() for info in infos)
+        assert len({tuple(row) for group in outputs(state) for row in group}) > 8, "particles are their own"
+    with pytest.raises(ValueError, match=r"SMC\(control=1\)"):
+        dataclasses.replace(BASE, draft=NGram())
+
+
+def test_nan_ends_its_group_alone() -> None:
+    """A target that gives NaN behind token 3 ends the groups that meet it, and no other."""
+    target = PAIR.params.target
+    params = dataclasses.replace(PAIR.params, target=dataclasses.replace(target, embed=target.embed.at[3].set(jnp.nan)))
+    asks = [dataclasses.replace(ask, prompt=(1, 2), stops=(3,), min_tokens=100) for ask in ASKS[:3]]
+    asks.append(dataclasses.replace(asks[0], prompt=(1, 3)))
+    state, _ = finish(BASE, params, start(BASE, params, asks))
+    assert state.failed.tolist() == [False, False, False, True]
+    assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x[:3]).all(), state.log_weight))
