@@ -7,16 +7,19 @@ The forward is written from the description (arXiv 2503.01840, section 3.1) and 
 holds the feature of position t with the token of position t + 1, and is rotated by t.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
 V, DRAFT_V, E, TARGET_E, H, HKV, D, F, EPS, THETA = 384, 96, 64, 64, 4, 2, 16, 48, 1e-5, 10_000.0
-SCALING = {
+SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -55,13 +58,13 @@ CONFIG = {
 }
 
 
-def make_weights():
+def make_weights() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
-    def matrix(rows, columns):
+    def matrix(rows: int, columns: int) -> Any:
         return (torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5).to(torch.bfloat16)
 
-    def norm():
+    def norm() -> Any:
         return (1 + 0.2 * torch.randn(E, generator=generator)).to(torch.bfloat16)
 
     ids = torch.randperm(V, generator=generator)[:DRAFT_V].sort().values
@@ -85,7 +88,7 @@ def make_weights():
     }
 
 
-def rotated(x, positions):
+def rotated(x: Any, positions: Any) -> Any:
     """x [H, T, D] turned by halves, with Llama 3.1's stretched frequencies."""
     frequency = THETA ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     turns = SCALING["original_max_position_embeddings"] * frequency / (2 * torch.pi)
@@ -98,13 +101,13 @@ def rotated(x, positions):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def forward(w, embed, tokens, features):
+def forward(w: dict[str, Any], embed: Any, tokens: Any, features: Any) -> tuple[Any, Any]:
     """Outputs [T, E] of the layer and logits [T, Vd] for slots of features [T, E] with the tokens one position on."""
 
-    def normed(x, weight):
+    def normed(x: Any, weight: str) -> Any:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w[weight]
 
-    def heads(x, name, count):
+    def heads(x: Any, name: str, count: int) -> Any:
         return (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(x), count, D).transpose(0, 1)
 
     slots = torch.arange(len(tokens))
@@ -121,7 +124,7 @@ def forward(w, embed, tokens, features):
     return hidden, normed(hidden, "norm.weight") @ w["lm_head.weight"].T
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory

@@ -109,8 +109,8 @@ class Decoding(abc.ABC):
     def check(self, params: Any) -> None:  # noqa: B027
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:  # noqa: B027
-        """Raises ValueError for drafts that this decoder cannot use; the arguments are attributes of `Proposer`."""
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:  # noqa: B027
+        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +191,11 @@ class SMC(Decoding):
     def __str__(self) -> str:
         return f"SMC, N={self.n_particles}, K={self.gamma}"
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target: no weight makes up for those."""
         if not full_support:
             raise ValueError(
-                "draft_model is 'ngram', whose drafts leave the target's other tokens no probability, and SMC weighs "
+                f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection(), which is exact with any draft, or a model."
             )
 
@@ -325,11 +325,11 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}"
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
         """Refuses a tree of drafts that cannot branch."""
         if self.tree is not None and not branches:
             raise ValueError(
-                "draft_model is 'ngram', which proposes one continuation, and decoding asks for a tree of drafts; "
+                f"draft_model is {draft}, which proposes one continuation, and decoding asks for a tree of drafts; "
                 f"use Rejection(gamma={self.gamma}), or a draft model."
             )
 

@@ -246,7 +246,7 @@ class SlidingWindow(_Softmax):
 
 @dataclasses.dataclass(frozen=True)
 class AfterFirst(Full):
-    """Causal attention to every position but the first, whose pages hold nothing. By plain XLA, over whole tables."""
+    """Causal attention to every position but the first, whose slot holds any finite numbers; by plain XLA."""
 
     def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
         return super()._visible(slot, position) & (slot > 0)
@@ -285,7 +285,7 @@ class AfterFirst(Full):
         rows, table_width = view.block_table.shape
         slots = jnp.arange(table_width * view.page_size)
         # Stale slots and the trash page may hold NaN, and 0 · NaN is NaN.
-        held = ((slots > 0) & (slots < view.lengths[:, None]))[..., None, None]
+        held = (slots < view.lengths[:, None])[..., None, None]
         keys, values = (
             ByRow(jnp.where(held, cache[name][view.block_table].reshape(rows, len(slots), *cache[name].shape[2:]), 0))
             for name in ("keys", "values")

@@ -6,13 +6,15 @@
 
 Where the target has not been, x_{t−1} stands for f_{t−1}. An entry of the head is kept and rotated at the position of
 its *token*, one behind that of its feature: rotary scores go by differences, so they are the same, and what a slot
-holds follows from the tokens up to it, so that rows that share a page agree about it. Position 0 has no entry.
+holds follows from the tokens up to it, so that rows that share a page agree about it. Position 0 has no entry: no query
+sees its slot.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -117,6 +119,12 @@ def eagle_shapes(
         lm_head=array(config.draft_vocab_size, e) if lm_head else None,
         token_ids=jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.dtype(jnp.int32)) if token_ids else None,
     )
+
+
+def eagle_bytes(config: EagleConfig, dtype: Any) -> int:
+    """Bytes of a head that has the target's embedding and a head of its own, in `dtype`."""
+    leaves = jax.tree.leaves(eagle_shapes(config, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def fuse(params: EagleParams, streams: Float[Array, "R T taps S"]) -> Float[Array, "R T E"]:

@@ -151,7 +151,7 @@ def load_eagle(
     ]
     params = jax.tree.unflatten(tree, leaves)
     if config.layer.tie_embeddings and own["embed"] and not own["lm_head"]:
-        params = dataclasses.replace(params, lm_head=params.embed)
+        params = dataclasses.replace(params, lm_head=jnp.copy(params.embed))  # each array is freed by itself
     return config, dataclasses.replace(params, token_ids=None if ids is None else jnp.asarray(ids))
 
 
