@@ -120,8 +120,8 @@ class Decoding(abc.ABC):
     def check(self, params: Any) -> None:  # noqa: B027
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:  # noqa: B027
-        """Raises ValueError for drafts that this decoder cannot use; the arguments are attributes of `Proposer`."""
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:  # noqa: B027
+        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,10 +280,9 @@ class SMC(Decoding):
     def __str__(self) -> str:
         control = f", control {self.control:g}" if self.control else ""
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}"
-        return f"SMC, N={self.n_particles}, K={self.gamma}{_in_words(self.sparse)}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{_in_words(self.sparse)}"
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
@@ -291,7 +290,7 @@ class SMC(Decoding):
         """
         if not full_support and self.control < 1.0:
             raise ValueError(
-                "draft_model is 'ngram', whose drafts leave the target's other tokens no probability, and SMC weighs "
+                f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
                 "draft, or a model."
             )
@@ -431,11 +430,11 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
 
-    def check_draft(self, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
         """Refuses a tree of drafts that cannot branch."""
         if self.tree is not None and not branches:
             raise ValueError(
-                "draft_model is 'ngram', which proposes one continuation, and decoding asks for a tree of drafts; "
+                f"draft_model is {draft}, which proposes one continuation, and decoding asks for a tree of drafts; "
                 f"use Rejection(gamma={self.gamma}), or a draft model."
             )
 

@@ -385,7 +385,7 @@ def bench_cycle(models: Models, case: Case, *, bandwidth: float | None = None) -
 def require_pair(models: Models, case: Case) -> None:
     """Raises ValueError where target and draft cannot be a pair."""
     if case.decoding.drafts:
-        DraftModel(models.draft_config).check(models.target_config.vocab_size)
+        DraftModel(models.draft_config).check(models.target_config)
 
 
 def random_batch(groups: int, context: int, max_model_len: int, vocab_size: int) -> Batch:

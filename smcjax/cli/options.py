@@ -100,7 +100,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="target: a directory, a GGUF file, a hub id, smollm2 or gemma3-270m (default: the bundled pair)",
     )
     group.add_argument(
-        "--draft-model", metavar="MODEL", help="draft: likewise, of the same tokenizer; or ngram (rejection)"
+        "--draft-model",
+        metavar="MODEL",
+        help="draft: likewise, of the same tokenizer; an EAGLE-3 head; or ngram (rejection)",
     )
     group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
     group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")

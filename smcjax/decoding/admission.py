@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.features import fused, remember, taps_of
 from smcjax.decoding.groups import Groups, Memory, PairParams
-from smcjax.decoding.prefill import leaders_of, prefill_chunk
+from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
 from smcjax.decoding.program import Program, by_implementation
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import TRASH, PagePool, allocate, rebind
@@ -95,10 +96,14 @@ def prefill[S: Groups](
     The first `cached` tokens of each prompt have their KV already (None: 0).
     """
     memory, leaders = groups.memory, leaders_of(groups.sequences, last_hidden.shape[0])
+    taps = taps_of(program)
     target, last_hidden = prefill_chunk(
-        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached
+        program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached, taps
     )
     draft = memory.draft
+    if taps is not None:
+        view = chunk_view(leaders, start_at, chunk, cached, page_size=program.page_size)
+        draft = remember(program, draft, fused(program, params, taps), view.positions, view.write_pages)
     if program.proposer is not None:
         draft = program.proposer.prefill(params.draft, draft, leaders, start_at, chunk, cached)
     return dataclasses.replace(groups, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden

@@ -37,16 +37,20 @@ class DraftModel:
     config: ModelConfig
     full_support: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    taps: ClassVar[tuple[int, ...]] = ()
+
+    def __str__(self) -> str:
+        return "a draft model"
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page in the draft model's cache."""
         return self.config.page_bytes(page_size)
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, target: ModelConfig) -> None:
         """Raises ValueError unless the target has the draft's vocabulary."""
-        if vocab_size != self.config.vocab_size:
+        if target.vocab_size != self.config.vocab_size:
             raise ValueError(
-                f"target and draft must have one vocabulary, got {vocab_size} and {self.config.vocab_size} ids; "
+                f"target and draft must have one vocabulary, got {target.vocab_size} and {self.config.vocab_size} ids; "
                 "trim the padded one with smcjax.model.vocabulary.trim_vocabulary."
             )
 

@@ -19,6 +19,7 @@ from smcjax.decoding.groups import Groups
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sequences import Sequences
 from smcjax.kv import Copies
+from smcjax.model.config import ModelConfig
 
 NGRAM = "ngram"  # the name of this proposer where a draft model is asked for
 
@@ -35,13 +36,17 @@ class NGram:
     longest: int = 3
     full_support: ClassVar[bool] = False
     branches: ClassVar[bool] = False
+    taps: ClassVar[tuple[int, ...]] = ()
+
+    def __str__(self) -> str:
+        return repr(NGRAM)
 
     def page_bytes(self, page_size: int) -> int:
         """Nothing is kept."""
         return 0
 
-    def check(self, vocab_size: int) -> None:
-        """Drafts for any vocabulary."""
+    def check(self, target: ModelConfig) -> None:
+        """Drafts for any target."""
 
     def create_memory(self, params: Any, num_pages: int, page_size: int) -> None:
         """None: rows hold their tokens already."""

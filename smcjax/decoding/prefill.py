@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.decoding.sequences import Sequences
 from smcjax.kv import KVCache
 from smcjax.model.config import ModelConfig
+from smcjax.model.decoder import Watch
 from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
@@ -27,35 +28,48 @@ def prefill_chunk(
     chunk: int,
     last_hidden: Float[Array, "G E"],
     cached: Int[Array, " G"] | None = None,
+    watch: Watch | None = None,
 ) -> tuple[KVCache, Float[Array, "G E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
 
     `start` is one for all groups or one each; a group whose prompt ends before it writes nothing. The KV of each
-    group's first `cached` positions (None: 0) is there already and is not written again.
+    group's first `cached` positions (None: 0) is there already and is not written again. `watch` is that of
+    `smcjax.model.decoder.hidden_states`.
 
     Returns the cache and `last_hidden` with the rows whose last prompt token lies in this chunk filled in.
     """
-    positions = jnp.broadcast_to(start[..., None] + jnp.arange(chunk), (leaders.length.shape[0], chunk))
-    in_prompt = positions < leaders.length[:, None]
-    tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
-    new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
-    pages = leaders.write_pages(positions, new, cache.page_size)
-    view = BatchView(
-        tokens=tokens,
-        positions=positions,
-        block_table=leaders.block_table,
-        write_pages=pages,
-        lengths=jnp.max(jnp.where(new, positions + 1, 0), axis=1),
-        num_immutable=positions[:, 0],
-        page_size=cache.page_size,
-    )
+    view = chunk_view(leaders, start, chunk, cached, page_size=cache.page_size)
     plans = plan_attention(config, params, view, columns=chunk)
-    hidden, cache = paged_hidden_states(config, params, cache, view, plans)
+    hidden, cache = paged_hidden_states(config, params, cache, view, plans, watch)
 
     last = leaders.length - 1 - start
     found = (last >= 0) & (last < chunk)
     candidate = jnp.take_along_axis(hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
     return cache, jnp.where(found[:, None], candidate, last_hidden)
+
+
+def chunk_view(
+    leaders: Sequences,
+    start: Int[Array, ""] | Int[Array, " G"],
+    chunk: int,
+    cached: Int[Array, " G"] | None,
+    *,
+    page_size: int,
+) -> BatchView:
+    """The chunk's tokens and where their KV goes; the arguments are those of `prefill_chunk`."""
+    positions = jnp.broadcast_to(start[..., None] + jnp.arange(chunk), (leaders.length.shape[0], chunk))
+    in_prompt = positions < leaders.length[:, None]
+    tokens = jnp.take_along_axis(leaders.tokens, jnp.minimum(positions, leaders.tokens.shape[1] - 1), axis=1)
+    new = in_prompt if cached is None else in_prompt & (positions >= cached[:, None])
+    return BatchView(
+        tokens=tokens,
+        positions=positions,
+        block_table=leaders.block_table,
+        write_pages=leaders.write_pages(positions, new, page_size),
+        lengths=jnp.max(jnp.where(new, positions + 1, 0), axis=1),
+        num_immutable=positions[:, 0],
+        page_size=page_size,
+    )
 
 
 def leaders_of(sequences: Sequences, groups: int) -> Sequences:

@@ -56,8 +56,10 @@ class Program[D: Decoding]:
 
     def __post_init__(self) -> None:
         if self.proposer is not None:
-            self.proposer.check(self.target.vocab_size)
-            self.decoding.check_draft(full_support=self.proposer.full_support, branches=self.proposer.branches)
+            self.proposer.check(self.target)
+            self.decoding.check_draft(
+                str(self.proposer), full_support=self.proposer.full_support, branches=self.proposer.branches
+            )
         if self.speculation.sparse is not None:
             self.speculation.sparse.check(self.target.selecting.values())
 

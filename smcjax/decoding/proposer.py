@@ -14,6 +14,7 @@ from smcjax.decoding.groups import Groups
 from smcjax.decoding.sequences import Sequences
 from smcjax.decoding.tree_drafts import Path, TreeDrafts
 from smcjax.kv import Copies
+from smcjax.model.config import ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -32,17 +33,28 @@ class Proposer(Protocol):
     Attributes:
         full_support: true where q is above 0 wherever the target may be, as importance weights need.
         branches: true where trees can be drafted: the proposer is a `TreeProposer`.
+        taps: layers of the target, ascending, whose input streams are read: the proposer is a `FeatureProposer` unless
+            there is none. The number of layers stands for the last one's output.
     """
 
-    full_support: ClassVar[bool]
     branches: ClassVar[bool]
+
+    @property
+    def full_support(self) -> bool: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def __str__(self) -> str:
+        """The draft in an error's words, as "'ngram'"."""
+        ...
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of `Memory.draft` that one page takes."""
         ...
 
-    def check(self, vocab_size: int) -> None:
-        """Raises ValueError for a target of so many token ids that it cannot draft for."""
+    def check(self, target: ModelConfig) -> None:
+        """Raises ValueError for a target that it cannot draft for."""
         ...
 
     def create_memory(self, params: Any, num_pages: int, page_size: int) -> Any:
@@ -80,6 +92,28 @@ class Proposer(Protocol):
         keep_logits: bool = False,
     ) -> tuple[Drafts, Any]:
         """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole."""
+        ...
+
+
+class FeatureProposer(Proposer, Protocol):
+    """A way to draft from what the target has computed: the residual streams that enter the layers `taps`.
+
+    Memory keeps a feature of every position that the target has read, in the slot of that position. So features go
+    where pages go, to forks, through prefix caches and preemption, and what a page holds follows from its tokens.
+    """
+
+    def fuse(self, params: Any, streams: Float[Array, "R T taps S"]) -> Float[Array, "R T E"]:
+        """The features that are kept of these streams."""
+        ...
+
+    def remember(
+        self,
+        memory: Any,
+        features: Float[Array, "R T E"],
+        positions: Int[Array, "R T"],
+        pages: Int[Array, "R T"],
+    ) -> Any:
+        """The memory with the features of these positions in `pages`; nowhere for `TRASH`."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.decoding.cycle_view import pages_at, reserve, view_of
 from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.features import fused, remember, taps_of
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.proposer import Drafts, TreeProposer
@@ -26,6 +27,13 @@ from smcjax.model.paged import (
     write_path,
 )
 from smcjax.model.view import TreeView
+
+
+class Kept(NamedTuple):
+    """What the target keeps of a tree's M nodes until it is known which of them are accepted."""
+
+    scratch: Scratch
+    features: Float[Array, "R M E"] | None  # by node, for a proposer that reads them
 
 
 def propose[S: Groups](
@@ -54,7 +62,7 @@ def propose[S: Groups](
 def score[S: Groups](
     program: Program[Any], params: PairParams, groups: S, drafts: Int[Array, "R K"], copies: Copies | None
 ) -> tuple[S, Float[Array, "R C V"]]:
-    """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV it writes."""
+    """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV and features it writes."""
     width, config, sequences = program.speculation.width, program.target, groups.sequences
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
@@ -62,8 +70,11 @@ def score[S: Groups](
     view = view_of(groups, tokens, positions, copies, width=width, page_size=program.page_size)
     view = dataclasses.replace(view, sparse=program.speculation.sparse)
     plans = plan_attention(config, params.target, view, columns=width)
-    hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans)
-    groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
+    taps, draft = taps_of(program), groups.memory.draft
+    hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, taps)
+    if taps is not None:
+        draft = remember(program, draft, fused(program, params, taps), view.positions, view.write_pages)
+    groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache, draft=draft))
     return groups, unembed(params.target, hidden)
 
 
@@ -81,7 +92,7 @@ def propose_tree[S: Groups](
 
 def score_tree[S: Groups](
     program: Program[Any], params: PairParams, groups: S, tokens: Int[Array, "R M"], copies: Copies | None
-) -> tuple[S, Float[Array, "R M V"], Scratch]:
+) -> tuple[S, Float[Array, "R M V"], Kept]:
     """The target's logits behind each node of the tree, and what the nodes keep; pages get the copies alone."""
     speculation, config, cache = program.speculation, program.target, groups.memory.target
     tree = speculation.tree
@@ -101,19 +112,19 @@ def score_tree[S: Groups](
         page_size=program.page_size,
     )
     scratch = create_scratch(config, params.target, rows=tokens.shape[0], nodes=tree.size)
-    hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view)
+    taps = taps_of(program)
+    hidden, scratch = tree_hidden_states(config, params.target, cache, scratch, view, taps)
     column_of = jnp.asarray([order.index(node) for node in range(tree.size)])
+    features = None if taps is None else fused(program, params, taps)[:, column_of]
     groups = dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=cache))
-    return groups, unembed(params.target, hidden[:, column_of]), scratch
+    return groups, unembed(params.target, hidden[:, column_of]), Kept(scratch, features)
 
 
 @jax.named_scope("keep_path")
-def keep_path[S: Groups](
-    program: Program[Any], groups: S, drafts: TreeDrafts, scratch: Scratch, last: Int[Array, " R"]
-) -> S:
+def keep_path[S: Groups](program: Program[Any], groups: S, drafts: TreeDrafts, kept: Kept, last: Int[Array, " R"]) -> S:
     """Writes what the nodes up to each row's `last` accepted one keep to the row's pages, in both models.
 
-    `scratch` is the target's. Rows that are not live and positions beyond the cap write nowhere.
+    `kept` is the target's. Rows that are not live and positions beyond the cap write nowhere.
     """
     tree, proposer = program.speculation.tree, cast(TreeProposer, program.proposer)
     assert tree is not None
@@ -122,9 +133,9 @@ def keep_path[S: Groups](
     accepted = column <= jnp.asarray(tree.depths)[last][:, None]
     pages = jnp.where(accepted, pages_at(groups, positions, program.page_size), TRASH)
     path = Path(jnp.asarray(tree.paths)[last], positions, pages)
-    memory = dataclasses.replace(
-        groups.memory,
-        target=write_path(program.target, groups.memory.target, scratch, *path),
-        draft=proposer.keep_path(program.speculation, groups.memory.draft, drafts.scratch, path),
-    )
-    return dataclasses.replace(groups, memory=memory)
+    draft = proposer.keep_path(program.speculation, groups.memory.draft, drafts.scratch, path)
+    if kept.features is not None:
+        row = jnp.arange(path.nodes.shape[0])[:, None]
+        draft = remember(program, draft, kept.features[row, path.nodes], path.positions, path.pages)
+    target = write_path(program.target, groups.memory.target, kept.scratch, *path)
+    return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, target=target, draft=draft))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -70,17 +71,43 @@ def draft_tree(
     """Drafts `speculation.tree` behind each row's frontier; the cache has the frontier's KV after it."""
     tree = speculation.tree
     assert tree is not None
+    view = head_view(speculation, groups, copies, page_size=page_size)
+    plans = plan_attention(config, params, view, columns=view.tokens.shape[1])
+    hidden, cache = paged_hidden_states(config, params, groups.memory.draft, view, plans)
+    scratch = create_scratch(config, params, rows=hidden.shape[0], nodes=tree.size)
+
+    def behind(level: TreeView) -> jax.Array:
+        nonlocal scratch
+        hidden, scratch = tree_hidden_states(config, params, cache, scratch, level)
+        return unembed(params, hidden)
+
+    grown = grow(speculation, groups, distribution, unembed(params, hidden[:, -1:]), behind, page_size=page_size)
+    return TreeDrafts(*grown, scratch), cache
+
+
+def grow(
+    speculation: Speculation,
+    groups: Groups,
+    distribution: SamplingDistribution,
+    root: Float[Array, "R 1 V"],
+    behind: Callable[[TreeView], Float[Array, "R T V"]],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "R M"], Float[Array, "R I V"]]:
+    """The first two fields of `TreeDrafts`, depth by depth.
+
+    `root` are the logits behind each row's frontier, and `behind` makes those behind all nodes of a depth that have
+    children, whose own parents it was called for before.
+    """
+    tree = speculation.tree
+    assert tree is not None
     sequences = groups.sequences
     frontier_at = sequences.length - 1
     number = sequences.length - groups.per_row(groups.requests.prompt_length) + 1  # of a child of node 0
     keys = row_keys(groups.requests.key, groups.cycle, speculation.rows, Purpose.DRAFT)
 
-    view = head_view(speculation, groups, copies, page_size=page_size)
-    plans = plan_attention(config, params, view, columns=view.tokens.shape[1])
-    hidden, cache = paged_hidden_states(config, params, groups.memory.draft, view, plans)
-    hidden = hidden[:, -1:]
-    scratch = create_scratch(config, params, rows=hidden.shape[0], nodes=tree.size)
-    tokens = jnp.broadcast_to(sequences.token_at(frontier_at)[:, None], (hidden.shape[0], tree.size))
+    logits = root
+    tokens = jnp.broadcast_to(sequences.token_at(frontier_at)[:, None], (root.shape[0], tree.size))
     laws: list[jax.Array] = []
     for depth, parents in enumerate(tree.inner_levels):
         if depth:
@@ -93,13 +120,13 @@ def draft_tree(
                 nodes=parents,
                 page_size=page_size,
             )
-            hidden, scratch = tree_hidden_states(config, params, cache, scratch, level)
+            logits = behind(level)
         law = functools.partial(processed_logits, distribution, number + depth)
-        laws.append(jax.vmap(law, in_axes=1, out_axes=1)(unembed(params, hidden)))
+        laws.append(jax.vmap(law, in_axes=1, out_axes=1)(logits))
         children = [child for parent in parents for child in tree.children[parent]]
         chosen = _children(speculation, tree, parents, keys, laws[-1], distribution.greedy)
         tokens = tokens.at[:, jnp.asarray(children)].set(chosen)
-    return TreeDrafts(tokens, jnp.concatenate(laws, axis=1), scratch), cache
+    return tokens, jnp.concatenate(laws, axis=1)
 
 
 def _children(

@@ -42,8 +42,9 @@ class LLM:
         model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
             downloaded unless huggingface_hub has it in its cache), or a model that an extra installs, "smollm2" (extra
             smollm2) or "gemma3-270m" (extra gemma); None for the bundled pair.
-        draft_model: likewise the draft, of the same tokenizer; or "ngram", which looks the newest tokens up in the text
-            before them, for `Rejection`. `Autoregressive` does not read it.
+        draft_model: likewise the draft, of the same tokenizer; the directory of an EAGLE-3 head made for the target; or
+            "ngram", which looks the newest tokens up in the text before them, for `Rejection`. `Autoregressive` does
+            not read it.
         revision, draft_revision: branch, tag or commit of a hub id; None: the latest of its main branch. A draft from
             the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
@@ -130,7 +131,7 @@ class LLM:
         drafts = self.decoding.drafts
         of_drafts: dict[str, Any] = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
         if draft_model == NGRAM and drafts:
-            self.decoding.check_draft(full_support=NGram.full_support, branches=NGram.branches)
+            self.decoding.check_draft(str(NGram()), full_support=NGram.full_support, branches=NGram.branches)
             of_drafts["draft_revision"] = draft_revision
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):
@@ -161,6 +162,9 @@ class LLM:
             draft_quantization=draft_quantization,
             page_size=page_size,
             sparse=self.decoding.speculation.sparse,
+            accepts=lambda proposer: self.decoding.check_draft(
+                str(proposer), full_support=proposer.full_support, branches=proposer.branches
+            ),
         )
         try:
             self.models = prepared_models(self.models, quantization, draft_quantization, implementation)

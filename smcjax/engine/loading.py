@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from smcjax.autoregressive import AutoregressiveDecoder
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.decoding.decoder import Decoder
+from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
@@ -28,6 +29,8 @@ from smcjax.model.checkpoint import (
 )
 from smcjax.model.config import ModelConfig
 from smcjax.model.dropping import drop_layers, dropped_config
+from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
+from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -72,9 +75,9 @@ class Models:
     target: ModelConfig
     target_params: Params
     draft: ModelConfig | None = None
-    draft_params: Params | None = None
+    draft_params: Params | EagleParams | None = None
     shared: tuple[int, ...] | None = None
-    proposes: Proposer | None = None  # without a model
+    proposes: Proposer | None = None  # instead of a draft model
 
     @property
     def proposer(self) -> Proposer | ModelConfig | None:
@@ -85,7 +88,8 @@ class Models:
         """Returns the models with configs that say that weights and KV are kept in `dtype`."""
         target = dataclasses.replace(self.target, dtype=dtype)
         draft = None if self.draft is None else dataclasses.replace(self.draft, dtype=dtype)
-        return dataclasses.replace(self, target=target, draft=draft)
+        proposes = self.proposes.keeping(dtype) if isinstance(self.proposes, Eagle) else self.proposes
+        return dataclasses.replace(self, target=target, draft=draft, proposes=proposes)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -118,16 +122,20 @@ def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | No
     return bundled_model(bundled)
 
 
-def _require_room(models: dict[str, tuple[ModelConfig, str | None]], dtype: str) -> None:
+def _require_room(
+    models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None
+) -> None:
     """Raises ValueError where the weights exceed the device, before a byte of them is read.
 
-    A model is its config and the quantisation in which it is loaded.
+    A model is its config and the quantisation in which it is loaded; `head` is one that drafts.
     """
     kept = weights_dtype(dtype).name
     weights = {
         name: weight_bytes(dataclasses.replace(config, dtype=kept), quantization)
         for name, (config, quantization) in models.items()
     }
+    if head is not None:
+        weights["draft_model"] = eagle_bytes(head, kept)
     halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
     require_room_for_weights(weights, halve)
 
@@ -143,11 +151,24 @@ def prepared(params: Params, quantization: str | None, implementation: str) -> P
         return widen_params(params) if on_cpu() else fold_for_kernels(params)
 
 
+def _prepared_head(params: EagleParams) -> EagleParams:
+    """The head's own weights as the engine keeps them: on a CPU the same numbers in float32."""
+    if not on_cpu():
+        return params
+    wide = widen_params(dataclasses.replace(params, token_ids=None))
+    return dataclasses.replace(wide, token_ids=params.token_ids)
+
+
 def prepared_models(
     models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
 ) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
     target_params, draft_params = models.target_params, models.draft_params
+    if isinstance(draft_params, EagleParams):
+        target_params = prepared(target_params, quantization, implementation)
+        draft_params = _prepared_head(draft_params).joined(target_params.embed, target_params.unembed)
+        kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+        return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
     if draft_params is not None and models.shared is None:
         draft_params = prepared(draft_params, draft_quantization, implementation)
     target_params = prepared(target_params, quantization, implementation)
@@ -178,14 +199,16 @@ def load_models(
     draft_quantization: str | None = None,
     page_size: int | None = None,
     sparse: SparseVerification | None = None,
+    accepts: Callable[[Proposer], None] = lambda _: None,
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
     with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
-    so is left as it is where its model is to be. Raises ValueError for a pair that is only half given, whose
-    vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a target that cannot be
-    verified by `sparse`; CheckpointError for a directory that cannot be used.
+    so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
+    raises ValueError for a head that the decoder cannot use, before weights are read. Raises ValueError for a pair that
+    is only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a
+    target that cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -211,6 +234,19 @@ def load_models(
 
     dropped = tuple(draft_drop_layers or ())
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
+    if is_eagle(draft_path):
+        of_models = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
+        for name, value in of_models.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {value!r} and draft_model is an EAGLE-3 head, which is kept as it is; omit it."
+                )
+        head = load_eagle_config(draft_path, target)
+        accepts(Eagle(head))
+        _require_room({"model": (target, as_stored(path, quantization))}, dtype, head)
+        target, target_params = load_checkpoint(path, dtype, quantization)
+        head, head_params = load_eagle(draft_path, target, dtype)
+        return Models(tokenizer, target, target_params, draft_params=head_params, proposes=Eagle(head))
     draft_tokenizer = Tokenizer.load(draft_path)
     whole_draft = load_config(draft_path)
     check_pages(whole_draft, page_size)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
-from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.seen import ByRow, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import (
     HeadNorms,
@@ -148,6 +148,9 @@ class _Softmax:
     def param_shapes(self, config: HeadShape, dtype: Any) -> None:
         return None
 
+    def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
+        return sees(slot, position, self.window)
+
     def cache(self, config: HeadShape) -> CacheSpec:
         array = PageArray(config.num_kv_heads, config.head_dim)
         return CacheSpec({"keys": array, "values": array})
@@ -172,7 +175,7 @@ class _Softmax:
         return attends_by_kernels(window=self.window, scale=self.scale, **shape)
 
     def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
-        visible = sees(positions[:, None, :], positions[:, :, None], self.window)
+        visible = self._visible(positions[:, None, :], positions[:, :, None])
         return attention(*projection.heads(), visible, scale=self.scale)
 
     def __call__(
@@ -211,7 +214,7 @@ class _Softmax:
         seen_keys, seen_values = (by_path(view, cache[name], scratch[name]) for name in ("keys", "values"))
         _, slots, kv_heads, _ = seen_keys.shape
         scores = scaled_scores(grouped(q, kv_heads), seen_keys, self.scale)
-        visible = sees(jnp.arange(slots), view.positions[:, :, None, None, None], self.window)
+        visible = self._visible(jnp.arange(slots), view.positions[:, :, None, None, None])
         return masked_softmax(scores, seen_values, visible)[1].reshape(q.shape), scratch, None
 
 
@@ -248,6 +251,57 @@ class SlidingWindow(_Softmax):
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window must be at least 1, the query's own position, got {self.window}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterFirst(Full):
+    """Causal attention to every position but the first, whose slot holds any finite numbers; by plain XLA."""
+
+    def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
+        return super()._visible(slot, position) & (slot > 0)
+
+    def least_read(self, context: int, first: int = 0) -> dict[str, int]:
+        return super().least_read(context, max(first, 1))
+
+    def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
+        return None
+
+    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
+        return False
+
+    def write(
+        self, projection: Projection, cache: LayerCache, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        """Writes the new tokens to the layer's pages; returns their queries, and the layer with both arrays changed."""
+        q, keys, values = rotate_and_write(
+            projection.qkv,
+            projection.cos,
+            projection.sin,
+            cache["keys"],
+            cache["values"],
+            view.write_pages,
+            view.slots,
+            view.copies,
+            projection.norms,
+            projection.pending,
+        )
+        return q, {**cache, "keys": keys, "values": values}
+
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, None]:
+        q, cache = self.write(projection, cache, view)
+        rows, table_width = view.block_table.shape
+        slots = jnp.arange(table_width * view.page_size)
+        # Stale slots and the trash page may hold NaN, and 0 · NaN is NaN.
+        held = (slots < view.lengths[:, None])[..., None, None]
+        keys, values = (
+            ByRow(jnp.where(held, cache[name][view.block_table].reshape(rows, len(slots), *cache[name].shape[2:]), 0))
+            for name in ("keys", "values")
+        )
+        scores = scaled_scores(grouped(q, keys.shape[2]), keys, self.scale)
+        visible = self._visible(slots, view.positions[:, :, None, None, None])
+        return masked_softmax(scores, values, visible)[1].reshape(q.shape), cache, None
 
 
 FULL = Full()

@@ -133,9 +133,9 @@ def stores_int8(directory: str | os.PathLike[str]) -> bool:
 
 
 def _read_directory(directory: Path) -> ReadConfig:
-    config = _read_json(directory / "config.json")
+    config = read_model_json(directory / "config.json")
     generation = directory / "generation_config.json"
-    generation_config = _read_json(generation) if generation.exists() else None
+    generation_config = read_model_json(generation) if generation.exists() else None
     try:
         read = read_config(config, generation_config)
     except ValueError as error:
@@ -153,7 +153,7 @@ def _require_plausible(directory: Path, config: ModelConfig, bytes_each: int) ->
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.is_file())
     least = bytes_each * num_params(config)
     if 0 < 4 * stored < least:
-        _open_tensors(directory)  # a file cut short is the likelier mistake, and says so
+        open_tensors(directory)  # a file cut short is the likelier mistake, and says so
         sizes = f"num_hidden_layers {config.num_layers}, num_attention_heads {config.num_heads}, "
         sizes += f"head_dim {config.head_dim}, hidden_size {config.hidden_size}, "
         sizes += f"intermediate_size {config.intermediate_size}, vocab_size {config.vocab_size}"
@@ -185,7 +185,7 @@ def load_checkpoint(
     aliases: dict[str, str] = {}
     if path.is_dir():
         family, config, int8 = _read_directory(path)
-        source = with_scales(path, _open_tensors(path), int8)
+        source = with_scales(path, open_tensors(path), int8)
         config, aliases = _resolve_tying(config, source)
         named = family.names, family.norm_offset
     else:
@@ -195,7 +195,7 @@ def load_checkpoint(
     stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
     shapes = param_shapes(config, target)
     keep = [quantization is not None and covered for covered in streamed(shapes)]
-    _account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
+    account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
 
     leaves = []
     for stack, shape, as_int8 in zip(stacks, jax.tree.leaves(shapes), keep, strict=True):
@@ -204,7 +204,7 @@ def load_checkpoint(
         if as_int8 and any(name in source.scales for name, _ in parts):
             leaf = _read_int8(source, parts, shape)
         else:
-            leaf = jax.device_put(_read(source, parts, shape, stack.offset))
+            leaf = jax.device_put(read_stack(source, parts, shape, stack.offset))
         leaves.append(jax.block_until_ready(leaf))
     return config, jax.tree.unflatten(treedef, leaves)
 
@@ -219,7 +219,10 @@ def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slic
         start += rows
 
 
-def _read(source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, offset: float) -> np.ndarray:
+def read_stack(
+    source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, offset: float = 0.0
+) -> np.ndarray:
+    """The rows of all `parts`, one below the other, plus `offset`; cast to the dtype of `shape`."""
     buffer = np.empty(shape.shape, shape.dtype)
     for name, rows, place in _chunks(parts):
         stored = source.rows(name)[rows]
@@ -252,14 +255,15 @@ def weights_dtype(dtype: Any) -> np.dtype:
     return resolved
 
 
-def _read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
+def read_model_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
+    """A parsed JSON file of a model directory; CheckpointError where it cannot be read."""
     try:
         return read_json(path, limit)
     except Unreadable as error:
         raise CheckpointError(f"{path} {error}; {error.mend}") from None
 
 
-def _open_tensors(directory: Path) -> dict[str, TensorFile]:
+def open_tensors(directory: Path) -> dict[str, TensorFile]:
     """Every tensor name of the directory, with the file that holds it.
 
     model.safetensors comes before an index, as in transformers; but the two must agree where both are there.
@@ -290,7 +294,7 @@ def _open_tensors(directory: Path) -> dict[str, TensorFile]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     """The file name of every tensor, by an index."""
-    index = _read_json(path, INDEX_BYTES)
+    index = read_model_json(path, INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor to file; fetch it again")
@@ -341,7 +345,7 @@ def _resolve_tying(config: ModelConfig, source: Source) -> tuple[ModelConfig, di
     return dataclasses.replace(config, tie_embeddings=False), {}
 
 
-def _account_for_names(
+def account_for_names(
     path: Path,
     stacks: Iterable[Stack],
     shapes: Iterable[jax.ShapeDtypeStruct],

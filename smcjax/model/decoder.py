@@ -42,6 +42,25 @@ from smcjax.pallas import (
 
 # (layer index, its product) -> attention output [R, T, H, D]
 Attend = Callable[[int, Projection], jax.Array]
+# (layer index, the residual stream [R, T, E] that enters the layer); the last index is the number of layers
+Watch = Callable[[int, jax.Array], None]
+
+
+class Taps:
+    """Collects the residual streams that enter some layers, as `hidden_states` of one trace is given it to call."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self._streams: dict[int, jax.Array] = {}
+
+    def __call__(self, index: int, stream: jax.Array) -> None:
+        if index in self.layers:
+            self._streams[index] = stream
+
+    @property
+    def streams(self) -> Float[Array, "R T taps E"]:
+        """The streams in the order of `layers`."""
+        return jnp.stack([self._streams[layer] for layer in self.layers], axis=2)
 
 
 def linear(
@@ -65,9 +84,16 @@ def rope_angles(
 
 
 def hidden_states(
-    config: ModelConfig, params: Params, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    attend: Attend,
+    watch: Watch | None = None,
 ) -> Float[Array, "R T E"]:
     """Normalised output of the last layer, ready for `unembed`; `attend` supplies keys and values.
+
+    `watch` is told the residual stream in front of every layer, and behind the last.
 
     With kernels, norms that `smcjax.model.folding` has folded into the products behind them are left pending: a
     product then reads the residual stream itself, which the product before has added to, and its reader divides.
@@ -98,6 +124,8 @@ def hidden_states(
 
     normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
     for index, layer in enumerate(params.layers):
+        if watch is not None:
+            watch(index, x)
         spec = config.layer(index)
         cos, sin = angles[spec.rope]
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
@@ -121,6 +149,8 @@ def hidden_states(
         gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
         h = gated(gate_up, pending(x, layer.mlp_norm), spec.activation)
         x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, norms[index + 1])
+    if watch is not None:
+        watch(len(params.layers), x)
     return normed
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.kv import KVCache, LayerCache
 from smcjax.model.attention import AttentionKind, Plan, Projection, Selection
 from smcjax.model.config import ModelConfig
-from smcjax.model.decoder import hidden_states
+from smcjax.model.decoder import Watch, hidden_states
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView, TreeView
 from smcjax.sparse import SparseVerification
@@ -55,12 +55,17 @@ def selecting_layers(config: ModelConfig, sparse: SparseVerification | None) -> 
 
 
 def paged_hidden_states(
-    config: ModelConfig, params: Params, cache: KVCache, view: BatchView, plans: Plans | None = None
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    view: BatchView,
+    plans: Plans | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Float[Array, "R T E"], KVCache]:
     """Forward of T new tokens a row; returns normalised hidden states and the cache with their KV written.
 
     `plans` are those of the forward's cycle (`plan_attention`); None: nothing is planned. A row that writes nothing
-    reads nothing: its states mean nothing.
+    reads nothing: its states mean nothing. `watch` is that of `hidden_states`.
     """
     view = dataclasses.replace(view, lengths=view.written())
     kinds, layers = attention_kinds(config), list(cache.layers)
@@ -72,7 +77,7 @@ def paged_hidden_states(
         attended, layers[index], selected[index] = kind(projection, layers[index], plan_of[kind], view, earlier)
         return attended
 
-    hidden = hidden_states(config, params, view.tokens, view.positions, attend)
+    hidden = hidden_states(config, params, view.tokens, view.positions, attend, watch)
     return hidden, dataclasses.replace(cache, layers=tuple(layers))
 
 
@@ -88,7 +93,12 @@ def create_scratch(config: ModelConfig, params: Params, *, rows: int, nodes: int
 
 
 def tree_hidden_states(
-    config: ModelConfig, params: Params, cache: KVCache, scratch: Scratch, view: TreeView
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    scratch: Scratch,
+    view: TreeView,
+    watch: Watch | None = None,
 ) -> tuple[Float[Array, "R T E"], Scratch]:
     """Forward of T nodes a row; returns normalised hidden states, and scratch with what the nodes keep."""
     layers = list(scratch)
@@ -101,7 +111,7 @@ def tree_hidden_states(
         )
         return attended
 
-    hidden = hidden_states(config, params, view.tokens, view.positions, attend)
+    hidden = hidden_states(config, params, view.tokens, view.positions, attend, watch)
     return hidden, tuple(layers)
 
 

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from smcjax.matmul import is_packed, matrix
-from smcjax.model.params import Params
 
 
-def widen_params(params: Params) -> Params:
-    """Converts all weights to float32, int8 matrices to dense ones. Frees each array as it is replaced."""
+def widen_params[P](params: P) -> P:
+    """Converts all weights of a tree to float32, int8 matrices to dense ones. Frees each array as it is replaced."""
     convert = jax.jit(_wide)
 
     def widen(leaf: Any) -> jax.Array:
@@ -28,7 +27,8 @@ def widen_params(params: Params) -> Params:
             part.delete()
         return wide
 
-    return jax.tree.map(widen, params, is_leaf=is_packed)
+    widened: P = jax.tree.map(widen, params, is_leaf=is_packed)
+    return widened
 
 
 def _wide(leaf: Any) -> jax.Array:

@@ -128,11 +128,11 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     assert shape is not None
     distribution = _distribution(program, state, 1)
     state, drafts, copies = propose_tree(program, params, state, distribution)
-    state, logits, scratch = score_tree(program, params, state, drafts.tokens, copies)
+    state, logits, kept = score_tree(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
         logits = _target_logits(state, distribution, logits, shape.depths)
         verdict = decide_tree(program, state, logits, drafts.logits, drafts.tokens)
-    state = keep_path(program, state, drafts, scratch, verdict.node)
+    state = keep_path(program, state, drafts, kept, verdict.node)
     path = jnp.asarray(shape.paths)[verdict.node]
     count = jnp.asarray(shape.depths)[verdict.node]
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))

@@ -19,7 +19,7 @@ from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.proposer import Drafts
 from smcjax.kv import Copies, LayerCache
-from smcjax.model import LayerSpec
+from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import Projection
 from smcjax.model.nsa import NSA, Branches
 from smcjax.model.view import BatchView
@@ -59,11 +59,12 @@ class Scripted:
 
     full_support: ClassVar[bool] = False
     branches: ClassVar[bool] = False
+    taps: ClassVar[tuple[int, ...]] = ()
 
     def page_bytes(self, page_size: int) -> int:
         return 0
 
-    def check(self, vocab_size: int) -> None: ...
+    def check(self, target: ModelConfig) -> None: ...
 
     def create_memory(self, params: Any, num_pages: int, page_size: int) -> None: ...
 

@@ -1,0 +1,220 @@
+"""Directories of EAGLE-3 heads in the public layout: `LlamaForCausalLMEagle3` with fc, midlayer, norm, lm_head, d2t.
+
+A head has its target's embedding and head where its files lack `embed_tokens.weight` and `lm_head.weight`. `d2t` has
+for each of the draft's token ids i the target's, less i; `t2d` is true for the target's ids that are among them.
+
+The residual streams that a head reads are those that enter the target's layers 2, L/2 and L − 3, unless the config
+says otherwise, in one of two spellings: `eagle_aux_hidden_state_layer_ids` names layers by their inputs where it stands
+by itself, as vLLM reads it, and by their outputs within `eagle_config`, as SGLang does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smcjax.errors import CheckpointError
+from smcjax.model.checkpoint import (
+    Stack,
+    account_for_names,
+    open_tensors,
+    read_model_json,
+    read_stack,
+    weights_dtype,
+)
+from smcjax.model.config import ModelConfig
+from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
+from smcjax.model.hf_config import read_config
+from smcjax.model.hf_keys import HFKeys
+from smcjax.model.tensor_files import Source, TensorFile
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_OWN = ("draft_vocab_size", "target_hidden_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # left over from the target's config
+_EMBED, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+
+
+def is_eagle(directory: str | os.PathLike[str]) -> bool:
+    """True for a directory whose config.json names an EAGLE-3 head."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return False
+    config = read_model_json(path)
+    return isinstance(config, Mapping) and config.get("architectures") == [ARCHITECTURE]
+
+
+def eagle_config(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+    """The head that a parsed config.json describes, for `target`.
+
+    Raises ValueError, naming key and value, for what does not go with the target or is not computed here.
+    """
+    keys = HFKeys(values)
+    windows = _WINDOW if not keys.flag("use_sliding_window") else ()
+    plain = {key: value for key, value in values.items() if key not in (*_OWN, *windows)}
+    read = read_config({**plain, "architectures": ["LlamaForCausalLM"]})
+    layer, spec = read.config, read.config.layer(0)
+    if read.int8:
+        raise keys.refusal("quantization_config", "an EAGLE-3 head is read in floating point only; convert it")
+    if layer.num_layers != 1:
+        raise keys.refusal("num_hidden_layers", "an EAGLE-3 head has one layer; use such a head")
+    if spec.qkv_bias or spec.o_bias or spec.mlp_bias:
+        raise keys.refusal("attention_bias" if spec.qkv_bias else "mlp_bias", "EAGLE-3 heads are read without biases")
+    if layer.vocab_size != target.vocab_size:
+        raise keys.refusal("vocab_size", f"the target has {target.vocab_size} token ids; use the head made for it")
+    hidden = keys.integer("target_hidden_size", layer.hidden_size)
+    if hidden != target.hidden_size:
+        name = "hidden_size" if keys.raw("target_hidden_size") is None else "target_hidden_size"
+        raise keys.refusal(name, f"the target's hidden size is {target.hidden_size}; use the head made for it")
+    draft_vocab_size = keys.integer("draft_vocab_size", layer.vocab_size)
+    if draft_vocab_size > layer.vocab_size:
+        raise keys.refusal("draft_vocab_size", f"the target has {layer.vocab_size} token ids; correct the config")
+    layer = dataclasses.replace(layer, layers=(dataclasses.replace(spec, attention=ATTENTION),))
+    return EagleConfig(layer, draft_vocab_size, hidden, _taps(keys, target))
+
+
+def _taps(keys: HFKeys, target: ModelConfig) -> tuple[int, ...]:
+    """The target's layers whose inputs are read."""
+    name, count = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    inner = keys.inner("eagle_config")
+    if not inner.flag("use_aux_hidden_state", True):
+        raise inner.refusal("use_aux_hidden_state", "an EAGLE-3 head reads three hidden states; use such a head")
+    outputs = inner.raw(name)
+    inner.refuse_unknown()
+    given = keys.raw(name)
+    if given is not None and outputs is not None:
+        raise keys.refusal(name, "eagle_config names layers as well, by their outputs; keep one of the two")
+    where = keys if outputs is None else inner
+    if given is None and outputs is None:
+        taps = [2, count // 2, count - 3]
+        if not 2 < count // 2 < count - 3:
+            raise ValueError(
+                f"{name} is None in the head's config, which means the inputs of layers 2, L/2 and L - 3, and the "
+                f"target has L = {count} layers; name three layers there."
+            )
+        return tuple(taps)
+    ids, shift = (given, 0) if outputs is None else (outputs, 1)
+    if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise where.refusal(name, "it must hold three JSON integers")
+    taps = sorted(i + shift for i in ids)
+    if len(set(taps)) != 3 or len(taps) != 3 or not 0 <= taps[0] <= taps[2] <= count:
+        raise where.refusal(name, f"it must name three different layers of the target's {count}")
+    return tuple(taps)
+
+
+def load_eagle_config(directory: str | os.PathLike[str], target: ModelConfig) -> EagleConfig:
+    """`eagle_config` of a directory. Raises CheckpointError where its config.json cannot be used for `target`."""
+    try:
+        return eagle_config(read_model_json(Path(directory) / "config.json"), target)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+
+
+def load_eagle(
+    directory: str | os.PathLike[str], target: ModelConfig, dtype: Any = None
+) -> tuple[EagleConfig, EagleParams]:
+    """The head of a directory in safetensors, weights on the default device in `dtype`, like `load_checkpoint`.
+
+    Every tensor of the files is accounted for, else CheckpointError; d2t and t2d must name the same tokens.
+    """
+    path, kept = Path(directory), weights_dtype(dtype)
+    config = load_eagle_config(path, target)
+    config = dataclasses.replace(config, layer=dataclasses.replace(config.layer, dtype=kept.name))
+    files = open_tensors(path)
+    ids = _token_ids(path, config, files)
+    tensors = {name: file for name, file in files.items() if name not in (_D2T, _T2D)}
+    own = {"embed": _EMBED in tensors, "lm_head": _LM_HEAD in tensors}
+    lacking = [name for name, there in ((_EMBED, own["embed"]), (_LM_HEAD, own["lm_head"])) if not there]
+    if lacking and config.layer.hidden_size != config.target_hidden_size:
+        raise CheckpointError(
+            f"{path} has no {lacking[0]}, and the target's has {config.target_hidden_size} columns where the head has "
+            f"{config.layer.hidden_size}; use a head that has its own"
+        )
+    if not own["lm_head"] and config.prunes:
+        raise CheckpointError(
+            f"{path} has no {_LM_HEAD}, which a head of {config.draft_vocab_size} of the target's "
+            f"{config.layer.vocab_size} token ids needs; fetch it again"
+        )
+    shapes = eagle_shapes(config, kept, **own)
+    stacks, tree = jax.tree.flatten(_names(config, **own))
+    account_for_names(path, stacks, jax.tree.leaves(shapes), {}, tensors)
+    source = Source(dict(tensors))
+    leaves = [
+        jax.block_until_ready(jax.device_put(read_stack(source, stack.parts, shape)))
+        for stack, shape in zip(stacks, jax.tree.leaves(shapes), strict=True)
+    ]
+    params = jax.tree.unflatten(tree, leaves)
+    if config.layer.tie_embeddings and own["embed"] and not own["lm_head"]:
+        params = dataclasses.replace(params, lm_head=jnp.copy(params.embed))  # each array is freed by itself
+    return config, dataclasses.replace(params, token_ids=None if ids is None else jnp.asarray(ids))
+
+
+def _names(config: EagleConfig, *, embed: bool, lm_head: bool) -> EagleParams:
+    """A tree like `eagle_shapes` of the tensors that each array stacks."""
+    layer = config.layer
+    e, f, q, kv = (
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.num_heads * layer.head_dim,
+        layer.num_kv_heads * layer.head_dim,
+    )
+
+    def stack(**parts: int) -> Stack:
+        return Stack(tuple((f"{name.replace('__', '.')}.weight", rows) for name, rows in parts.items()))
+
+    return EagleParams(
+        fc=stack(fc=e),
+        embed=stack(embed_tokens=layer.vocab_size) if embed else None,
+        embed_norm=stack(midlayer__input_layernorm=e),
+        feature_norm=stack(midlayer__hidden_norm=e),
+        qkv=stack(midlayer__self_attn__q_proj=q, midlayer__self_attn__k_proj=kv, midlayer__self_attn__v_proj=kv),
+        o=stack(midlayer__self_attn__o_proj=e),
+        mlp_norm=stack(midlayer__post_attention_layernorm=e),
+        gate_up=stack(midlayer__mlp__gate_proj=f, midlayer__mlp__up_proj=f),
+        down=stack(midlayer__mlp__down_proj=e),
+        final_norm=stack(norm=e),
+        lm_head=stack(lm_head=config.draft_vocab_size) if lm_head else None,
+    )
+
+
+def _token_ids(path: Path, config: EagleConfig, files: Mapping[str, TensorFile]) -> np.ndarray | None:
+    """The target's id of each of the draft's, Int32[Vd], checked; None where the two are the same."""
+    size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
+    if _D2T not in files:
+        if config.prunes:
+            raise CheckpointError(
+                f"{path} has no {_D2T}, which says what the draft's {size} token ids are among the target's "
+                f"{vocab_size}; fetch the head again"
+            )
+        return None
+
+    def whole(name: str, length: int, *dtypes: str) -> np.ndarray:
+        file = files[name]
+        file.require(name, *dtypes)
+        if file.shapes[name] != (length,):
+            raise CheckpointError(
+                f"{name} in {path} is {list(file.shapes[name])} instead of {[length]}; fetch the head again"
+            )
+        found: np.ndarray = file.handle.get_tensor(name)
+        return found
+
+    ids = np.arange(size) + whole(_D2T, size, "I64", "I32").astype(np.int64)
+    outside, repeated = np.flatnonzero((ids < 0) | (ids >= vocab_size)), size - len(np.unique(ids))
+    if outside.size:
+        raise CheckpointError(
+            f"{_D2T} in {path} makes the draft's token {outside[0]} the target's {ids[outside[0]]}, which has "
+            f"{vocab_size} token ids; use the head made for it"
+        )
+    if repeated:
+        raise CheckpointError(f"{_D2T} in {path} names {repeated} of the target's tokens twice; fetch the head again")
+    if _T2D in files:
+        known = np.flatnonzero(whole(_T2D, vocab_size, "BOOL"))
+        if not np.array_equal(known, np.sort(ids)):
+            raise CheckpointError(f"{_D2T} and {_T2D} in {path} name different tokens; fetch the head again")
+    return None if np.array_equal(ids, np.arange(vocab_size)) else ids.astype(np.int32)
