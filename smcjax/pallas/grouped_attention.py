@@ -12,8 +12,8 @@ all of their sequences, so pages are compared there, and the lowest query of the
 Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
 the host: bits of blocks, and a running count that says where each goes.
 
-`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. Built for the engine's verification, and to be
-the reference of a kernel beside it; neither is there yet.
+`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. The kernel is in
+`grouped_attention_sm90.py`, which the package registers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST, divisor_of
+from smcjax.pallas.dispatch import Op
 from smcjax.pallas.query_groups import QueryGroups
 
 WORD = 32  # queries of one word of a task's mask
@@ -122,7 +123,7 @@ def group_tasks(
     )
 
 
-def grouped_attention(
+def grouped_attention_reference(
     q: Float[Array, "R M H D"],
     key_pages: Float[Array, "P B Hkv D"],
     value_pages: Float[Array, "P B Hkv D"],
@@ -169,6 +170,9 @@ def grouped_attention(
     )
     out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+
+
+grouped_attention = Op(grouped_attention_reference)
 
 
 def masked_attention(
