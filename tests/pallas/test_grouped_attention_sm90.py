@@ -133,16 +133,16 @@ def test_modes(mode: str) -> None:
 
 
 def test_each_query_by_itself() -> None:
-    """Groups of one query, of two requests of two rows each."""
+    """Groups of one query, of two requests of two rows each, whose heads choose two by two."""
     groups = QueryGroups.of_rows(2, 2, "bfs", 1)
-    check(Case(groups, 4, 1, 1, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
+    check(Case(groups, 4, 1, 2, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
 
 
-def test_branches_and_heads_that_choose() -> None:
+def test_branches() -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
     splits = (2, 1, 1, 1)
-    check(Case(groups, 2, 1, 2, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), most=2), 2)
+    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), most=2), 2)
 
 
 def test_controls() -> None:
