@@ -2,6 +2,8 @@
 
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.grouped_attention import grouped_attention
+from smcjax.pallas.grouped_attention_sm90 import grouped_attention_mosaic
 from smcjax.pallas.kv_write import (
     Copies,
     HeadNorms,
@@ -35,6 +37,8 @@ __all__ = [
     "copy_all_pages",
     "copy_pages",
     "find_tasks",
+    "grouped_attention",
+    "grouped_attention_mosaic",
     "implementations",
     "paged_attention",
     "paged_attention_mosaic",

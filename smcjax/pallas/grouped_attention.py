@@ -12,20 +12,22 @@ all of their sequences, so pages are compared there, and the lowest query of the
 Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
 the host: bits of blocks, and a running count that says where each goes.
 
-`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. Built for the engine's verification, and to be
-the reference of a kernel beside it; neither is there yet.
+`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. The kernel is in
+`grouped_attention_sm90.py`, which the package registers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST, divisor_of
+from smcjax.pallas.dispatch import Op
 from smcjax.pallas.query_groups import QueryGroups
 
 WORD = 32  # queries of one word of a task's mask
@@ -81,48 +83,90 @@ def group_tasks(
         rows: distinct tables that the queries of a request have at most.
     """
     unit = unit_slots(page_size, block_size)
-    parts, size = block_size // unit, groups.size
-    units = min(selected.shape[-1] * parts, table.shape[2] * page_size // unit)
+    parts, size, in_page = block_size // unit, groups.size, page_size // unit
+    units = min(selected.shape[-1] * parts, table.shape[2] * in_page)
     width = min(size * most_blocks * parts, rows * units)
-    place = jnp.arange(units)
-    in_page = place * unit % page_size // unit
-    physical = groups.split(table[:, :, place * unit // page_size] * (page_size // unit) + in_page)
-    sets = groups.split(jnp.repeat(selected, parts, axis=-1)[..., :units]) & groups.present[..., None, None]
+    sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
+    chosen = _packed(sets)  # [R, g, S, blocks, words]
+    tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
 
-    # [R, g, S, units, C leading, C led]
-    physical = jnp.moveaxis(physical, 2, 3)[:, :, None]
-    sets = jnp.moveaxis(sets, 2, 4)
-    alike = sets[..., :, None] & sets[..., None, :] & (physical[..., :, None] == physical[..., None, :])
-    earlier = jnp.arange(size)[None] < jnp.arange(size)[:, None]
-    leads = sets & ~jnp.any(alike & earlier, axis=-1)
+    if rows == 1:  # the lowest query's table is all queries'
+        leads, led = jnp.any(chosen != 0, axis=-1)[..., None], None
+        leads = jnp.repeat(leads, parts, axis=3)[:, :, :, :units]
+    else:
+        led = _packed(tables[..., :, None] == tables[..., None, :])  # [R, g, pages, C, words]
+        earlier = _packed(np.arange(size) < np.arange(size)[:, None])
+        of_unit = np.arange(units)
+        mine = jnp.repeat(sets, parts, axis=3)[:, :, :, :units]  # [R, g, S, units, C]
+        before = chosen[:, :, :, of_unit // parts, None] & (led & earlier)[:, :, None, of_unit // in_page]
+        leads = mine & jnp.all(before == 0, axis=-1)
 
-    words = -(-size // WORD)
-    padded = jnp.pad(alike, [(0, 0)] * 5 + [(0, words * WORD - size)]).reshape(*alike.shape[:-1], words, WORD)
-    bits = jnp.sum(padded * (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
-    masks = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    entry, number = _places_of(leads.reshape(*leads.shape[:3], -1), width)
+    there = jnp.arange(width) < number[..., None]
+    place, leader = entry // leads.shape[4], entry % leads.shape[4]
+    place = jnp.where(there, place, 0)
 
-    flags = leads.reshape(*leads.shape[:3], -1)
-    dropped = width + jnp.arange(flags.shape[-1])  # each to a place of its own, so that no two writes meet
-    entry = jnp.where(flags, jnp.cumsum(flags, axis=-1) - 1, dropped)
-
-    def compacted(x: jax.Array) -> jax.Array:
-        """The entries [R, g, S, units · C, …] of leaders, one after the other."""
-        batch = flags.shape[:3]
-        where = (*(i[..., None] for i in jnp.indices(batch, sparse=True)), entry)
-        return jnp.zeros((*batch, width, *x.shape[4:]), jnp.int32).at[where].set(x, mode="drop", unique_indices=True)
-
-    def of_flags(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, leads.shape).reshape(flags.shape).astype(jnp.int32)
-
+    request, group, of_set = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2]]
+    at = request[..., None], group[..., None]
+    page = place // in_page
+    queries = chosen[*at, of_set[..., None], place // parts]
+    if led is not None:
+        queries = queries & led[*at, page, leader]
     return Tasks(
-        unit=compacted(of_flags(physical)),
-        place=compacted(of_flags(place[:, None])),
-        queries=compacted(masks.reshape(*flags.shape, words)),
-        number=jnp.sum(flags, axis=-1, dtype=jnp.int32),
+        unit=jnp.where(there, tables[*at, page, leader] * in_page + place % in_page, 0).astype(jnp.int32),
+        place=place.astype(jnp.int32),
+        queries=jax.lax.bitcast_convert_type(jnp.where(there[..., None], queries, 0), jnp.int32),
+        number=number,
     )
 
 
-def grouped_attention(
+def _packed(flags: Any) -> Shaped[Array, "*batch words"]:
+    """Flags as bits of words, uint32: flag i is bit i % 32 of word i // 32."""
+    words = -(-flags.shape[-1] // WORD)
+    flags = jnp.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, words * WORD - flags.shape[-1])])
+    flags = flags.reshape(*flags.shape[:-1], words, WORD)
+    return jnp.sum(flags * (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
+
+
+def _places_of(
+    flags: Bool[Array, "*batch entries"], width: int
+) -> tuple[Int[Array, "*batch width"], Int[Array, "*batch"]]:
+    """The places of the first `width` flags that are set, and how many are; behind the last any place.
+
+    Flags are counted by words, and counts in turn by 32 of them. Who looks for the k-th goes down again, through 32
+    counts at each level. So XLA has sums of 32 and gathers to do, where a running count would be a kernel a step and a
+    scatter as long as the flags.
+    """
+    words = _packed(flags)
+    levels = [jax.lax.population_count(words).astype(jnp.int32)]
+    while levels[-1].shape[-1] > 1:
+        last = levels[-1]
+        last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % WORD)])
+        levels[-1] = last
+        levels.append(jnp.sum(last.reshape(*last.shape[:-1], -1, WORD), axis=-1, dtype=jnp.int32))
+    number = levels.pop()[..., 0]
+    lower = np.tri(WORD, dtype=bool)  # [i, j]: j is no later than i
+
+    def taken(x: jax.Array, index: jax.Array, axis: int = -1) -> jax.Array:
+        return jnp.take_along_axis(x, index, axis=axis, mode="clip")
+
+    left = jnp.broadcast_to(jnp.arange(width), (*number.shape, width))  # flags before, in what is looked through
+    index = jnp.zeros_like(left)
+    for counts in reversed(levels):
+        of = counts.reshape(*counts.shape[:-1], -1, WORD)
+        upto = jnp.sum(jnp.where(lower, of[..., None, :], 0), axis=-1)  # [..., n, 32]
+        found = taken(upto, index[..., None], axis=-2)  # [..., width, 32]
+        child = jnp.minimum(jnp.sum(found <= left[..., None], axis=-1), WORD - 1)
+        left = left - jnp.where(child > 0, taken(found, jnp.maximum(child - 1, 0)[..., None])[..., 0], 0)
+        index = index * WORD + child
+    word = taken(words, index)
+    bits_upto = np.array([(2 << bit) - 1 for bit in range(WORD)], np.uint32)
+    upto = jax.lax.population_count(word[..., None] & bits_upto)
+    bit = jnp.minimum(jnp.sum(upto.astype(jnp.int32) <= left[..., None], axis=-1), WORD - 1)
+    return jnp.minimum(index * WORD + bit, flags.shape[-1] - 1), jnp.minimum(number, width)
+
+
+def grouped_attention_reference(
     q: Float[Array, "R M H D"],
     key_pages: Float[Array, "P B Hkv D"],
     value_pages: Float[Array, "P B Hkv D"],
@@ -169,6 +213,9 @@ def grouped_attention(
     )
     out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+
+
+grouped_attention = Op(grouped_attention_reference)
 
 
 def masked_attention(

@@ -91,6 +91,15 @@ def masked(scores: jax.Array, visible: Sequence[jax.Array], width: int, scale: f
     )
 
 
+def between(
+    scores: jax.Array, first: Sequence[jax.Array], last: Sequence[jax.Array], width: int, scale: float = 1.0
+) -> jax.Array:
+    """The scores of places first[p] … last[p] of a query in piece p of `width` slots, elsewhere as `masked` has it."""
+    slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    low, high = (of_part(slot, [across(x, scores.shape) for x in bounds], width) for bounds in (first, last))
+    return jnp.where((slot >= low) & (slot <= high), scores, MASKED / scale)
+
+
 def clean(values: Ref, pieces: Sequence[Piece], width: int, lengths: Sequence[jax.Array], *, interpret: bool) -> None:
     """Zeros in the slots of a chunk of pieces of which no row holds anything: 0 · NaN is NaN.
 

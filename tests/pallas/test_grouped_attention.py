@@ -19,6 +19,7 @@ from smcjax.pallas.grouped_attention import (
     WORD,
     Part,
     Tasks,
+    _places_of,
     group_tasks,
     grouped_attention,
     merged_parts,
@@ -155,14 +156,28 @@ def test_tasks_are_unions_of_sets(case: Case, seed: int) -> None:
 
 
 def test_tasks_are_found_without_sorting_and_without_the_host() -> None:
-    """At the paper's sizes and 64 Ki positions, as lowered; control: a sort is seen."""
+    """At the paper's sizes and 64 Ki positions, as lowered, nor by scatters or running sums; control: a sort is seen."""
     groups = QueryGroups.of_rows(1, 9, "dfs", 4)
     build = functools.partial(group_tasks, groups=groups, page_size=16, block_size=64, most_blocks=16)
     shapes = jax.ShapeDtypeStruct((1, 9, 8, 1024), bool), jax.ShapeDtypeStruct((1, 9, 4096), jnp.int32)
     lowered = jax.jit(build).lower(*shapes)
     assert lowered.out_info.unit.shape == (1, 3, 8, 4 * 16 * 64 // 16)
-    assert not {word for word in ("stablehlo.sort", "custom_call", "callback") if word in lowered.as_text()}
+    costly = ("stablehlo.sort", "stablehlo.scatter", "reduce_window", "custom_call", "callback")
+    assert not {word for word in costly if word in lowered.as_text()}
     assert "stablehlo.sort" in jax.jit(jnp.sort).lower(shapes[1]).as_text()
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 1025, 40_000])
+def test_places_of_flags(size: int) -> None:
+    """Few and many flags, of lengths that take up to four levels of counts, and none; rows are apart."""
+    rng, width = np.random.default_rng(size), min(size, 300)
+    flags = rng.random((4, size)) < np.array([0, 1, 0.3, 100 / size])[:, None]
+    places, number = map(np.asarray, _places_of(jnp.asarray(flags), width))
+    for row, found, many in zip(flags, places, number, strict=True):
+        want = np.flatnonzero(row)[:width]
+        assert many == len(want)
+        np.testing.assert_array_equal(found[:many], want)
+        assert ((found >= 0) & (found < size)).all()
 
 
 @settings(max_examples=30)

@@ -1,0 +1,204 @@
+"""The kernels of query groups: interpreted, against the reference; lowered for CUDA at an 8B model's shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.grouped_attention import (
+    Part,
+    Tasks,
+    group_tasks,
+    grouped_attention,
+    grouped_attention_reference,
+    unit_slots,
+)
+from smcjax.pallas.grouped_attention_sm90 import Branch, default_tuning, grouped_branches_mosaic, supports
+from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.shared_tuning import Tuning
+
+INTERPRET = plgpu.InterpretGPUParams()
+DIM = 64
+
+
+class Case(NamedTuple):
+    """Shapes of requests of N rows, whose tables begin alike; branches have pages and blocks of their own sizes."""
+
+    groups: QueryGroups  # of M = N·T queries
+    heads: int
+    kv_heads: int
+    sets: int
+    rows: int
+    branches: tuple[tuple[int, int], ...]  # page size, l'
+    tuning: Tuning
+    requests: int = 1
+    blocks: int = 6
+    most: int = 3
+
+
+class Drawn(NamedTuple):
+    """A branch's arrays; pools are NaN wherever no query of a set sees anything."""
+
+    selected: np.ndarray
+    table: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    keys: jax.Array
+    values: jax.Array
+
+
+def drawn(case: Case, rng: np.random.Generator, page_size: int, block_size: int, mode: str) -> Drawn:
+    """Each query's own blocks, the first query's of its group, or those and the last two; the last query has none."""
+    pages, rows, requests = case.blocks * block_size // page_size, case.rows, case.requests
+    table = 1 + rng.permutation(requests * rows * pages).reshape(requests, rows, pages)
+    table[:, 1:, : pages // 2] = table[:, :1, : pages // 2]
+    table = table.repeat(len(case.groups.order) // rows, axis=1)
+    shape = table.shape[:2]
+    high = case.blocks * block_size - 1 - rng.integers(0, 2 * block_size, shape)
+    low = np.maximum(0, rng.integers(-block_size, block_size, shape))
+    best = np.argsort(rng.random((*shape, case.sets, case.blocks)))[..., : case.most]
+    selected = (best[..., None] == np.arange(case.blocks)).any(-2)
+    if mode != "merged":
+        selected = np.array(case.groups.by_first(jnp.asarray(selected)))
+    if mode == "shared_forced":
+        selected[..., -2:] = True
+    selected[:, -1] = False
+    pool = rng.standard_normal((2, 1 + requests * rows * pages, page_size, case.kv_heads, DIM))
+    seen = np.zeros(pool.shape[1:4], bool)
+    for request, query, of, block in np.argwhere(selected):
+        slots = np.arange(block * block_size, (block + 1) * block_size)
+        slots = slots[(slots >= low[request, query]) & (slots <= high[request, query])]
+        seen[table[request, query, slots // page_size], slots % page_size, of * case.kv_heads // case.sets] = True
+    keys, values = (jnp.asarray(np.where(seen[..., None], x, np.nan), jnp.bfloat16) for x in pool)
+    return Drawn(selected, table, low, high, keys, values)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _expected(case: Case, sizes: tuple[int, int], q: jax.Array, d: Drawn) -> tuple[Tasks, Part]:
+    page_size, block_size = sizes
+    shape = {"page_size": page_size, "block_size": block_size, "most_blocks": case.most + 2, "rows": case.rows}
+    tasks = group_tasks(d.selected, d.table, case.groups, **shape)
+    q, keys, values = (x.astype(jnp.float32) for x in (q, d.keys, d.values))
+    unit = unit_slots(*sizes)
+    return tasks, grouped_attention_reference(q, keys, values, tasks, case.groups, d.low, d.high, unit=unit)
+
+
+def run(
+    case: Case, seed: int, mode: str = "merged", change: Callable[[Branch], Branch] = lambda branch: branch
+) -> list[tuple[Part, Part]]:
+    """By the kernels, which read what `change` makes of a branch, and by the reference in f32, branch by branch."""
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.standard_normal((case.requests, len(case.groups.order), case.heads, DIM)), jnp.bfloat16)
+    branches, want = [], []
+    for sizes in case.branches:
+        d = drawn(case, rng, *sizes, mode)
+        tasks, part = _expected(case, sizes, q, d)
+        branches.append(change(Branch(d.keys, d.values, tasks, jnp.asarray(d.low), jnp.asarray(d.high))))
+        want.append(part)
+    units = tuple(unit_slots(*sizes) for sizes in case.branches)
+    got = grouped_branches_mosaic(q, tuple(branches), case.groups, units=units, tuning=case.tuning, interpret=INTERPRET)
+    return [(Part(*map(np.asarray, a)), Part(*map(np.asarray, b))) for a, b in zip(got, want, strict=True)]
+
+
+def error(got: Part, want: Part) -> float:
+    """Largest difference of outputs relative to the largest; NaN where a NaN has leaked."""
+    return float(np.abs(got.out - want.out).max() / np.abs(want.out).max())
+
+
+def check(case: Case, seed: int, mode: str = "merged") -> None:
+    """Weights round to bf16 and outputs to f16, relative to the largest value; log-sum-exps round to nothing less."""
+    for got, want in run(case, seed, mode):
+        assert error(got, want) <= 3 * 2**-9
+        np.testing.assert_allclose(got.lse, want.lse, atol=1e-4)
+        assert (got.lse[:, -1] == -np.inf).all()
+        assert (got.out[:, -1] == 0).all()
+
+
+# A short last group; tasks in two shares, turns, and a ring that refills.
+CHAIN = Case(QueryGroups(tuple(range(5)), 3), 8, 2, 2, 1, ((16, 32),), Tuning(splits=(2,), subs=2, stages=2), blocks=12)
+CHAIN = CHAIN._replace(most=9)
+
+
+@pytest.mark.parametrize("mode", ["merged", "shared", "shared_forced"])
+def test_modes(mode: str) -> None:
+    check(CHAIN, 0, mode)
+
+
+def test_each_query_by_itself() -> None:
+    """Groups of one query, of two requests of two rows each, whose heads choose two by two."""
+    groups = QueryGroups.of_rows(2, 2, "bfs", 1)
+    check(Case(groups, 4, 1, 2, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
+
+
+def test_branches() -> None:
+    """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
+    groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
+    splits = (2, 1, 1, 1)
+    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), most=2), 2)
+
+
+def test_controls() -> None:
+    """The reference tells apart: all queries at every task, and NaN that someone sees."""
+
+    def spoiled(branch: Branch) -> Branch:
+        page = branch.tasks.unit[0, 0, 0, 0]
+        return branch._replace(value_pages=branch.value_pages.at[page].set(jnp.nan))
+
+    def everyone(branch: Branch) -> Branch:
+        return branch._replace(tasks=branch.tasks._replace(queries=jnp.full_like(branch.tasks.queries, -1)))
+
+    for change in (spoiled, everyone):
+        ((got, want),) = run(CHAIN, 0, change=change)
+        assert not error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize(("size", "page_size"), [(8, 16), (16, 64)])
+def test_lowers_for_cuda(size: int, page_size: int) -> None:
+    """At an 8B model's shapes, 40 queries at 64 Ki positions; other dtypes go to the reference."""
+    groups, unit = QueryGroups.of_rows(8, 5, "dfs", size), unit_slots(page_size, 64)
+
+    def lowered(dtype: Any) -> str:
+        def attend(q: Any, keys: Any, values: Any, selected: Any, table: Any, high: Any) -> Part:
+            sizes = {"page_size": page_size, "block_size": 64, "most_blocks": 16, "rows": 8}
+            tasks = group_tasks(selected, table, groups, **sizes)
+            return grouped_attention(q, keys, values, tasks, groups, high * 0, high, unit=unit)
+
+        kinds: list[tuple[Any, Any]] = [
+            ((1, 40, 32, 128), dtype),
+            *[((9, page_size, 8, 128), dtype)] * 2,
+            ((1, 40, 8, 1024), bool),
+        ]
+        kinds += [((1, 40, 65536 // page_size), jnp.int32), ((1, 40), jnp.int32)]
+        with implementations("mosaic"):
+            traced = jax.jit(attend).trace(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2
+    assert "mosaic_gpu" not in lowered(jnp.float32)
+
+
+def test_what_is_not_supported() -> None:
+    shape = {"size": 9, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "sets": 8, "page_size": 16, "unit": 16}
+    assert supports(**shape, dtype=jnp.bfloat16)
+    assert not supports(**shape, dtype=jnp.float32)
+    for change in ({"head_dim": 96}, {"unit": 4}, {"unit": 24, "page_size": 24}, {"size": 129}, {"sets": 12}):
+        assert not supports(**{**shape, **change}, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("chunks", [(256,), (3,), (144, 8, 512)])
+@pytest.mark.parametrize("blocks", [8, 40, 640])
+def test_tuning_fills_the_gpu_once(blocks: int, chunks: tuple[int, ...]) -> None:
+    """No branch has more shares than chunks; the ring and the queries fit."""
+    tuning = default_tuning(blocks=blocks, tiles=1, chunks=chunks, dim=128)
+    assert all(1 <= split <= count for split, count in zip(tuning.splits, chunks, strict=True))
+    assert blocks * tuning.shares <= 132 or tuning.splits == (1,) * len(chunks)
+    assert tuning.stages % tuning.subs == 0
+    assert (tuning.stages * 2 + tuning.subs) * 64 * 128 * 2 < 227 << 10
