@@ -161,7 +161,7 @@ class SMC(Decoding):
 
     Attributes:
         n_particles: N, sequences kept per request.
-        gamma: K, draft tokens per cycle; a cycle advances every particle by K + 1 tokens.
+        gamma: K, draft tokens per cycle; a cycle advances every particle by K + 1 tokens, with a control at most.
         draft_temperature: T_q ≥ 0.01; None follows the request's temperature.
         power: α > 0, the exponent of the target distribution; 1 is the plain target model. Requests whose
             power/temperature exceeds 1,000 are refused, as float32 would round their weights too much.

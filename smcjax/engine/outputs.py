@@ -83,7 +83,7 @@ class RequestMetrics:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens of the answer that are the draft's, a cycle; None where nothing is rejected, or no cycle ran.
+        """Tokens of the answer that are the draft's, a cycle; None but for `Rejection`, or where no cycle ran.
 
         The last cycle counts like the others, though the answer's end may cut it.
         """

@@ -56,9 +56,15 @@ def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int) -> 
     check_one_program(SPARSE, page_size, smc.step, calls={"TopK"})  # XLA's own on a CPU
 
 
-def check_one_program(pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset()) -> None:
+def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
+    check_one_program(PAIR, 4, smc.step, control=0.1, watchdog=0.5)
+
+
+def check_one_program(
+    pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset(), **config: float
+) -> None:
     """No host, no calls out of XLA but these, no copy of the KV, and every buffer of the state donated."""
-    program = pair.program(24, page_size, gamma=2, n_particles=2)
+    program = pair.program(24, page_size, gamma=2, n_particles=2, **config)
     executable, state = compiled(function, program, pair=pair)
     text, memory = executable.as_text(), executable.memory_analysis()
     assert not [word for word in HOST if word in text]
