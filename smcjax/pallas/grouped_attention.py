@@ -52,6 +52,16 @@ class Part(NamedTuple):
     lse: Float[Array, "R M H"]  # f32, the log of the sum of exp(score)
 
 
+class Branch(NamedTuple):
+    """What one softmax of every query goes over: pages, tasks, and a query's first and last slot."""
+
+    key_pages: Float[Array, "P B Hkv D"]
+    value_pages: Float[Array, "P B Hkv D"]
+    tasks: Tasks
+    low: Int[Array, "R M"]
+    high: Int[Array, "R M"]
+
+
 def unit_slots(page_size: int, block_size: int) -> int:
     """u, slots of a unit. Raises ValueError where neither of the two sizes divides the other."""
     if page_size % block_size and block_size % page_size:
@@ -118,6 +128,49 @@ def group_tasks(
         queries=jax.lax.bitcast_convert_type(jnp.where(there[..., None], queries, 0), jnp.int32),
         number=number,
     )
+
+
+def span_tasks(
+    low: Int[Array, "R M"],
+    high: Int[Array, "R M"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    *,
+    page_size: int,
+    unit: int,
+    sets: int,
+    most_slots: int,
+    rows: int = 1,
+) -> Tasks:
+    """Returns the tasks of queries that read all slots low … high, both included and at most `most_slots`, in all sets.
+
+    They depend on positions and tables alone, so that one plan serves all layers: a window's, or compressed tokens'.
+    `page_size` is the slots of a page, a multiple of `unit`; else as `group_tasks`.
+    """
+    first = jnp.arange(table.shape[2] * page_size // unit) * unit
+    inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
+    tasks = group_tasks(
+        inside[:, :, None],
+        table,
+        groups,
+        page_size=page_size,
+        block_size=unit,
+        most_blocks=(most_slots + unit - 2) // unit + 1,
+        rows=rows,
+    )
+    return Tasks(*(jnp.repeat(x, sets, axis=2) for x in tasks))
+
+
+def compressed_slots(
+    positions: Int[Array, "R M"], *, kernel_size: int, kernel_stride: int
+) -> tuple[Int[Array, "R M"], Int[Array, "R M"]]:
+    """The first and last slot of compressed tokens that queries at `positions` see, for `span_tasks`.
+
+    Token i stands for l = `kernel_size` positions from i·d on, d = `kernel_stride`, and has the slot of its last one: a
+    page of B positions, a multiple of d, has B/d slots. The first l/d − 1 slots of a sequence belong to no token.
+    """
+    low = jnp.full_like(positions, kernel_size // kernel_stride - 1)
+    return low, (positions + 1) // kernel_stride - 1
 
 
 def _packed(flags: Any) -> Shaped[Array, "*batch words"]:
@@ -215,7 +268,25 @@ def grouped_attention_reference(
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
 
 
+def grouped_branches_reference(
+    q: Float[Array, "R M H D"],
+    branches: tuple[Branch, ...],
+    groups: QueryGroups,
+    *,
+    units: tuple[int, ...],
+    scale: float | None = None,
+) -> tuple[Part, ...]:
+    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each."""
+    return tuple(
+        grouped_attention_reference(
+            q, *branch[:2], branch.tasks, groups, branch.low, branch.high, unit=unit, scale=scale
+        )
+        for branch, unit in zip(branches, units, strict=True)
+    )
+
+
 grouped_attention = Op(grouped_attention_reference)
+grouped_branches = Op(grouped_branches_reference)
 
 
 def masked_attention(
