@@ -93,9 +93,23 @@ def group_tasks(
         rows: distinct tables that the queries of a request have at most.
     """
     unit = unit_slots(page_size, block_size)
-    parts, size, in_page = block_size // unit, groups.size, page_size // unit
-    units = min(selected.shape[-1] * parts, table.shape[2] * in_page)
-    width = min(size * most_blocks * parts, rows * units)
+    most = groups.size * most_blocks * (block_size // unit)
+    return _tasks(selected, table, groups, most, parts=block_size // unit, in_page=page_size // unit, rows=rows)
+
+
+def _tasks(
+    selected: Bool[Array, "R M S blocks"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    most: int,
+    *,
+    parts: int,  # units of a block
+    in_page: int,  # units of a page
+    rows: int,
+) -> Tasks:
+    """At most `most` tasks of each group and set."""
+    size, units = groups.size, min(selected.shape[-1] * parts, table.shape[2] * in_page)
+    width = min(most, rows * units)
     sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
     chosen = _packed(sets)  # [R, g, S, blocks, words]
     tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
@@ -142,23 +156,27 @@ def span_tasks(
     most_slots: int,
     rows: int = 1,
 ) -> Tasks:
-    """Returns the tasks of queries that read all slots low … high, both included and at most `most_slots`, in all sets.
+    """Returns the tasks of queries that read all slots low … high, both included, in all sets.
 
     They depend on positions and tables alone, so that one plan serves all layers: a window's, or compressed tokens'.
-    `page_size` is the slots of a page, a multiple of `unit`; else as `group_tasks`.
+
+    Args:
+        low: each query's first slot.
+        high: its last one.
+        table: each query's own pages in order.
+        groups: how the M queries of a request are grouped.
+        page_size: slots of a page, a multiple of `unit`.
+        unit: u, slots of a task.
+        sets: S.
+        most_slots: from the first to the last slot that the queries of a group see which have one table: of a window
+            of w slots and consecutive queries w + C − 1.
+        rows: distinct tables that the queries of a request have at most.
     """
     first = jnp.arange(table.shape[2] * page_size // unit) * unit
     inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
-    tasks = group_tasks(
-        inside[:, :, None],
-        table,
-        groups,
-        page_size=page_size,
-        block_size=unit,
-        most_blocks=(most_slots + unit - 2) // unit + 1,
-        rows=rows,
-    )
-    return Tasks(*(jnp.repeat(x, sets, axis=2) for x in tasks))
+    most = min(rows, groups.size) * ((most_slots + unit - 2) // unit + 1)
+    found = _tasks(inside[:, :, None], table, groups, most, parts=1, in_page=page_size // unit, rows=rows)
+    return Tasks(*(jnp.repeat(x, sets, axis=2) for x in found))
 
 
 def compressed_slots(

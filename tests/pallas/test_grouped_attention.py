@@ -311,7 +311,8 @@ def test_spans_are_sets_of_units(case: Case) -> None:
     d = drawn(case, 5)
     unit = unit_slots(case.page_size, case.block_size)
     d = d._replace(low=np.maximum(d.high - 3 * unit + 1, 0), groups=QueryGroups(tuple(range(case.queries)), case.size))
-    shape = {"page_size": case.page_size, "unit": unit, "sets": case.sets, "most_slots": 3 * unit, "rows": case.rows}
+    shape = {"page_size": case.page_size, "unit": unit, "sets": case.sets, "rows": case.rows}
+    shape["most_slots"] = case.pages * case.page_size
     tasks = span_tasks(*map(jnp.asarray, (d.low, d.high, d.table)), d.groups, **shape)
     want = alone(case, d._replace(selected=np.ones_like(d.selected)))
     np.testing.assert_allclose(attended(case, jax.tree.map(np.asarray, tasks), d).out, want.out, atol=1e-5)

@@ -143,7 +143,7 @@ def test_branches() -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
     splits = (2, 1, 1, 1)
-    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), blocks=3, most=2), 2)
+    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), blocks=4, most=2), 2)
 
 
 def test_controls() -> None:
