@@ -52,6 +52,16 @@ class Part(NamedTuple):
     lse: Float[Array, "R M H"]  # f32, the log of the sum of exp(score)
 
 
+class Branch(NamedTuple):
+    """What one softmax of every query goes over: pages, tasks, and a query's first and last slot."""
+
+    key_pages: Float[Array, "P B Hkv D"]
+    value_pages: Float[Array, "P B Hkv D"]
+    tasks: Tasks
+    low: Int[Array, "R M"]
+    high: Int[Array, "R M"]
+
+
 def unit_slots(page_size: int, block_size: int) -> int:
     """u, slots of a unit. Raises ValueError where neither of the two sizes divides the other."""
     if page_size % block_size and block_size % page_size:
@@ -83,9 +93,23 @@ def group_tasks(
         rows: distinct tables that the queries of a request have at most.
     """
     unit = unit_slots(page_size, block_size)
-    parts, size, in_page = block_size // unit, groups.size, page_size // unit
-    units = min(selected.shape[-1] * parts, table.shape[2] * in_page)
-    width = min(size * most_blocks * parts, rows * units)
+    most = groups.size * most_blocks * (block_size // unit)
+    return _tasks(selected, table, groups, most, parts=block_size // unit, in_page=page_size // unit, rows=rows)
+
+
+def _tasks(
+    selected: Bool[Array, "R M S blocks"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    most: int,
+    *,
+    parts: int,  # units of a block
+    in_page: int,  # units of a page
+    rows: int,
+) -> Tasks:
+    """At most `most` tasks of each group and set."""
+    size, units = groups.size, min(selected.shape[-1] * parts, table.shape[2] * in_page)
+    width = min(most, rows * units)
     sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
     chosen = _packed(sets)  # [R, g, S, blocks, words]
     tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
@@ -118,6 +142,53 @@ def group_tasks(
         queries=jax.lax.bitcast_convert_type(jnp.where(there[..., None], queries, 0), jnp.int32),
         number=number,
     )
+
+
+def span_tasks(
+    low: Int[Array, "R M"],
+    high: Int[Array, "R M"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    *,
+    page_size: int,
+    unit: int,
+    sets: int,
+    most_slots: int,
+    rows: int = 1,
+) -> Tasks:
+    """Returns the tasks of queries that read all slots low … high, both included, in all sets.
+
+    They depend on positions and tables alone, so that one plan serves all layers: a window's, or compressed tokens'.
+
+    Args:
+        low: each query's first slot.
+        high: its last one.
+        table: each query's own pages in order.
+        groups: how the M queries of a request are grouped.
+        page_size: slots of a page, a multiple of `unit`.
+        unit: u, slots of a task.
+        sets: S.
+        most_slots: from the first to the last slot that the queries of a group see which have one table: of a window
+            of w slots and consecutive queries w + C − 1.
+        rows: distinct tables that the queries of a request have at most.
+    """
+    first = jnp.arange(table.shape[2] * page_size // unit) * unit
+    inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
+    most = min(rows, groups.size) * ((most_slots + unit - 2) // unit + 1)
+    found = _tasks(inside[:, :, None], table, groups, most, parts=1, in_page=page_size // unit, rows=rows)
+    return Tasks(*(jnp.repeat(x, sets, axis=2) for x in found))
+
+
+def compressed_slots(
+    positions: Int[Array, "R M"], *, kernel_size: int, kernel_stride: int
+) -> tuple[Int[Array, "R M"], Int[Array, "R M"]]:
+    """The first and last slot of compressed tokens that queries at `positions` see, for `span_tasks`.
+
+    Token i stands for l = `kernel_size` positions from i·d on, d = `kernel_stride`, and has the slot of its last one: a
+    page of B positions, a multiple of d, has B/d slots. The first l/d − 1 slots of a sequence belong to no token.
+    """
+    low = jnp.full_like(positions, kernel_size // kernel_stride - 1)
+    return low, (positions + 1) // kernel_stride - 1
 
 
 def _packed(flags: Any) -> Shaped[Array, "*batch words"]:
@@ -215,7 +286,25 @@ def grouped_attention_reference(
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
 
 
+def grouped_branches_reference(
+    q: Float[Array, "R M H D"],
+    branches: tuple[Branch, ...],
+    groups: QueryGroups,
+    *,
+    units: tuple[int, ...],
+    scale: float | None = None,
+) -> tuple[Part, ...]:
+    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each."""
+    return tuple(
+        grouped_attention_reference(
+            q, *branch[:2], branch.tasks, groups, branch.low, branch.high, unit=unit, scale=scale
+        )
+        for branch, unit in zip(branches, units, strict=True)
+    )
+
+
 grouped_attention = Op(grouped_attention_reference)
+grouped_branches = Op(grouped_branches_reference)
 
 
 def masked_attention(

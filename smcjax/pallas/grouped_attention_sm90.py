@@ -34,7 +34,7 @@ from smcjax.device import HOPPER
 from smcjax.pallas import eviction, online_softmax
 from smcjax.pallas.attention import divisor_of
 from smcjax.pallas.dispatch import Kernel
-from smcjax.pallas.grouped_attention import WORD, Part, Tasks, grouped_attention
+from smcjax.pallas.grouped_attention import WORD, Branch, Part, Tasks, grouped_attention, grouped_branches
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, across, of_part, product_of
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import HALF, MOST_F16, padded
@@ -44,16 +44,6 @@ from smcjax.pallas.shared_tuning import BESIDE, MOST_SHARES, Tuning
 CHUNK = 64  # slots of a product
 MOST_TILES = 8  # of 64 queries, of a group and set
 MOST_STAGES = 6
-
-
-class Branch(NamedTuple):
-    """What one softmax of every query goes over."""
-
-    key_pages: Float[Array, "P B Hkv D"]
-    value_pages: Float[Array, "P B Hkv D"]
-    tasks: Tasks
-    low: Int[Array, "R M"]
-    high: Int[Array, "R M"]
 
 
 class _Refs(NamedTuple):
@@ -457,23 +447,11 @@ def grouped_branches_mosaic(
     """
     requests, queries, heads, dim = q.shape
     sets = branches[0].tasks.unit.shape[2]
-    for branch, unit in zip(branches, units, strict=True):
-        _, page_size, kv_heads, _ = branch.key_pages.shape
-        applies = branch.tasks.unit.shape[2] == sets and supports(
-            size=groups.size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            sets=sets,
-            page_size=page_size,
-            unit=unit,
-            dtype=q.dtype,
+    if not _supports_branches(q, branches, groups, units=units):
+        pages = [list(branch.key_pages.shape) for branch in branches]
+        raise ValueError(
+            f"no kernel for q {q.dtype}{list(q.shape)} in groups of {groups.size} over pages {pages} in units {units}"
         )
-        if not applies:
-            raise ValueError(
-                f"no kernel for q {q.dtype}{list(q.shape)} in groups of {groups.size} over pages "
-                f"{list(branch.key_pages.shape)} in units of {unit}"
-            )
     of_set = heads // sets
     if lacking := padded(of_set) - of_set:
         by_set = jnp.pad(q.reshape(requests, queries, sets, of_set, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
@@ -582,27 +560,43 @@ def _operands(branch: Branch, groups: QueryGroups, shape: _Shape) -> _Refs:
     return _Refs(branch.key_pages, branch.value_pages, *(x.astype(jnp.int32) for x in arrays))
 
 
+def _supports_branches(
+    q: jax.Array, branches: tuple[Branch, ...], groups: QueryGroups, *, units: tuple[int, ...], **options: Any
+) -> bool:
+    sets = branches[0].tasks.unit.shape[2]
+
+    def is_supported(branch: Branch, unit: int) -> bool:
+        _, page_size, kv_heads, _ = branch.key_pages.shape
+        alike = q.dtype == branch.key_pages.dtype == branch.value_pages.dtype
+        alike = alike and branch.key_pages.shape == branch.value_pages.shape and branch.tasks.unit.shape[2] == sets
+        return alike and supports(
+            size=groups.size,
+            num_heads=q.shape[2],
+            num_kv_heads=kv_heads,
+            head_dim=q.shape[3],
+            sets=sets,
+            page_size=page_size,
+            unit=unit,
+            dtype=q.dtype,
+        )
+
+    return all(map(is_supported, branches, units))
+
+
 def _supports(
     q: jax.Array,
     key_pages: jax.Array,
     value_pages: jax.Array,
     tasks: Tasks,
     groups: QueryGroups,
-    *_: Any,
+    low: jax.Array,
+    high: jax.Array,
+    *,
     unit: int,
     **options: Any,
 ) -> bool:
-    alike = q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
-    return alike and supports(
-        size=groups.size,
-        num_heads=q.shape[2],
-        num_kv_heads=key_pages.shape[2],
-        head_dim=q.shape[3],
-        sets=tasks.unit.shape[2],
-        page_size=key_pages.shape[1],
-        unit=unit,
-        dtype=q.dtype,
-    )
+    return _supports_branches(q, (Branch(key_pages, value_pages, tasks, low, high),), groups, units=(unit,))
 
 
 grouped_attention.register(Kernel("sm90", grouped_attention_mosaic, _supports))
+grouped_branches.register(Kernel("sm90", grouped_branches_mosaic, _supports_branches))

@@ -20,9 +20,12 @@ from smcjax.pallas.grouped_attention import (
     Part,
     Tasks,
     _places_of,
+    compressed_slots,
     group_tasks,
     grouped_attention,
+    masked_attention,
     merged_parts,
+    span_tasks,
     unit_slots,
 )
 from smcjax.pallas.query_groups import QueryGroups
@@ -156,7 +159,7 @@ def test_tasks_are_unions_of_sets(case: Case, seed: int) -> None:
 
 
 def test_tasks_are_found_without_sorting_and_without_the_host() -> None:
-    """At the paper's sizes and 64 Ki positions, as lowered, nor by scatters or running sums; control: a sort is seen."""
+    """At the paper's sizes and 64 Ki positions, as lowered, nor by scatters and sums; control: a sort is seen."""
     groups = QueryGroups.of_rows(1, 9, "dfs", 4)
     build = functools.partial(group_tasks, groups=groups, page_size=16, block_size=64, most_blocks=16)
     shapes = jax.ShapeDtypeStruct((1, 9, 8, 1024), bool), jax.ShapeDtypeStruct((1, 9, 4096), jnp.int32)
@@ -269,6 +272,51 @@ def test_parts_of_a_branch_merge() -> None:
     assert not both.all()
     np.testing.assert_allclose(merged.out, want.out, atol=1e-5)
     np.testing.assert_allclose(merged.lse, want.lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_compressed_tokens_are_read_by_spans(group: int) -> None:
+    """Those that end at or before a query's position, from the page of their last; control: one more is seen."""
+    size, stride, page_size, pages = 8, 4, 16, 4
+    rng = np.random.default_rng(group)
+    table = 1 + rng.permutation(pages)
+    positions = np.array([[5, 7, 8, 30, 31, 32, 63]])
+    pool = np.full((2, pages + 1, page_size // stride, KV_HEADS, DIM), np.nan, np.float32)
+    ends = np.arange(size - 1, pages * page_size, stride)
+    tokens = rng.standard_normal((2, len(ends), KV_HEADS, DIM)).astype(np.float32)
+    pool[:, table[ends // page_size], ends % page_size // stride] = tokens
+    q = rng.standard_normal((1, positions.size, HEADS, DIM)).astype(np.float32)
+    groups = QueryGroups(tuple(range(positions.size)), group)
+    tables = jnp.asarray(np.broadcast_to(table, (1, positions.size, pages)))
+
+    def attended(ahead: int) -> Part:
+        low, high = compressed_slots(jnp.asarray(positions + ahead), kernel_size=size, kernel_stride=stride)
+        shape = {"page_size": page_size // stride, "unit": 2, "sets": KV_HEADS, "most_slots": pages * 4}
+        tasks = span_tasks(low, high, tables, groups, **shape)
+        keys, values = map(jnp.asarray, pool)
+        return grouped_attention(jnp.asarray(q), keys, values, tasks, groups, low, high, unit=2)
+
+    visible = np.broadcast_to((ends <= positions[..., None])[:, :, None], (1, positions.size, KV_HEADS, len(ends)))
+    want = masked_attention(jnp.asarray(q), *(jnp.asarray(x)[None] for x in tokens), jnp.asarray(visible))
+    got = attended(0)
+    np.testing.assert_allclose(got.out, want.out, atol=1e-5)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
+    assert (got.lse[0, 0] == -np.inf).all()
+    assert np.abs(attended(1).out - want.out).max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_spans_are_sets_of_units(case: Case) -> None:
+    """The window's tasks attend as a mask over all slots does, whoever shares pages, and are the same in all sets."""
+    d = drawn(case, 5)
+    unit = unit_slots(case.page_size, case.block_size)
+    d = d._replace(low=np.maximum(d.high - 3 * unit + 1, 0), groups=QueryGroups(tuple(range(case.queries)), case.size))
+    shape = {"page_size": case.page_size, "unit": unit, "sets": case.sets, "rows": case.rows}
+    shape["most_slots"] = case.pages * case.page_size
+    tasks = span_tasks(*map(jnp.asarray, (d.low, d.high, d.table)), d.groups, **shape)
+    want = alone(case, d._replace(selected=np.ones_like(d.selected)))
+    np.testing.assert_allclose(attended(case, jax.tree.map(np.asarray, tasks), d).out, want.out, atol=1e-5)
+    assert all((np.asarray(x) == np.asarray(x)[:, :, :1]).all() for x in tasks)
 
 
 def golden_rows() -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.grouped_attention import (
+    Branch,
     Part,
     Tasks,
     group_tasks,
@@ -21,7 +22,7 @@ from smcjax.pallas.grouped_attention import (
     grouped_attention_reference,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import Branch, default_tuning, grouped_branches_mosaic, supports
+from smcjax.pallas.grouped_attention_sm90 import default_tuning, grouped_branches_mosaic, supports
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
@@ -142,7 +143,7 @@ def test_branches() -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
     splits = (2, 1, 1, 1)
-    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), most=2), 2)
+    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), blocks=4, most=2), 2)
 
 
 def test_controls() -> None:

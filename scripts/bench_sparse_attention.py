@@ -1,0 +1,349 @@
+"""Attention of a sparse verification by query groups, per query, merged and shared: time against bytes.
+
+    python scripts/bench_sparse_attention.py                     # a table last; compiles 36 programs first
+    python scripts/bench_sparse_attention.py --contexts 65536 --queries 9 --sizes 2 4 9 --overlaps 0 0.5 0.75 0.9 1
+    python scripts/bench_sparse_attention.py --tiny              # interpreted on a CPU: that it runs
+
+One layer of an 8B model (32 heads, 8 key-value heads of 128) with the paper's Native Sparse Attention over pages of
+keys and values that selection and window share. M queries of one sequence stand at its end. Each selects n blocks a
+key-value head, of which it shares a fraction ρ with its neighbour's; the first and the last two are in every set, so
+that little ρ are not reached. *per query* reads every query's sets by themselves (groups of one), *merged* unions of
+groups of C, *shared* the first query's set for its group. All branches go through one launch and its merge. Pages of
+fewer than 8 compressed tokens (128 positions) leave out their branch, which the kernels then do not take.
+
+`unique` are bytes of KV that some query reads, each once; `issued` those of all groups. The time that building the
+selection's tasks takes in XLA stands beside. Random data, different pools from call to call, medians; each mode is
+compared with the reference in float32 once. `--json` writes all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.device import HOPPER, this_device
+from smcjax.pallas import uses_kernels
+from smcjax.pallas.grouped_attention import (
+    Branch,
+    Part,
+    compressed_slots,
+    group_tasks,
+    grouped_branches_reference,
+    span_tasks,
+    unit_slots,
+)
+from smcjax.pallas.grouped_attention_sm90 import CHUNK, default_tuning, grouped_branches_mosaic
+from smcjax.pallas.products import QUERIES
+from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.shared_tuning import Tuning
+
+MODES = ("per query", "merged", "shared")
+ENQUEUED = 8  # programs without waiting, so that the host is not in the figure
+LEAST_SLOTS = 8  # of a unit that the kernels take
+TOLERANCE = 0.02  # relative to the largest value: bf16 weights, f16 shares
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer and of what its pages hold."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    page_size: int = 128
+    kernel_size: int = 32  # l
+    kernel_stride: int = 16  # d
+    block_size: int = 64  # l'
+    num_blocks: int = 16  # n
+    window: int = 512  # w
+    forced: int = 3  # of n: the first block and the last two
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot's keys and values for one key-value head."""
+        return 2 * 2 * self.dim
+
+    @property
+    def compressed_page(self) -> int:
+        """Slots of a page of compressed tokens."""
+        return self.page_size // self.kernel_stride
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The branches that are measured."""
+        return ("slc", "win", "cmp") if self.compressed_page >= LEAST_SLOTS else ("slc", "win")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A verification of M `queries` at the end of `context` positions, in groups of C = `size`."""
+
+    context: int
+    queries: int
+    size: int
+    overlap: float
+
+
+def sets_of(case: Case, layer: Layer) -> np.ndarray:
+    """[1, M, Hkv, blocks]: sets of n blocks, of which each query's has as many of the one's before it as ρ says."""
+    rng, blocks = np.random.default_rng(0), case.context // layer.block_size
+    n = min(layer.num_blocks, blocks)
+    free = np.arange(1, max(1, blocks - 2))
+    new = min(round((1 - case.overlap) * n), n - layer.forced)
+    sets = np.zeros((1, case.queries, layer.kv_heads, blocks), bool)
+    sets[..., [0, -2, -1]] = True
+    for head in range(layer.kv_heads):
+        chosen = rng.permutation(free)[: n - layer.forced]
+        for query in range(case.queries):
+            if query:
+                others = rng.permutation(np.setdiff1d(free, chosen))[:new]
+                chosen = np.concatenate([rng.permutation(chosen)[: len(chosen) - len(others)], others])
+            sets[0, query, head, chosen] = True
+    return sets
+
+
+class Inputs:
+    """A case's arrays on the device."""
+
+    def __init__(self, case: Case, layer: Layer, mode: str, pools: dict[str, list[tuple[jax.Array, jax.Array]]]):
+        self.case, self.layer, self.pools = case, layer, pools
+        self.groups = QueryGroups.of_rows(1, case.queries, "dfs", 1 if mode == "per query" else case.size)
+        sets = sets_of(case, layer)
+        if mode == "shared":
+            sets = np.asarray(self.groups.by_first(jnp.asarray(sets)))
+        pages = case.context // layer.page_size
+        table = np.broadcast_to(1 + np.random.default_rng(1).permutation(pages), (1, case.queries, pages))
+        self.sets, self.table = jnp.asarray(sets), jnp.asarray(table, jnp.int32)
+        positions = case.context - case.queries + np.arange(case.queries)[None]
+        self.positions = jnp.asarray(positions, jnp.int32)
+        self.q = jax.random.normal(jax.random.key(9), (1, case.queries, layer.heads, layer.dim), jnp.bfloat16)
+        self.units = tuple(
+            unit_slots(layer.page_size, layer.block_size) if name != "cmp" else min(64, layer.compressed_page)
+            for name in layer.branches
+        )
+
+    def selection(self, sets: jax.Array, table: jax.Array) -> Any:
+        """The selection's tasks, which every layer that ranks builds anew."""
+        layer = self.layer
+        sizes = {"page_size": layer.page_size, "block_size": layer.block_size, "most_blocks": layer.num_blocks}
+        return group_tasks(sets, table, self.groups, **sizes)
+
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches, with the first pools."""
+        layer, case = self.layer, self.case
+        found = []
+        for name, unit in zip(layer.branches, self.units, strict=True):
+            low, high, tasks = jnp.zeros_like(self.positions), self.positions, None
+            span = {"unit": unit, "sets": layer.kv_heads, "page_size": layer.page_size}
+            if name == "slc":
+                tasks = jax.jit(self.selection)(self.sets, self.table)
+            elif name == "win":
+                low = jnp.maximum(high - layer.window + 1, 0)
+                tasks = span_tasks(
+                    low, high, self.table, self.groups, most_slots=layer.window + self.groups.size - 1, **span
+                )
+            else:
+                sizes = {"kernel_size": layer.kernel_size, "kernel_stride": layer.kernel_stride}
+                low, high = compressed_slots(self.positions, **sizes)
+                span["page_size"] = layer.compressed_page
+                most = case.context // layer.kernel_stride
+                tasks = span_tasks(low, high, self.table, self.groups, most_slots=most, **span)
+            found.append(Branch(*self.pools[name][0], tasks, low, high))
+        return tuple(found)
+
+    def tuning(self, branches: tuple[Branch, ...]) -> Tuning:
+        """Shares by the tasks that there are, not by the most that there can be."""
+        chunks = tuple(
+            max(1, round(float(branch.tasks.number.mean()) * unit / CHUNK))
+            for branch, unit in zip(branches, self.units, strict=True)
+        )
+        rows = self.groups.size * self.layer.heads // self.layer.kv_heads
+        blocks = self.groups.number * self.layer.kv_heads
+        return default_tuning(blocks=blocks, tiles=-(-rows // QUERIES), chunks=chunks, dim=self.layer.dim)
+
+    def unique_bytes(self) -> int:
+        """Bytes of what some query reads; selection and window share their pages."""
+        layer, end = self.layer, int(self.positions[0, -1]) + 1
+        slots = np.repeat(np.asarray(self.sets).any(axis=1)[0], layer.block_size, axis=-1)[:, :end]
+        slots[:, max(0, end - self.case.queries - layer.window + 1) :] = True
+        compressed = max(0, (end - layer.kernel_size) // layer.kernel_stride + 1) if "cmp" in layer.branches else 0
+        return (int(slots.sum()) + layer.kv_heads * compressed) * layer.slot
+
+    def issued_bytes(self, branches: tuple[Branch, ...]) -> int:
+        """Bytes of all groups' tasks."""
+        return sum(
+            int(branch.tasks.number.sum()) * unit * self.layer.slot
+            for branch, unit in zip(branches, self.units, strict=True)
+        )
+
+
+def pools_of(context: int, layer: Layer, count: int) -> dict[str, list[tuple[jax.Array, jax.Array]]]:
+    """Keys and values by branch, `count` of each; every slot holds something."""
+    pages = 1 + context // layer.page_size
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def pool(key: jax.Array, slots: int) -> jax.Array:
+        return jax.random.normal(key, (pages, slots, layer.kv_heads, layer.dim), jnp.bfloat16)
+
+    def pairs(seed: int, slots: int) -> list[tuple[jax.Array, jax.Array]]:
+        keys = jax.random.split(jax.random.key(seed), (count, 2))
+        return [(pool(one[0], slots), pool(one[1], slots)) for one in keys]
+
+    tokens = pairs(0, layer.page_size)
+    found = {"slc": tokens, "win": tokens}
+    return found | ({"cmp": pairs(1, layer.compressed_page)} if "cmp" in layer.branches else {})
+
+
+def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int, windows: int) -> tuple[Any, float]:
+    """First result, and microseconds a call of the `calls` in a program; `run(i, …)` is one."""
+    program = jax.jit(lambda *x: [run(i, *x) for i in range(calls)])
+    times, out = [], None
+    for _ in range(3 + windows):
+        began = time.perf_counter()
+        for _ in range(ENQUEUED if windows > 1 else 1):
+            out = program(*arguments)
+        jax.block_until_ready(out)
+        times.append(time.perf_counter() - began)
+        if windows == 1:
+            return out, times[0] / calls * 1e6
+    assert out is not None
+    return out[0], statistics.median(times[3:]) / (ENQUEUED * calls) * 1e6
+
+
+def error(got: tuple[Part, ...], inputs: Inputs, branches: tuple[Branch, ...]) -> float:
+    """Largest difference of outputs from the reference in float32, relative to the largest of its branch."""
+    exact = tuple(
+        branch._replace(
+            key_pages=branch.key_pages.astype(jnp.float32), value_pages=branch.value_pages.astype(jnp.float32)
+        )
+        for branch in branches
+    )
+    want = [
+        grouped_branches_reference(inputs.q.astype(jnp.float32), (one,), inputs.groups, units=(unit,))[0]
+        for one, unit in zip(exact, inputs.units, strict=True)
+    ]
+    return max(float(jnp.abs(a.out - b.out).max() / jnp.abs(b.out).max()) for a, b in zip(got, want, strict=True))
+
+
+def measured(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table."""
+    inputs = Inputs(case, layer, mode, pools)
+    branches = inputs.branches()
+    interpret = plgpu.InterpretGPUParams() if args.tiny else None
+    tuning = Tuning(splits=(1,) * len(branches), stages=2) if args.tiny else inputs.tuning(branches)
+    _, _, tasks, low, high = zip(*branches, strict=True)
+
+    def attend(i: int, q: jax.Array, pools: Any, tasks: Any, low: Any, high: Any) -> tuple[Part, ...]:
+        read = tuple(
+            Branch(*pools[name][i % len(pools[name])], *rest)
+            for name, *rest in zip(layer.branches, tasks, low, high, strict=True)
+        )
+        return grouped_branches_mosaic(
+            q * (1 + i / 64), read, inputs.groups, units=inputs.units, tuning=tuning, interpret=interpret
+        )
+
+    def build(i: int, sets: jax.Array, table: jax.Array) -> Any:
+        return inputs.selection(jnp.roll(sets, i, axis=1), table)
+
+    got, kernel = measure(attend, (inputs.q, pools, tasks, low, high), args.calls, args.windows)
+    _, building = measure(build, (inputs.sets, inputs.table), args.calls, args.windows)
+    got = got[0] if args.windows == 1 else got
+    unique, issued = inputs.unique_bytes(), inputs.issued_bytes(branches)
+    bandwidth = this_device().bandwidth or HOPPER.bandwidth
+    return {
+        **dataclasses.asdict(case),
+        "mode": mode,
+        "us": kernel,
+        "tasks_us": building,
+        "unique_bytes": unique,
+        "issued_bytes": issued,
+        "unique_fraction": unique / bandwidth / kernel * 1e6,
+        "issued_fraction": issued / bandwidth / kernel * 1e6,
+        "error": error(got, inputs, branches),
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What is typed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32_768, 65_536], help="T")
+    parser.add_argument("--queries", type=int, nargs="+", default=[5, 9, 16, 40], help="M")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16], help="C, of which M is the most")
+    parser.add_argument("--overlaps", type=float, nargs="+", default=[0.75], help="fractions of neighbours' sets")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="the first is the others' measure")
+    parser.add_argument("--page-size", type=int, default=128, help="B, positions")
+    parser.add_argument("--calls", type=int, default=16, help="in a program")
+    parser.add_argument("--windows", type=int, default=7, help="of which times are the median")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, interpreted once, whose times say nothing")
+    args = parser.parse_args(argv)
+    if not args.tiny and not uses_kernels():
+        parser.error("there is no Hopper GPU here; run it on one, or with --tiny.")
+    if args.tiny:
+        args.contexts, args.queries, args.sizes, args.calls, args.windows = [256], [2], [2], 1, 1
+    if args.page_size % 16 or any(context % max(64, args.page_size) for context in args.contexts):
+        parser.error(f"--page-size must be a multiple of 16 and divide --contexts, as 64 must; got {args.page_size}.")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns 1 where a result differs from the reference."""
+    args = arguments(argv)
+    small = {"heads": 2, "kv_heads": 1, "dim": 64, "num_blocks": 4, "window": 32} if args.tiny else {}
+    layer, found = Layer(page_size=args.page_size, **small), []
+    device = this_device().kind or this_device().platform
+    for context in args.contexts:
+        pools = pools_of(context, layer, 1 if args.tiny else 4 if context > 16_384 else 8)
+        for queries in args.queries:
+            for overlap in args.overlaps:
+                cases = [
+                    Case(context, queries, size, overlap) for size in sorted({min(s, queries) for s in args.sizes})
+                ]
+                lines = [("per query", dataclasses.replace(cases[0], size=1))]
+                lines += [(mode, case) for case in cases for mode in MODES[1:]]
+                lines = [line for line in lines if line[0] in args.modes]
+                alone = None
+                for mode, case in lines:
+                    line = measured(case, layer, mode, pools, args)
+                    alone = alone or line["us"]
+                    found.append(line | {"speedup": alone / line["us"]})
+                    print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    if args.json:
+        about = {
+            "device": device,
+            "jax": jax.__version__,
+            "layer": dataclasses.asdict(layer),
+            "branches": layer.branches,
+        }
+        args.json.write_text(json.dumps(about | {"lines": found}, indent=1))
+    print(f"{device}, jax {jax.__version__}, pages of {layer.page_size}, branches {', '.join(layer.branches)}\n")
+    columns = f"{'µs':>8} {'×':>5} {'unique':>7} {'issued':>7} {'tasks, µs':>9}  error"
+    print(f"{'T':>6} {'M':>3} {'C':>3} {'ρ':>5} {'mode':<10} {columns}")
+    for line in found:
+        print(
+            f"{line['context']:6d} {line['queries']:3d} {line['size']:3d} {line['overlap']:5.2f} {line['mode']:<10}"
+            f" {line['us']:8.1f} {line['speedup']:5.2f} {line['unique_fraction']:7.1%} {line['issued_fraction']:7.1%}"
+            f" {line['tasks_us']:9.1f}  {line['error']:.1e}"
+        )
+    wrong = [line for line in found if not line["error"] <= TOLERANCE]
+    print(
+        f"\n{len(found) - len(wrong)} of {len(found)} agree with the reference to {TOLERANCE:.0%} of the largest value."
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
