@@ -207,3 +207,9 @@ def test_a_particles_logits_do_not_ask_its_siblings() -> None:
     np.testing.assert_allclose(scored(strict, others)[:, ::2], scored(strict)[:, ::2], atol=1e-5)
     assert np.abs(scored(shared, others)[:, ::2] - scored(shared)[:, ::2]).max() > 1e-2, "control"
     assert np.abs(scored(strict, others)[:, 1] - scored(strict)[:, 1]).max() > 1e-2, "control"
+
+
+def test_targets_without_sparse_layers_are_refused() -> None:
+    program = program_of(GROUPED, DENSE_DRAFT, 4)
+    with pytest.raises(ValueError, match=r"^sparse is about a target's selected blocks and this target has no layer"):
+        dataclasses.replace(program, target=DENSE_DRAFT)

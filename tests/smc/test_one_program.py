@@ -20,6 +20,7 @@ from smcjax.model import LayerSpec
 from smcjax.model.folding import fold_norms
 from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
+from smcjax.sparse import SparseVerification
 from tests.helpers import Ask, Pair, batch, start, tiny_pair, tiny_params
 
 PAIR = tiny_pair()
@@ -51,9 +52,12 @@ def test_no_host_and_no_copy_of_the_kv(page_size: int, cycles: int | None) -> No
     check_one_program(PAIR, page_size, smc.step if cycles is None else functools.partial(_run, cycles))
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int) -> None:
-    check_one_program(SPARSE, page_size, smc.step, calls={"TopK"})  # XLA's own on a CPU
+@pytest.mark.parametrize(
+    ("page_size", "sparse"),
+    [(1, None), (2, SparseVerification("merged", 4)), (4, SparseVerification("merged", 2, "dfs", 2))],
+)
+def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int, sparse: SparseVerification | None) -> None:
+    check_one_program(SPARSE, page_size, smc.step, calls={"TopK"}, sparse=sparse)  # XLA's own on a CPU
 
 
 def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
@@ -61,10 +65,10 @@ def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
 
 
 def check_one_program(
-    pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset(), **config: float
+    pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset(), **options: Any
 ) -> None:
     """No host, no calls out of XLA but these, no copy of the KV, and every buffer of the state donated."""
-    program = pair.program(24, page_size, gamma=2, n_particles=2, **config)
+    program = pair.program(24, page_size, gamma=2, n_particles=2, **options)
     executable, state = compiled(function, program, pair=pair)
     text, memory = executable.as_text(), executable.memory_analysis()
     assert not [word for word in HOST if word in text]
@@ -99,11 +103,11 @@ def test_control_without_donation_the_kv_is_copied() -> None:
     assert CALL.findall(text)
 
 
-def lowered(implementation: str, donate: bool = True) -> tuple[str, int]:
+def lowered(implementation: str, donate: bool = True, **options: Any) -> tuple[str, int]:
     """A cycle with a sparse target at the 8B model's widths, lowered for CUDA, and how many buffers its state has."""
     models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
     configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
-    program = smc.Program(smc.SMC(8, 8), configs[0], configs[1], 1024, implementation=implementation)
+    program = smc.Program(smc.SMC(8, 8, **options), configs[0], configs[1], 1024, implementation=implementation)
     shapes = [param_shapes(config, jnp.bfloat16) for config in configs]
     if implementation == "mosaic":
         shapes = [jax.eval_shape(fold_norms, one) for one in shapes]
@@ -121,10 +125,12 @@ def lowered(implementation: str, donate: bool = True) -> tuple[str, int]:
     return text, len(jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
-def test_a_sparse_cycle_lowers_for_cuda(implementation: str) -> None:
-    """Without a GPU; with kernels where they apply too, which the sparse layers do without."""
-    text, buffers = lowered(implementation)
+@pytest.mark.parametrize(
+    ("implementation", "sparse"), [("xla", SparseVerification("merged", 16, "dfs", 2)), ("mosaic", None)], ids=str
+)
+def test_a_sparse_cycle_lowers_for_cuda(implementation: str, sparse: SparseVerification | None) -> None:
+    """Without a GPU; by groups, and with kernels where they apply, which the sparse layers do without."""
+    text, buffers = lowered(implementation, sparse=sparse)
     assert ("mosaic_gpu" in text) == (implementation == "mosaic")
     assert not [word for word in HOST if word in text]
     assert text.count("tf.aliasing_output") == buffers
