@@ -56,7 +56,7 @@ class _Refs(NamedTuple):
     queries: Ref  # [G, S, K·words] int32
     number: Ref  # [G, S] int32
     bounds: Ref  # [G, 2, tiles·64] int32: the first and last slot that a row sees
-    inner: Ref  # [G, 2] int32: what every query of the group sees lies between
+    inner: Ref  # [G, 3] int32: what every query of the group sees lies between; how many there are
 
 
 class _Task(NamedTuple):
@@ -268,7 +268,9 @@ def _kernel(
                 return jnp.where((at >= first) & (at <= last), seen | reads, seen)
 
             nobody = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), online_softmax.ROWS)
-            seen = lax.fori_loop(0, shape.in_tile, look, nobody)
+            # Bounds that are known would have the loop unrolled, which is seldom run.
+            count = lax.clamp(0, of.inner[group, 2] - tile * shape.in_tile, shape.in_tile)
+            seen = lax.fori_loop(0, count, look, nobody)
             found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
             values[...] = jnp.where(across(seen, found.shape) != 0, found, jnp.zeros_like(found))
             plgpu.commit_smem()
@@ -547,7 +549,8 @@ def _operands(branch: Branch, groups: QueryGroups, shape: _Shape) -> _Refs:
     """A branch as the kernel reads it, by request and group."""
     tasks, present = branch.tasks, groups.present
     low, high = groups.split(branch.low), groups.split(branch.high)  # [R, g, C]
-    inner = jnp.stack([jnp.max(low, axis=2), jnp.min(high, axis=2)], axis=2)
+    count = jnp.broadcast_to(present.sum(axis=1), low.shape[:2])
+    inner = jnp.stack([jnp.max(low, axis=2), jnp.min(high, axis=2), count], axis=2)
     lacking = shape.tiles * QUERIES - shape.rows
 
     def by_row(x: jax.Array, nothing: int) -> jax.Array:

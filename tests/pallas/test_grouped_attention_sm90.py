@@ -124,7 +124,7 @@ def check(case: Case, seed: int, mode: str = "merged") -> None:
 
 
 # A short last group; tasks in two shares, turns, and a ring that refills.
-CHAIN = Case(QueryGroups(tuple(range(5)), 3), 8, 2, 2, 1, ((16, 32),), Tuning(splits=(2,), subs=2, stages=2), blocks=12)
+CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, 1, ((16, 32),), Tuning(splits=(2,), subs=2, stages=2), blocks=12)
 CHAIN = CHAIN._replace(most=9)
 
 
@@ -134,15 +134,15 @@ def test_modes(mode: str) -> None:
 
 
 def test_each_query_by_itself() -> None:
-    """Groups of one query, of two requests of two rows each, whose heads choose two by two."""
-    groups = QueryGroups.of_rows(2, 2, "bfs", 1)
-    check(Case(groups, 4, 1, 2, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
+    """Groups of one query, of two requests of two rows each, two key-value heads and pairs of heads."""
+    groups = QueryGroups.of_rows(2, 1, "bfs", 1)
+    check(Case(groups, 4, 2, 2, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
 
 
 def test_branches() -> None:
     """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
-    splits = (2, 1, 1, 1)
+    splits = (1, 2, 1, 1)
     check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), blocks=4, most=2), 2)
 
 
