@@ -11,6 +11,7 @@ by itself, as vLLM reads it, and by their outputs within `eagle_config`, as SGLa
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from smcjax.errors import CheckpointError
 from smcjax.model.checkpoint import (
@@ -31,6 +33,7 @@ from smcjax.model.checkpoint import (
 )
 from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
+from smcjax.model.families.llama import plain_keys
 from smcjax.model.hf_config import read_config
 from smcjax.model.hf_keys import HFKeys
 from smcjax.model.tensor_files import Source, TensorFile
@@ -153,6 +156,42 @@ def load_eagle(
     if config.layer.tie_embeddings and own["embed"] and not own["lm_head"]:
         params = dataclasses.replace(params, lm_head=jnp.copy(params.embed))  # each array is freed by itself
     return config, dataclasses.replace(params, token_ids=None if ids is None else jnp.asarray(ids))
+
+
+def save_eagle(directory: str | os.PathLike[str], config: EagleConfig, params: EagleParams) -> None:
+    """Writes a head in the public layout, in the weights' dtype; what is None is left to the target.
+
+    Raises ValueError for a head with a map to the target's ids, which this does not write.
+    """
+    if params.token_ids is not None:
+        raise ValueError("token_ids is an array and heads are written with the target's own ids; leave it None.")
+    path, layer = Path(directory), config.layer
+    path.mkdir(parents=True, exist_ok=True)
+    names = _names(config, embed=params.embed is not None, lm_head=params.lm_head is not None)
+    tensors = {}
+    for stack, array in zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True):
+        ends = np.cumsum([rows for _, rows in stack.parts])
+        for (name, _), rows in zip(stack.parts, np.split(np.asarray(array), ends[:-1]), strict=True):
+            tensors[name] = rows
+    save_file(tensors, path / "model.safetensors")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    values = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        **{name: getattr(layer, name) for name in sizes},
+        "num_hidden_layers": 1,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(params.fc.dtype),
+        **plain_keys(layer),
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+    }
+    (path / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _names(config: EagleConfig, *, embed: bool, lm_head: bool) -> EagleParams:
