@@ -8,6 +8,7 @@ gains on this machine.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +55,10 @@ def contenders(
     tree: Sequence[int] | None = None,
     sparse: SparseVerification | None = None,
     approximate: bool = False,
+    controls: Sequence[float] = (0.0,),
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders and
-    SMC of N particles.
+    SMC of N particles under each control.
 
     All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
     """
@@ -72,10 +74,10 @@ def contenders(
             Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n, **by))
             for n in candidates
         ]
-        result += [
-            Contender(f"SMC, N={n}, K={gamma}", SMC(n_particles=n, gamma=gamma, approximate=approximate, **by))
-            for n in particles
-        ]
+        for n, control in itertools.product(particles, controls):
+            smc = SMC(n_particles=n, gamma=gamma, control=control, approximate=approximate, **by)
+            name = f"SMC, N={n}, K={gamma}" + (f", control {control:g}" if control else "")
+            result.append(Contender(name, smc))
     return result
 
 

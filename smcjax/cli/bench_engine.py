@@ -27,7 +27,7 @@ from smcjax.cli.bench_options import (
     shape_models,
 )
 from smcjax.cli.options import add_debug_option, add_sparse_options, add_task_options, check_task, sparse_from
-from smcjax.cli.parser import above, whole
+from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 
@@ -69,6 +69,9 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument("--seed", type=whole(0, MAX_SEED), default=7, help="of problems and all randomness (7)")
     decoders.add_argument("--temperature", type=float, default=0.7, help="0.7")
     decoders.add_argument("--particles", type=ROWS, nargs="*", default=[2, 8], metavar="N", help="of SMC (2 8)")
+    decoders.add_argument(
+        "--controls", type=share, nargs="+", default=[0.0], metavar="C", help="of SMC, each from 0 to 1 (0)"
+    )
     decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
     decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
     decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
@@ -173,6 +176,12 @@ def run_decoders(args: argparse.Namespace) -> int:
             f"--model must be a sparse target to verify by {sparse}, and the bundled one is not; give one."
         )
 
+    if args.approximate and (not args.particles or sparse is None or sparse.precision != "approximate"):
+        raise ValueError(
+            "--approximate is about SMC in a shared --sparse-mode, and there is none; leave it out, or give "
+            "--particles and such a mode."
+        )
+
     from smcjax.bench.decoders import compare, contenders, markdown
     from smcjax.model.checkpoint import load_config, resolve_model_path
     from smcjax.tasks.questions import LONGEST_ANSWER, questions
@@ -184,7 +193,9 @@ def run_decoders(args: argparse.Namespace) -> int:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
     rows = compare(
-        contenders(args.particles, args.gammas, args.candidates, args.tree, sparse, bool(args.approximate)),
+        contenders(
+            args.particles, args.gammas, args.candidates, args.tree, sparse, bool(args.approximate), args.controls
+        ),
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),
         seed=args.seed,

@@ -28,6 +28,16 @@ def test_contenders() -> None:
     assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))
 
 
+def test_contenders_under_controls() -> None:
+    """Exact at control 1, where every particle is a sample of the target."""
+    *_, smc, controlled, exact = contenders([8], [4], [], controls=[0.0, 0.1, 1.0])
+    assert [one.name for one in (smc, controlled, exact)] == [
+        *("SMC, N=8, K=4", "SMC, N=8, K=4, control 0.1", "SMC, N=8, K=4, control 1"),
+    ]
+    assert [one.decoding for one in (controlled, exact)] == [SMC(8, 4, control=0.1), SMC(8, 4, control=1.0)]
+    assert [one.exact for one in (smc, controlled, exact)] == [False, False, True]
+
+
 def test_contenders_that_verify_alike() -> None:
     """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
     shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
@@ -85,6 +95,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--task", "recall"], "--task recall needs a model that knows it"),
         (["--tree", "0"], "tree"),
         (["--refresh", "2"], "--model must be a sparse target to verify by selecting layers 2 apart"),
+        (["--controls", "0.5", "2"], "--controls: must be a number from 0 to 1, got 2"),
+        (["--approximate"], "--approximate is about SMC in a shared --sparse-mode, and there is none; leave it out"),
         (["--particles", "0"], "--particles: must be a whole number from 1 to 1024, got 0"),
     ],
 )
