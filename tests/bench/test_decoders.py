@@ -61,7 +61,7 @@ def test_models_of_a_contender() -> None:
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
-    small = ["-n", "6", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "6"]
+    small = ["-n", "4", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "1"]
     assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
