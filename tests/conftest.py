@@ -45,9 +45,9 @@ settings.register_profile("laws", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("laws")
 
 
-# On a CPU LLVM's passes are left out too, but in what runs as users run it, and where a test computes for long: by
-# directory or file.
-WITH_LLVM_PASSES = {"cli", "engine/test_generate.py", "engine/test_models.py", "engine/test_soak.py", "tasks"}
+# On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
+# Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
+WITH_LLVM_PASSES = {"engine/test_soak.py"}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,8 +63,8 @@ def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process."""
     file = request.path.relative_to(Path(__file__).parent)
-    as_for_users = {file.parts[0], file.as_posix()} & WITH_LLVM_PASSES
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu" and not as_for_users)
+    quick = jax.default_backend() == "cpu" and file.as_posix() not in WITH_LLVM_PASSES
+    jax.config.update("jax_disable_most_optimizations", quick)
     yield
     gc.collect()
     jax.clear_caches()
