@@ -277,7 +277,7 @@ def measured(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Nam
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What is typed."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32_768, 65_536], help="T")
     parser.add_argument("--queries", type=int, nargs="+", default=[5, 9, 16, 40], help="M")

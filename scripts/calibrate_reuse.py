@@ -163,7 +163,7 @@ def spacings(schedule: Sequence[bool]) -> list[int]:
 
 
 def report(layers: int, kl: Callable[[Sequence[bool]], float], limit: float) -> dict[str, Any]:
-    """What the search finds, and the KL of schedules with layers a power of two apart."""
+    """Searches a schedule, and takes the KL of those whose selecting layers are a power of two apart."""
     steps, following = search(layers, kl, limit)
     schedule = steps[-1].schedule if steps else (True,) * layers
     regular = [1 << power for power in range(1, layers.bit_length()) if 1 << power < 2 * layers]

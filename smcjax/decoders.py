@@ -90,8 +90,9 @@ class Decoding(abc.ABC):
 
     @property
     def exact(self) -> bool:
-        """True where answers are distributed exactly as the target's, if `sparse` is not approximate."""
-        return True
+        """True where answers are distributed exactly as the target's, which approximate sparse modes are not."""
+        sparse = self.speculation.sparse
+        return sparse is None or sparse.precision != "approximate"
 
     @property
     def ragged(self) -> bool:
@@ -269,8 +270,8 @@ class SMC(Decoding):
 
     @property
     def exact(self) -> bool:
-        """True at control 1 and power 1, where each particle is a sample of the target."""
-        return self.control == 1.0 and self.power == 1.0
+        """True at control 1 and power 1 where each particle is a sample of the target, not approximately."""
+        return self.control == 1.0 and self.power == 1.0 and super().exact
 
     @property
     def ragged(self) -> bool:

@@ -98,7 +98,7 @@ class SparseVerification:
 
     @property
     def of_single_queries(self) -> SparseVerification | None:
-        """What is left of it for the target alone, which has no queries to group: the schedule, if there is one."""
+        """The schedule alone, for a target that decodes without drafts, query by query; None where there is none."""
         return None if self.schedule is None else SparseVerification(schedule=self.schedule)
 
     def refreshes(self, layers: int) -> tuple[bool, ...]:

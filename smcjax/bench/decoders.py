@@ -38,8 +38,7 @@ class Contender:
     @property
     def exact(self) -> bool:
         """True where the contender's answers are distributed exactly as the target's."""
-        sparse = self.decoding.speculation.sparse
-        return self.decoding.exact and not self.of_draft and (sparse is None or sparse.precision != "approximate")
+        return self.decoding.exact and not self.of_draft
 
     def models(self, target: str | None, draft: str | None) -> dict[str, Any]:
         """Arguments of `LLM` for a pair; None for both is the bundled one."""

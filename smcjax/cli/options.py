@@ -235,7 +235,7 @@ def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | N
 
 
 def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
-    """What the options of `add_sparse_options` say, None without any; raises ValueError for what makes no sense."""
+    """Returns the choice of `add_sparse_options`, None without one; raises ValueError for one that makes no sense."""
     given = {field: getattr(args, name) for name, field in SPARSE.items() if getattr(args, name) is not None}
     if not given:
         return None

@@ -30,7 +30,7 @@ from smcjax.model.view import TreeView
 
 
 class Kept(NamedTuple):
-    """What the target keeps of a tree's M nodes until it is known which of them are accepted."""
+    """A tree's M nodes as the target keeps them until it is known which of them are accepted."""
 
     scratch: Scratch
     features: Float[Array, "R M E"] | None  # by node, for a proposer that reads them

@@ -178,9 +178,10 @@ class _Softmax:
         visible = self._visible(positions[:, None, :], positions[:, :, None])
         return attention(*projection.heads(), visible, scale=self.scale)
 
-    def __call__(
-        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
-    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
+    def write(
+        self, projection: Projection, cache: LayerCache, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        """Writes the new tokens to the layer's pages; returns their queries, and the layer with both arrays changed."""
         q, keys, values = rotate_and_write(
             projection.qkv,
             projection.cos,
@@ -193,10 +194,16 @@ class _Softmax:
             projection.norms,
             projection.pending,
         )
+        return q, {**cache, "keys": keys, "values": values}
+
+    def __call__(
+        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
+        q, cache = self.write(projection, cache, view)
         attended = paged_attention(
             q,
-            keys,
-            values,
+            cache["keys"],
+            cache["values"],
             view.block_table,
             view.positions,
             view.lengths,
@@ -204,7 +211,7 @@ class _Softmax:
             window=self.window,
             scale=self.scale,
         )
-        return attended, {"keys": keys, "values": values}, None
+        return attended, cache, None
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
@@ -268,24 +275,6 @@ class AfterFirst(Full):
 
     def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         return False
-
-    def write(
-        self, projection: Projection, cache: LayerCache, view: BatchView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
-        """Writes the new tokens to the layer's pages; returns their queries, and the layer with both arrays changed."""
-        q, keys, values = rotate_and_write(
-            projection.qkv,
-            projection.cos,
-            projection.sin,
-            cache["keys"],
-            cache["values"],
-            view.write_pages,
-            view.slots,
-            view.copies,
-            projection.norms,
-            projection.pending,
-        )
-        return q, {**cache, "keys": keys, "values": values}
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None

@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """What one softmax of every query goes over: pages, tasks, and a query's first and last slot."""
+    """One softmax of every query: the pages and tasks that it goes over, and each query's first and last slot."""
 
     key_pages: Float[Array, "P B Hkv D"]
     value_pages: Float[Array, "P B Hkv D"]

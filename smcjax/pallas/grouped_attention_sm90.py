@@ -39,7 +39,7 @@ from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, across, of_pa
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import HALF, MOST_F16, padded
 from smcjax.pallas.shared_merge import UNIT, merged, units_of
-from smcjax.pallas.shared_tuning import BESIDE, MOST_SHARES, Tuning
+from smcjax.pallas.shared_tuning import BESIDE, MOST_SHARES, Tuning, part_of_share
 
 CHUNK = 64  # slots of a product
 MOST_TILES = 8  # of 64 queries, of a group and set
@@ -60,7 +60,7 @@ class _Refs(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What queries must know of one task of a chunk."""
+    """One task of a chunk, as its queries must know it."""
 
     first: jax.Array  # slot
     words: tuple[jax.Array, ...]  # of the tile's queries, a bit each; 0 where there is no task
@@ -128,15 +128,7 @@ def _kernel(
     group, of_set, share = lax.axis_index("group"), lax.axis_index("set"), lax.axis_index("share")
     warpgroup = lax.axis_index("warpgroup")
 
-    # Which branch and tile, and which of its shares: the splits of one after those of the other.
-    part, index, splits = jnp.int32(0), share, jnp.int32(tuning.splits[0])
-    first = 0
-    for p in range(1, len(tuning.splits)):
-        first += tuning.splits[p - 1]
-        beyond = share >= first
-        part = jnp.where(beyond, p, part)
-        index = jnp.where(beyond, share - first, index)
-        splits = jnp.where(beyond, tuning.splits[p], splits)
+    part, index, splits = part_of_share(share, tuning.splits)  # a part is a tile of a branch
     branch, tile = lax.div(part, shape.tiles), lax.rem(part, shape.tiles)
 
     def number_of_chunks(of: _Refs, per: int) -> jax.Array:

@@ -33,7 +33,7 @@ from smcjax.pallas.online_softmax import Piece, Softmax
 from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part, product_of
 from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Assignment, assignments, skipped_rounds_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
-from smcjax.pallas.shared_tuning import Tuning, default_tuning, tiles_of
+from smcjax.pallas.shared_tuning import Tuning, default_tuning, part_of_share, tiles_of
 from smcjax.pallas.sharing import MAX_ROWS, PACKED, Sharing, query_limits
 
 MOST_TILES = 64  # of 64 queries, of a group and key-value head
@@ -87,15 +87,7 @@ def _kernel(
     group, head, share = lax.axis_index("group"), lax.axis_index("head"), lax.axis_index("share")
     warpgroup = lax.axis_index("warpgroup")
 
-    # Which part, and which of its shares: the splits of one part after those of the other.
-    part, index, splits = jnp.int32(0), share, jnp.int32(tuning.splits[0])
-    first = 0
-    for p in range(1, len(tuning.splits)):
-        first += tuning.splits[p - 1]
-        beyond = share >= first
-        part = jnp.where(beyond, p, part)
-        index = jnp.where(beyond, share - first, index)
-        splits = jnp.where(beyond, tuning.splits[p], splits)
+    part, index, splits = part_of_share(share, tuning.splits)
 
     def read_assignment() -> Assignment:
         """The share's tasks."""

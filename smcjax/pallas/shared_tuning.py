@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from smcjax.device import HOPPER
 from smcjax.pallas.products import QUERIES
 
@@ -27,6 +30,22 @@ class Registers(NamedTuple):
 
 REGISTERS = {2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}  # by computing warpgroups
 OTHER_REGISTERS = 32  # what the loop needs beside accumulators, scores and queries
+
+
+def part_of_share(share: jax.Array, splits: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the part that a block's share is of, its number among that part's, and how many these are.
+
+    The `splits` of one part come after those of the other.
+    """
+    part, index, count = jnp.int32(0), share, jnp.int32(splits[0])
+    first = 0
+    for p in range(1, len(splits)):
+        first += splits[p - 1]
+        beyond = share >= first
+        part = jnp.where(beyond, p, part)
+        index = jnp.where(beyond, share - first, index)
+        count = jnp.where(beyond, splits[p], count)
+    return part, index, count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,7 @@ DECODINGS = [
 
 
 def drafted(program: Any, params: PairParams, state: Any) -> tuple[Any, Any]:
-    """What the next step drafts and the logits that it takes for q, which come back processed."""
+    """Returns the drafts of the next step and the logits that it takes for q, which come back processed."""
     distribution = distribution_of(state.requests, rows=program.rows, truncates=False)
     if program.speculation.tree is not None:
         return speculation.propose_tree(program, params, state, distribution)[1:]

@@ -171,7 +171,7 @@ def _scored(program: Any, params: Any, state: Any, drafts: Any) -> jax.Array:
 
 
 def test_groups_of_any_size_and_order_change_nothing() -> None:
-    """Of nine queries, three particles' columns."""
+    """Nine queries, the columns of three particles, say the same in any groups."""
     want = scored(None)
     for size, order in ((2, "dfs"), (4, "bfs"), (9, "position")):
         got = scored(SparseVerification("merged", size, order))

@@ -276,7 +276,7 @@ def test_parts_of_a_branch_merge() -> None:
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_compressed_tokens_are_read_by_spans(group: int) -> None:
-    """Those that end at or before a query's position, from the page of their last; control: one more is seen."""
+    """A query reads tokens that end by its position, from the page of their last one; control: one more is seen."""
     size, stride, page_size, pages = 8, 4, 16, 4
     rng = np.random.default_rng(group)
     table = 1 + rng.permutation(pages)

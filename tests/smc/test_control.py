@@ -128,7 +128,7 @@ def base() -> tuple[list[Any], list[smc.Info]]:
 
 
 def test_rows_have_unequal_lengths_and_fork(base: tuple[list[Any], list[smc.Info]]) -> None:
-    """What the other tests here are about does occur."""
+    """Rows do differ in length and fork, which the other tests here are about."""
     infos = base[1]
     assert any((np.ptp(np.asarray(info.length)[np.asarray(info.ran)], axis=1) > 0).any() for info in infos)
     assert any(np.asarray(info.resampled).any() for info in infos)
