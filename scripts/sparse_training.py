@@ -13,7 +13,6 @@ backward pass, but for the choice of blocks. Equal to `NSA.dense` up to rounding
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 
 SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by this name
+WORTH_FINDING = 0.1  # of a group's attention, in one block
 Choose = Callable[[NSA, jax.Array, jax.Array], jax.Array]  # `selection`, or what stands for it
 
 
@@ -44,13 +44,14 @@ def fused(implementation: str, q: Any, k: Any, v: Any, **options: Any) -> Float[
 def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) -> Float[Array, ""]:
     """How far the ranking of blocks is from dense attention's own, at some positions: a mean cross-entropy in nats.
 
-    The teacher is what each block would get of the heads' attention if a query saw all; blocks that are always selected
-    are left out, so a query that attends to those weighs little. Only the weights that compress learn from it.
+    The teacher, which takes no gradient, is what each block would get of the heads' attention if a query saw all.
+    Blocks that are always selected and those that get less than `WORTH_FINDING` are left out: what is spread thin no
+    few blocks hold. Queries and keys learn from it as well as the weights that compress: a sum of 32 keys tells which
+    one matches only if the others are dull.
     """
     if kind.compressed_rope == "none":
         raise ValueError("compressed_rope must be 'block' or 'token' to learn to route, got 'none'.")
-    still = dataclasses.replace(projection, qkv=jax.lax.stop_gradient(projection.qkv))
-    seen, (rotated, _, _) = kind.entries_without_pages(still), still.heads()
+    seen, (rotated, _, _) = kind.entries_without_pages(projection), projection.heads()
     length, (_, _, kv_heads, _) = rotated.shape[1], seen.keys.shape
     blocks = -(-length // kind.block_size)
     q = grouped(jnp.take_along_axis(rotated, queries[:, :, None, None], axis=1), kv_heads)
@@ -59,13 +60,16 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) 
         positions, q, keys, compressed_keys = row
         block, own = jnp.arange(blocks), positions[:, None] // kind.block_size
         free = ((block <= own) & ~kind.forced(block, own))[:, None]
-        mass = weights_of(q, keys, jnp.arange(length) <= positions[:, None]).mean(axis=2)
+        visible = jnp.arange(length) <= positions[:, None]
+        mass = jax.lax.stop_gradient(weights_of(q, keys, visible)).mean(axis=2)
         mass = jnp.pad(mass, [(0, 0), (0, 0), (0, blocks * kind.block_size - length)])
         mass = mass.reshape(*mass.shape[:2], blocks, -1).sum(-1) * free
+        mass = jnp.where(mass >= WORTH_FINDING, mass, 0)
         scores = block_scores(kind, q, compressed_keys, positions, blocks) / q.shape[2] * free + 1e-9
         return -(mass * jnp.log(scores / scores.sum(axis=-1, keepdims=True))).sum(-1).mean()
 
-    return jax.lax.map(of_row, (queries, q, seen.keys, seen.compressed_keys)).mean()
+    rows = (queries, q, seen.keys, seen.compressed_keys)
+    return jax.lax.map(of_row, rows, batch_size=rows_at_once(length)).mean()
 
 
 def weights_of(
@@ -216,7 +220,12 @@ def selection(
 
         return jax.lax.fori_loop(0, min(kind.num_blocks, blocks), take, (ranked, jnp.zeros(ranked.shape, bool)))[1]
 
-    return jax.lax.map(of_row, (grouped(q, keys.shape[2]), keys), batch_size=max(1, 16_384 // length))
+    return jax.lax.map(of_row, (grouped(q, keys.shape[2]), keys), batch_size=rows_at_once(length))
+
+
+def rows_at_once(length: int) -> int:
+    """How many rows of `length` tokens fit the memory that one of 16,384 takes."""
+    return max(1, 16_384 // length)
 
 
 def _born(kind: NSA, positions: Int[Array, " T"], tokens: int) -> Bool[Array, "T N"]:

@@ -27,7 +27,6 @@ import optax
 from train_pair import clipped_adamw, learning_rate
 
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams
-from smcjax.engine.loading import bundled_model
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.config import LayerSpec
 from smcjax.model.decoder import Taps, hidden_states, unembed
@@ -42,6 +41,7 @@ from smcjax.model.eagle import (
     project,
 )
 from smcjax.model.eagle_files import save_eagle
+from smcjax.model.hub import bundled_model
 from smcjax.pallas import implementations
 from smcjax.tasks import recall, word_problems
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS, questions

@@ -39,16 +39,23 @@ from smcjax.tasks.recall import BOS, EOS, vocabulary
 MAX_LENGTH = 16_384
 SPARSE = NSA(num_blocks=8, window=256, kv="shared", phi="linear")
 FALLING = 0.35  # of the time, in which the learning rate falls to 0
-GATE_BIAS = jnp.array([-3.0, 4.0, -3.0])  # of compressed tokens, selection, window
+GATE_BIAS = (-3.0, 4.0, -3.0)  # of compressed tokens, selection, window
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Training on documents of one length; `dense`: a sparse model attends to all."""
+    """Training on documents of one length, at a fraction of the model's learning rate.
+
+    dense: a sparse model attends to all; routes: it learns what to select; until: nats an answer's token, below which
+    the stage ends early.
+    """
 
     length: int
     seconds: float
+    rate: float = 1.0
     dense: bool = False
+    routes: bool = True
+    until: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +68,20 @@ class Recipe:
     size: str = "384x8"  # hidden size x layers
 
 
-_DENSE = tuple(Stage(length, seconds, dense=True) for length, seconds in ((512, 50), (2048, 50), (8192, 50)))
-_SPARSE = tuple(Stage(length, seconds) for length, seconds in ((2048, 80), (8192, 130), (16384, 90)))
+# Learning to route from the first step on keeps a model from the task, which it finds after 600 to 1,500 steps; at the
+# whole rate a sparse one forgets it.
+_DENSE = (
+    Stage(512, 180, dense=True, routes=False, until=0.01),
+    Stage(2048, 40, dense=True),
+    Stage(8192, 30, 0.7, dense=True),
+)
+_SPARSE = (Stage(2048, 50, 0.4), Stage(8192, 120, 0.4), Stage(16384, 80, 0.4))
 _TWIN = (*_DENSE, Stage(8192, 40), Stage(16384, 40))
 RECIPES = {
     "target": Recipe(SPARSE, (*_DENSE, *_SPARSE)),
     "dense": Recipe(FULL, _TWIN),
     "window": Recipe(SlidingWindow(SPARSE.window), (Stage(512, 20), Stage(2048, 25), Stage(8192, 30))),
-    "draft": Recipe(FULL, (Stage(512, 20), Stage(2048, 20), Stage(8192, 30)), 4e-3, "128x2"),
+    "draft": Recipe(FULL, (Stage(512, 20), Stage(2048, 20), Stage(8192, 30), Stage(16384, 30)), 4e-3, "128x2"),
     "small": Recipe(SPARSE, (*_DENSE, *_SPARSE), 4e-3, "128x2"),
 }
 
@@ -109,7 +122,7 @@ def starting_params(config: ModelConfig, key: jax.Array) -> Params:
     def with_means(own: dict[str, jax.Array]) -> dict[str, jax.Array]:
         means = {name: jnp.broadcast_to(mean, own[name].shape) for name in ("phi_k", "phi_v")}
         nothing = {name: jnp.zeros_like(own[name]) for name in ("gate", "position_k", "position_v")}
-        return {**own, **means, **nothing, "gate_bias": jnp.broadcast_to(GATE_BIAS, own["gate_bias"].shape)}
+        return {**own, **means, **nothing, "gate_bias": jnp.broadcast_to(jnp.array(GATE_BIAS), own["gate_bias"].shape)}
 
     layers = tuple(dataclasses.replace(layer, attention=with_means(layer.attention)) for layer in params.layers)
     return dataclasses.replace(params, layers=layers)
@@ -123,17 +136,17 @@ class Losses(NamedTuple):
     routing: jax.Array
 
 
-def losses(config: ModelConfig, params: Params, tokens: jax.Array, dense: bool, args: Any) -> Losses:
-    """The losses of `tokens` [R, T]; where not `dense`, sparse layers select, and learn what to select."""
+def losses(config: ModelConfig, params: Params, tokens: jax.Array, stage: Stage, args: Any) -> Losses:
+    """The losses of `tokens` [R, T], with attention as in a stage."""
     routing, answer = [], in_answers(tokens) & (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
     # Of each row, places in answers first, at random: there is something to look for.
     order = jax.random.uniform(jax.random.key(0), tokens.shape) + answer
     queries = jax.lax.top_k(order, min(args.routing_queries, tokens.shape[1]))[1]
-    attend = attend_by(args.implementation, config, dense=dense)
+    attend = attend_by(args.implementation, config, dense=stage.dense)
 
     def learning(index: int, projection: Projection) -> jax.Array:
         kind = config.layer(index).attention
-        if isinstance(kind, NSA) and not dense:
+        if isinstance(kind, NSA) and stage.routes:
             routing.append(routing_loss(kind, projection, queries))
         return attend(index, projection)
 
@@ -170,10 +183,10 @@ def train(name: str, recipe: Recipe, config: ModelConfig, args: Any) -> Params:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     state = TrainState.create(apply_fn=logits_of, params={"decoder": params}, tx=optimizer)
 
-    def one_step(dense: bool, state: TrainState, rows: jax.Array, rate: jax.Array) -> tuple[TrainState, jax.Array]:
+    def one_step(stage: Stage, state: TrainState, rows: jax.Array, rate: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss(params: dict[str, Params]) -> tuple[jax.Array, Losses]:
             cast = jax.tree.map(lambda leaf: leaf.astype(compute), params["decoder"])
-            parts = losses(config, cast, rows.astype(jnp.int32), dense, args)
+            parts = losses(config, cast, rows.astype(jnp.int32), stage, args)
             return parts.all + args.routing_weight * parts.routing, parts
 
         (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -182,8 +195,8 @@ def train(name: str, recipe: Recipe, config: ModelConfig, args: Any) -> Params:
         return state.apply_gradients(grads=gradients), jnp.stack([parts.answers, parts.routing])
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def some_steps(dense: bool, state: TrainState, rows: jax.Array, rate: jax.Array) -> tuple[TrainState, jax.Array]:
-        return jax.lax.scan(lambda state, rows: one_step(dense, state, rows, rate), state, rows)
+    def some_steps(stage: Stage, state: TrainState, rows: jax.Array, rate: jax.Array) -> tuple[TrainState, jax.Array]:
+        return jax.lax.scan(lambda state, rows: one_step(stage, state, rows, rate), state, rows)
 
     stages = [stage for stage in recipe.stages if args.shortest <= stage.length <= args.longest]
     stages = [stage for stage in stages if not (stage.dense and args.start is not None)]
@@ -198,14 +211,15 @@ def train(name: str, recipe: Recipe, config: ModelConfig, args: Any) -> Params:
         history: list[np.ndarray] = []
         while steps < args.max_steps:
             elapsed = time.perf_counter() - begin if steps else 0.0
-            if steps > args.chunk and elapsed >= seconds:
+            learnt = len(history) >= 100 and np.mean(history[-100:], axis=0)[0] < stage.until
+            if steps > args.chunk and (elapsed >= seconds or learnt):
                 break
-            rate = args.rate * recipe.peak * min(1.0, (1 - (spent + elapsed) / total) / FALLING)
+            rate = args.rate * stage.rate * recipe.peak * min(1.0, (1 - (spent + elapsed) / total) / FALLING)
             if cursor + args.chunk * rows > len(documents):
                 cursor = 0
             batch = on_device[cursor : cursor + args.chunk * rows].reshape(args.chunk, rows, length)
             cursor += args.chunk * rows
-            state, parts = some_steps(stage.dense, state, batch, jnp.float32(max(rate, 0.0)))
+            state, parts = some_steps(stage, state, batch, jnp.float32(max(rate, 0.0)))
             history.extend(np.asarray(parts))
             if int(state.opt_state.notfinite_count) > args.chunk:
                 raise SystemExit(f"{where} gradients are not finite at step {steps}")
@@ -257,7 +271,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=200, help="steps")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--other-weight", type=float, default=0.05, help="weight of the loss outside of answers")
-    parser.add_argument("--routing-weight", type=float, default=1.0, help="of the loss of routing, a layer")
+    parser.add_argument("--routing-weight", type=float, default=0.03, help="of the loss of routing, a layer")
     parser.add_argument("--routing-queries", type=int, default=256, help="of a document, that teach routing")
     parser.add_argument(
         "--compressing-rate", type=float, default=0.5, help="learning rate of what compresses, relative"

@@ -47,7 +47,12 @@ settings.load_profile("laws")
 
 # On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
 # Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
-WITH_LLVM_PASSES = {"engine/test_soak.py", "smc/test_unbiased_engine.py", "rejection/test_sampling_law.py"}
+WITH_LLVM_PASSES = {
+    "engine/test_recall.py",
+    "engine/test_soak.py",
+    "rejection/test_sampling_law.py",
+    "smc/test_unbiased_engine.py",
+}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,8 +17,8 @@ import numpy as np
 from smcjax.bench.accuracy import Evaluation, evaluate
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
-from smcjax.engine.loading import bundled_model
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.model.hub import bundled_model
 from smcjax.sparse import SparseVerification
 from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question

@@ -63,7 +63,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
         "decoders", help="accuracy and speed of exact decoders and SMC, of one pair", description=__doc__
     )
     add_task_options(decoders)
-    decoders.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
+    decoders.add_argument("--model", metavar="MODEL", help="target (default: the pair that knows the task)")
     decoders.add_argument("--draft-model", metavar="MODEL", help="draft, with --model")
     decoders.add_argument("-n", "--num-problems", type=COUNT, default=200, help="problems (200)")
     decoders.add_argument("--seed", type=whole(0, MAX_SEED), default=7, help="of problems and all randomness (7)")
@@ -167,9 +167,9 @@ def run_decoders(args: argparse.Namespace) -> int:
     SamplingParams(temperature=args.temperature)
     if args.temperature == 0 and args.particles:
         raise ValueError("--temperature is 0, which SMC does not decode; give --particles no numbers.")
+    check_task(args)
     if (args.model is None) != (args.draft_model is None):
         raise ValueError("--model and --draft-model go together; give both, or neither for the bundled pair.")
-    check_task(args)
     sparse = sparse_from(args)
     if sparse is not None and args.model is None:
         raise ValueError(

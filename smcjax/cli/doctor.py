@@ -133,16 +133,16 @@ def _compilation_cache() -> Finding:
     return Finding("compilation cache", str(directory), ok=ok, hint="" if ok else "not writable: every start compiles")
 
 
-def _bundled_pair() -> Finding:
-    from smcjax.engine.loading import BUNDLED, bundled_model
+def _bundled_models() -> Finding:
     from smcjax.model.checkpoint import load_config
+    from smcjax.model.hub import BUNDLED, bundled_model
 
     sizes = []
-    for name in BUNDLED:
+    for name in ("target", "draft", *BUNDLED.values()):
         directory = bundled_model(name)
         load_config(directory)
         sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")
-    return Finding("bundled pair", ", ".join(sizes))
+    return Finding("bundled models", ", ".join(sizes))
 
 
-CHECKS = (_versions, _host, _devices, _kernels, _donation, _compilation_cache, _bundled_pair)
+CHECKS = (_versions, _host, _devices, _kernels, _donation, _compilation_cache, _bundled_models)

@@ -97,7 +97,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="MODEL",
-        help="target: a directory, a GGUF file, a hub id, smollm2 or gemma3-270m (default: the bundled pair)",
+        help="target: a directory, a GGUF file, a hub id, smollm2, gemma3-270m or recall (default: the bundled pair)",
     )
     group.add_argument(
         "--draft-model",
@@ -181,11 +181,12 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_task(args: argparse.Namespace) -> None:
-    """Sets the context where none is given; refuses one that no document has, and the bundled pair."""
+    """Sets the context and the pair that a task has where none is given; refuses a context that no document has."""
     if args.context is not None and args.task != "recall":
         raise ValueError(f"--context is an option of --task recall, got --task {args.task}; leave it out.")
-    if args.task == "recall" and args.model is None:
-        raise ValueError("--task recall needs a model that knows it, and the bundled pair does not; give --model.")
+    if args.task == "recall" and args.model is None and args.draft_model is None:
+        args.model = "recall"
+        args.draft_model = None if getattr(args, "draft_drop_layers", None) is not None else "recall-draft"
     args.context = args.context or 2048
     if args.task == "recall":
         from smcjax.tasks.recall import SHORTEST  # NumPy, which `smcjax --help` has no need of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from smcjax.model.dropping import drop_layers, dropped_config
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
+from smcjax.model.hub import bundled_model
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
@@ -42,7 +42,6 @@ from smcjax.smc import SMCDecoder
 from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 
-BUNDLED = ("target", "draft")
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
     SMC: SMCDecoder,
     Rejection: RejectionDecoder,
@@ -107,11 +106,6 @@ class Models:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
         return tuple(token for token in dict.fromkeys(ids) if token < self.target.vocab_size)
-
-
-def bundled_model(name: str) -> Path:
-    """Directory of a model of the bundled pair: "target" or "draft"."""
-    return Path(str(resources.files("smcjax.bundled") / name))
 
 
 def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | None, bundled: str) -> Path:

@@ -21,7 +21,7 @@ from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import GGUF_NAMES, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
-from smcjax.model.hub import INDEX_BYTES, PACKAGED, fetched_model, is_hub_id, packaged_model
+from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, with_scales
@@ -95,7 +95,8 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
 
 
 def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The directory or file that `name` means: itself, an extra's model (`hub.PACKAGED`), or a hub id's snapshot.
+    """The directory or file that `name` means: itself, a model of the recall pair (`hub.BUNDLED`), one of an extra
+    (`hub.PACKAGED`), or a hub id's snapshot.
 
     A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.
     """
@@ -106,11 +107,13 @@ def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None
         exists = path.exists()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    at_home = exists or str(name) in PACKAGED
+    at_home = exists or str(name) in BUNDLED or str(name) in PACKAGED
     if at_home and revision is not None:
         raise ValueError(f"revision is {revision!r} and {name} is not fetched from the hub; leave the revision out.")
     if exists:
         return path
+    if str(name) in BUNDLED:
+        return bundled_model(BUNDLED[str(name)])
     if at_home:
         return packaged_model(str(name))
     if not is_hub_id(str(name)):

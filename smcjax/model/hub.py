@@ -1,4 +1,4 @@
-"""Models that are no path: hub ids, fetched through huggingface_hub, and those that packages carry."""
+"""Models that are no path: hub ids, fetched through huggingface_hub, and those that packages carry, this one too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 from smcjax.errors import CheckpointError
@@ -35,6 +36,7 @@ PACKAGED = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
+BUNDLED = {"recall": "recall/target", "recall-draft": "recall/draft"}  # a name → its directory in smcjax/bundled
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
@@ -60,6 +62,11 @@ def is_hub_id(name: str) -> bool:
     """True where `name` is spelled like "org/name" or "org/name:file.gguf"."""
     repository, _, file = name.partition(":")
     return _HUB_ID.fullmatch(repository) is not None and (":" not in name or file.endswith(".gguf"))
+
+
+def bundled_model(directory: str) -> Path:
+    """A directory in smcjax/bundled: "target" or "draft" of the bundled pair, or a value of `BUNDLED`."""
+    return Path(str(resources.files("smcjax.bundled") / directory))
 
 
 def packaged_model(name: str) -> Path:

@@ -92,7 +92,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["-n", "0"], "--num-problems: must be a whole number from 1"),
         (["--plot", "x.txt"], "--plot must end in .svg, .png or .pdf, got x.txt"),
         (["--model", "here"], "--model and --draft-model go together; give both, or neither for the bundled pair."),
-        (["--task", "recall"], "--task recall needs a model that knows it"),
+        (["--task", "recall", "--draft-model", "here"], "--model and --draft-model go together"),
         (["--tree", "0"], "tree"),
         (["--refresh", "2"], "--model must be a sparse target to verify by selecting layers 2 apart"),
         (["--controls", "0.5", "2"], "--controls: must be a number from 0 to 1, got 2"),

@@ -178,15 +178,14 @@ def test_eval_reports_accuracy_with_its_interval(smcjax: Command, pair: Pair) ->
 
 @pytest.mark.slow
 def test_eval_asks_about_long_documents(smcjax: Command) -> None:
-    """A trained sparse model through the engine: each of 16 lines counts, and far more are right than none."""
-    target = str(Path(__file__).parents[1] / "data" / "recall" / "target")
+    """The task brings its own pair: each of 16 lines counts, and nearly all are right."""
     task = ["--task", "recall", "--context", "1100", "-n", "1", "--json", "--temperature", "0"]
-    result = smcjax("eval", *task, "--model", target, "--decoding", "autoregressive", "--max-model-len", "1100")
+    result = smcjax("eval", *task, "--decoding", "rejection")
     assert result.code == 0
     report = json.loads(result.out.splitlines()[-1])
     assert report["n"] == 16
-    assert report["accuracy"] > 0.2
-    assert "16 lines of answer, target alone" in result.out.splitlines()[0]
+    assert report["accuracy"] > 0.9
+    assert "16 lines of answer, rejection by token" in result.out.splitlines()[0]
 
 
 def test_eval_names_the_problem_that_does_not_fit(smcjax: Command, models: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from smcjax.cli import doctor
 from smcjax.cli.doctor import Finding
-from smcjax.engine import loading
+from smcjax.model import hub
 from tests.cli.conftest import Command, Result
 
 CHECKS = doctor.CHECKS
@@ -49,7 +49,7 @@ def test_this_machine_can_generate(smcjax: Command) -> None:
         "kernels",
         "donated buffers",
         "compilation cache",
-        "bundled pair",
+        "bundled models",
     ):
         assert word in result.out
 
@@ -119,12 +119,12 @@ def test_a_note_is_no_failure(smcjax: Command, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("missing", ["pair", "weights"])
 def test_a_missing_bundled_pair(smcjax: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str) -> None:
     if missing == "weights":
-        for name in loading.BUNDLED:
+        for name in ("target", "draft"):
             (tmp_path / name).mkdir()
-            shutil.copy(loading.bundled_model(name) / "config.json", tmp_path / name)
-    monkeypatch.setattr(loading, "bundled_model", lambda name: tmp_path / name)
+            shutil.copy(hub.bundled_model(name) / "config.json", tmp_path / name)
+    monkeypatch.setattr(hub, "bundled_model", lambda name: tmp_path / name)
     result = smcjax("doctor", "--json")
-    assert_broken(result, "bundled pair")
+    assert_broken(result, "bundled models")
     assert str(tmp_path / "target") in result.err
     *others, pair = json.loads(result.out.splitlines()[-1])
     assert (pair["ok"], pair["fatal"]) == (False, True)

@@ -174,10 +174,10 @@ def broken(pair: Pair, directory: Path, kind: str) -> str:
     return str(directory / kind)
 
 
-def test_recall_is_not_asked_of_the_bundled_pair(smcjax: Command) -> None:
-    result = smcjax("eval", "--task", "recall")
+def test_a_task_has_no_target_for_somebody_elses_draft(smcjax: Command) -> None:
+    result = smcjax("eval", "--task", "recall", "--draft-model", "smollm2")
     assert (result.code, result.out) == (2, "")
-    assert "--task recall needs a model that knows it, and the bundled pair does not; give --model." in result.err
+    assert "--draft-model is given and --model is not; give both" in result.err
     assert_one_sentence(result)
 
 

@@ -1,8 +1,7 @@
-"""A trained sparse target and a trained dense draft on long documents: greedy speculation gives the target's tokens.
+"""The recall pair on long documents: greedy speculation gives the target's tokens, which are right.
 
-The pair in `tests/data/recall` was made by `scripts/train_recall.py`: the draft on an H100, the target from the draft's
-weights in a quarter of an hour on a CPU, which is enough for it to choose blocks by what they hold and not enough to
-be right about all of them.
+Its dense draft is seldom wrong, so a sparse one drafts as well: the target of `tests/data/recall`, which
+`scripts/train_recall.py small` made in a quarter of an hour on a CPU and which is wrong every third line.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from smcjax.decoders import Decoding
 from smcjax.engine.outputs import RequestOutput
 from smcjax.tasks import recall
 
-PAIR = Path(__file__).parents[1] / "data" / "recall"
+WORSE = str(Path(__file__).parents[1] / "data" / "recall" / "target")
 CONTEXT, STRIDE, BLOCK, GENERATED = 1024, 16, 64, 16
 pytestmark = pytest.mark.slow
 
@@ -32,10 +31,9 @@ def prompts() -> list[list[int]]:
     return [ids[: begin + more] for more in range(BLOCK)]
 
 
-def answered(decoding: Decoding) -> list[RequestOutput]:
-    draft = PAIR / "draft" if decoding.drafts else None
+def answered(decoding: Decoding, draft: str | None = None) -> list[RequestOutput]:
     shape = {"max_model_len": CONTEXT, "max_num_seqs": 16, "dtype": "float32"}
-    with LLM(PAIR / "target", draft_model=draft, decoding=decoding, **shape) as llm:
+    with LLM("recall", draft_model=draft, decoding=decoding, **shape) as llm:
         params = SamplingParams(max_tokens=GENERATED, temperature=0)
         return llm.generate([{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False)
 
@@ -45,15 +43,20 @@ def wanted() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in answered(Autoregressive())]
 
 
-@pytest.mark.parametrize("decoding", [Rejection(gamma=4), Rejection(tree=(3, 2, 1), siblings="top")], ids=str)
-def test_greedy_speculation_is_the_targets_from_every_place(decoding: Decoding) -> None:
+@pytest.mark.parametrize(
+    ("decoding", "draft"),
+    [(Rejection(gamma=4), WORSE), (Rejection(tree=(3, 2, 1), siblings="top"), "recall-draft")],
+    ids=["chain, sparse draft", "tree, dense draft"],
+)
+def test_greedy_speculation_is_the_targets_from_every_place(decoding: Decoding, draft: str) -> None:
     """Every place in a stride of compressed tokens and in a block, whose drafts are now right and now wrong."""
     assert {len(ids) % BLOCK for ids in prompts()} == set(range(BLOCK))
-    outputs = answered(decoding)
+    outputs = answered(decoding, draft)
     assert [output.outputs[0].token_ids for output in outputs] == wanted()
     drafted = sum(output.metrics.cycles for output in outputs) * decoding.speculation.gamma
     accepted = sum(output.metrics.mean_accepted_length * output.metrics.cycles for output in outputs)
-    assert 0.4 * drafted < accepted < 0.99 * drafted
+    assert accepted > 0.4 * drafted
+    assert draft != WORSE or accepted < 0.97 * drafted
 
 
 def test_the_target_reads_what_is_far() -> None:

@@ -16,13 +16,14 @@ import pytest
 from hf_oracle import make_config, oracle_logits, random_weights, write_directory
 from safetensors.numpy import load_file, save_file
 
-from smcjax.engine.loading import bundled_model, load_models, prepared
+from smcjax.engine.loading import load_models, prepared
 from smcjax.errors import CheckpointError
 from smcjax.matmul import Int8, is_packed, matrix, restore
 from smcjax.model import ModelConfig, Params, checkpoint, init_params, load_checkpoint, logits, save_checkpoint
 from smcjax.model.checkpoint import stores_int8
 from smcjax.model.config import LayerSpec
 from smcjax.model.hf_config import config_from_hf
+from smcjax.model.hub import bundled_model
 from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
