@@ -118,11 +118,21 @@ class Decoding(abc.ABC):
     def __str__(self) -> str:
         """A few words for a line of figures."""
 
-    def check(self, params: Any) -> None:  # noqa: B027
+    def check(self, params: Any) -> None:
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
+        if params.control is not None:
+            raise ValueError(
+                f"control is {params.control:g} and decides what SMC rejects, but decoding is {self.name}; leave it "
+                "out, or use decoding=SMC()."
+            )
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:  # noqa: B027
-        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes."""
+    def check_draft(  # noqa: B027
+        self, draft: str, *, full_support: bool, branches: bool, control: float | None = None
+    ) -> None:
+        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes.
+
+        `control` is a request's own, None the decoder's.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +184,10 @@ class SMC(Decoding):
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
-        control: c in [0, 1]. Draft d is accepted with probability min(1, p(d)/(c·q(d))), else its particle's block
-            ends with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything;
-            1 is speculative sampling of every particle, whose weights are 1 at power 1 (rejection control: Liu, Chen &
-            Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
+        control: c in [0, 1], where a request brings none. Draft d is accepted with probability min(1, p(d)/(c·q(d))),
+            else its particle's block ends with a token of the residual max(p − q, 0), and a token's weight is at least
+            c. 0 accepts everything; 1 is speculative sampling of every particle, whose weights are 1 at power 1
+            (rejection control: Liu, Chen & Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
         watchdog: a rate in nats a token, above 0, for power 1; None: no watchdog. Once a request's evidence has fallen
             by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
             the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
@@ -283,13 +293,13 @@ class SMC(Decoding):
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
         return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
         such a draft is, where the target likes it.
         """
-        if not full_support and self.control < 1.0:
+        if not full_support and (self.control if control is None else control) < 1.0:
             raise ValueError(
                 f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
@@ -431,7 +441,7 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
         """Refuses a tree of drafts that cannot branch."""
         if self.tree is not None and not branches:
             raise ValueError(

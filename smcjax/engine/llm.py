@@ -190,7 +190,7 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
-        decoder = make_decoder(
+        self._decoder = decoder = make_decoder(
             self.decoding, models.target, models.proposer, longest, self.page_size, self._implementation
         )
         self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
@@ -335,7 +335,7 @@ class LLM:
         vocab_size = self.models.target.vocab_size
         text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
         params, named = told_apart(params, self.tokenizer, vocab_size)
-        self.decoding.check(params)
+        self._decoder.check(params)
         stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")

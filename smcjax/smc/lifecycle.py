@@ -37,7 +37,7 @@ def begin(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),
         log_evidence=jnp.zeros(present.shape, jnp.float32),
-        control=jnp.full(present.shape, smc.control, jnp.float32) if smc.ragged else None,
+        control=jnp.where(requests.control < 0, jnp.float32(smc.control), requests.control),
         excess=None if smc.watchdog is None else jnp.zeros(present.shape, jnp.float32),
     )
 

@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "ignore_eos": [1, 0, "yes", None],
     "seed": [-1, 2**32, 10**12, 1.0, "8", True, NAN],
     "logprobs": [2, -1, 10**12, True, 1.0, "1", [1]],
+    "control": [-0.1, 1.1, NAN, INF, HUGE, "1", True, [0.5]],
     "n": [1, 2, True, "8"],
 }
 WRONG_SMC: dict[str, list[Any]] = {
