@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smcjax.auto import Auto
     from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace
+    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace, Vote
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
     from smcjax.sparse import SparseVerification
@@ -20,6 +21,7 @@ __all__ = [
     "LLM",
     "SMC",
     "AsyncLLM",
+    "Auto",
     "Autoregressive",
     "CheckpointError",
     "CompletionOutput",
@@ -31,10 +33,12 @@ __all__ = [
     "SparseVerification",
     "StreamChunk",
     "Trace",
+    "Vote",
 ]
 
 _HOME = {
     "AsyncLLM": "engine.async_llm",
+    "Auto": "auto",
     "LLM": "engine.llm",
     "Rejection": "decoders",
     "SMC": "decoders",

@@ -8,14 +8,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
+from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
 from smcjax.plain import plain_numbers, use_plain_numbers
 from smcjax.sparse import SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
-SELECTIONS = ("sample", "best")  # of SMC's answer
+SELECTIONS = ("sample", "best", "vote")  # of SMC's answer
 VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
 SIBLINGS = ("sampled", "top")  # of a draft tree
 
@@ -118,11 +120,21 @@ class Decoding(abc.ABC):
     def __str__(self) -> str:
         """A few words for a line of figures."""
 
-    def check(self, params: Any) -> None:  # noqa: B027
+    def check(self, params: Any) -> None:
         """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
+        if params.control is not None:
+            raise ValueError(
+                f"control is {params.control:g} and decides what SMC rejects, but decoding is {self.name}; leave it "
+                "out, or use decoding=SMC()."
+            )
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:  # noqa: B027
-        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes."""
+    def check_draft(  # noqa: B027
+        self, draft: str, *, full_support: bool, branches: bool, control: float | None = None
+    ) -> None:
+        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes.
+
+        `control` is a request's own, None the decoder's.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +152,7 @@ class Autoregressive(Decoding):
     sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:
-        _check_sparse(self.sparse)
+        check_sparse(self.sparse)
         if self.sparse is not None and self.sparse.is_grouped:
             raise ValueError(
                 f"sparse has mode {self.sparse.mode!r}, and the target alone has one query at a time, so none to "
@@ -169,21 +181,24 @@ class SMC(Decoding):
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
         resampling: one of `smcjax.smc.SCHEMES`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
-            sample of the target nor its mode).
+            sample of the target nor its mode), "vote" the heaviest particle of those whose answers, taken together,
+            weigh most (`smcjax.engine.vote`; not a sample of the target, also at control 1).
         bonus: draw one more token a cycle from the target's last column.
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
         trace: keep ESS, weights and ancestors of every cycle in the result.
-        control: c in [0, 1]. Draft d is accepted with probability min(1, p(d)/(c·q(d))), else its particle's block
-            ends with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything;
-            1 is speculative sampling of every particle, whose weights are 1 at power 1 (rejection control: Liu, Chen &
-            Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
+        control: c in [0, 1], where a request brings none. Draft d is accepted with probability min(1, p(d)/(c·q(d))),
+            else its particle's block ends with a token of the residual max(p − q, 0), and a token's weight is at least
+            c. 0 accepts everything; 1 is speculative sampling of every particle, whose weights are 1 at power 1
+            (rejection control: Liu, Chen & Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
         watchdog: a rate in nats a token, above 0, for power 1; None: no watchdog. Once a request's evidence has fallen
             by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
             the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
+        vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
+            has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".
     """
 
     name = "smc"
@@ -204,27 +219,32 @@ class SMC(Decoding):
     watchdog: float | None = None
     sparse: SparseVerification | None = None
     approximate: bool = False
+    vote_by: Callable[[str], Hashable] | None = None
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
-        _check_sizes(self, "n_particles", "gamma")
-        _check_draft_temperature(self.draft_temperature)
-        if not _is_number(self.power, 1e-3, 1e3):
+        check_sizes(self, "n_particles", "gamma")
+        check_draft_temperature(self.draft_temperature, COLDEST)
+        if not is_number(self.power, 1e-3, 1e3):
             raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
-        if not _is_number(self.ess_threshold, 0.0, 1.0):
+        if not is_number(self.ess_threshold, 0.0, 1.0):
             raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
-        if not _is_number(self.control, 0.0, 1.0):
+        if not is_number(self.control, 0.0, 1.0):
             raise ValueError(f"control must be a number from 0 to 1, got {self.control!r}.")
         if self.watchdog is not None:
             self._check_watchdog()
         if self.resampling not in SCHEMES:
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
-            raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
+            raise ValueError(f"select must be 'sample', 'best' or 'vote', got {self.select!r}.")
+        if self.vote_by is not None and not callable(self.vote_by):
+            raise ValueError(f"vote_by must be a function from a text to an answer, or None, got {self.vote_by!r}.")
+        if self.vote_by is not None and self.select != "vote":
+            raise ValueError(f"vote_by is set and select is {self.select!r}; use select='vote', or leave it out.")
         for name in ("bonus", "defer_bonus", "trace", "approximate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        _check_sparse(self.sparse)
+        check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
         if self.sparse is not None and is_approximate and not self.approximate:
             raise ValueError(
@@ -236,7 +256,7 @@ class SMC(Decoding):
 
     def _check_watchdog(self) -> None:
         """Refuses rates out of range, or without a use."""
-        if not _is_number(self.watchdog, 1e-3, 100.0):
+        if not is_number(self.watchdog, 1e-3, 100.0):
             raise ValueError(
                 f"watchdog must be a number of nats a token from 0.001 to 100, or None, got {self.watchdog!r}."
             )
@@ -270,8 +290,8 @@ class SMC(Decoding):
 
     @property
     def exact(self) -> bool:
-        """True at control 1 and power 1 where each particle is a sample of the target, not approximately."""
-        return self.control == 1.0 and self.power == 1.0 and super().exact
+        """True at control 1 and power 1 where each particle is a sample of the target, and no vote is held."""
+        return self.control == 1.0 and self.power == 1.0 and self.select != "vote" and super().exact
 
     @property
     def ragged(self) -> bool:
@@ -281,15 +301,16 @@ class SMC(Decoding):
     def __str__(self) -> str:
         control = f", control {self.control:g}" if self.control else ""
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{_in_words(self.sparse)}"
+        vote = ", vote" if self.select == "vote" else ""
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{vote}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
         such a draft is, where the target likes it.
         """
-        if not full_support and self.control < 1.0:
+        if not full_support and (self.control if control is None else control) < 1.0:
             raise ValueError(
                 f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
@@ -371,7 +392,7 @@ class Rejection(Decoding):
             object.__setattr__(self, "gamma", 4)
         if self.tree is not None:
             self._set_tree()
-        _check_sizes(self, "gamma", "n_candidates")
+        check_sizes(self, "gamma", "n_candidates")
         if self.verification not in VERIFICATIONS:
             raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
         if self.verification == "block" and self.n_candidates > 1:
@@ -385,8 +406,8 @@ class Rejection(Decoding):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
             if self.tree is None and value != usual:
                 raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
-        _check_draft_temperature(self.draft_temperature)
-        _check_sparse(self.sparse)
+        check_draft_temperature(self.draft_temperature, COLDEST)
+        check_sparse(self.sparse)
 
     def _set_tree(self) -> None:
         """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
@@ -431,7 +452,7 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool) -> None:
+    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
         """Refuses a tree of drafts that cannot branch."""
         if self.tree is not None and not branches:
             raise ValueError(
@@ -442,32 +463,6 @@ class Rejection(Decoding):
 
 DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
 
-_MOST = {"n_particles": 1024, "n_candidates": 1024, "gamma": 64}
-
-
-def _check_sizes(options: SMC | Rejection, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
-            raise ValueError(f"{name} must be a whole number from 1 to {_MOST[name]}, got {value!r}.")
-
-
-def _check_draft_temperature(value: object) -> None:
-    if value is not None and not _is_number(value, COLDEST, 1e3):
-        raise ValueError(
-            f"draft_temperature must be a number from {COLDEST:g} to 1000, or None to follow the request's "
-            f"temperature, got {value!r}."
-        )
-
-
-def _check_sparse(value: object) -> None:
-    if not isinstance(value, SparseVerification | None):
-        raise ValueError(f"sparse must be SparseVerification(...) or None, got {value!r}.")
-
 
 def _in_words(sparse: SparseVerification | None) -> str:
     return "" if sparse is None else f", {sparse}"
-
-
-def _is_number(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most  # no NaN

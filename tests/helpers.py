@@ -90,6 +90,7 @@ class Ask:
     seed: int = 0
     top_k: int | None = None
     top_p: float = 1.0
+    control: float | None = None
 
     def limit(self, max_model_len: int) -> int:
         """Tokens, prompt included, at which a row is cut."""
@@ -112,6 +113,7 @@ def batch(asks: Sequence[Ask], vocab_size: int, max_model_len: int, width: int =
         top_k=jnp.asarray([ask.top_k or vocab_size for ask in asks], jnp.int32),
         top_p=jnp.asarray([ask.top_p for ask in asks], jnp.float32),
         stops=jnp.asarray(stops),
+        control=jnp.asarray([-1 if ask.control is None else ask.control for ask in asks], jnp.float32),
         key=jax.vmap(jax.random.key)(jnp.asarray([ask.seed for ask in asks], jnp.uint32)),
     )
 

@@ -63,10 +63,11 @@ def run(args: argparse.Namespace) -> int:
     ) as llm:
         asked = questions(args.task, args.seed, args.num_problems, context=args.context)
         evaluation = evaluate(llm, asked, params, seed=args.seed)
+        chosen = llm.decoding
     report = evaluation.report()
     print(
         f"accuracy  {100 * report['accuracy']:.1f}%  (95% interval {100 * report['ci_low']:.1f} to "
-        f"{100 * report['ci_high']:.1f})  {report['n']} {JUDGED[args.task]}, {decoding}, temperature {args.temperature}"
+        f"{100 * report['ci_high']:.1f})  {report['n']} {JUDGED[args.task]}, {chosen}, temperature {args.temperature}"
     )
     print(f"speed     {report['tokens_per_second']:.0f} tokens/s, {report['tokens_per_cycle']:.2f} tokens a cycle")
     if args.json:

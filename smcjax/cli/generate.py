@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from smcjax.auto import CHOICES
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
@@ -18,8 +19,8 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt
-from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.plain import short
 
 if TYPE_CHECKING:
     from smcjax.engine.outputs import RequestOutput
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_trace(path: str, decoding: str) -> None:
     """Refuses what would fail only after the answer has been generated."""
-    if not DECODINGS[decoding].weighted:
+    if not CHOICES[decoding].weighted:
         raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
     check_output("--trace", path)
 
@@ -89,4 +90,6 @@ def summary(output: RequestOutput) -> str:
         ]
         if output.smc.control:
             parts.append(f"control {output.smc.control:.2f}")
+        if output.smc.vote is not None:
+            parts.append(f"vote {100 * output.smc.vote.share:.0f}% for {short(output.smc.vote.answer)}")
     return "[" + " · ".join(parts) + "]"

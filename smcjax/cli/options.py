@@ -8,8 +8,9 @@ import os
 import stat
 from typing import Any
 
+from smcjax.auto import CHOICES, Auto
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import DECODINGS, SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
+from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.plain import short
@@ -39,6 +40,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "tree_order": "order",
     },
     "autoregressive": {},
+    "auto": {name: name for name in ("n_particles", "gamma", "power", "select", "control")},
 }
 # Fields of SparseVerification.
 SPARSE = {"sparse_mode": "mode", "sparse_group": "group", "sparse_order": "order", "refresh": "schedule"}
@@ -69,8 +71,10 @@ def check_output(option: str, path: str) -> None:
 def check_models(args: argparse.Namespace) -> None:
     """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
     given = {"--model": args.model, "--draft-model": args.draft_model}
-    needed = [option for option in given if option == "--model" or DECODINGS[args.decoding].drafts]
+    needed = [option for option in given if option == "--model" or CHOICES[args.decoding].drafts]
     if args.draft_model == "ngram":  # which goes with any model
+        needed = ["--model"]
+    if args.decoding == "auto" and args.draft_model is None:  # which may do without
         needed = ["--model"]
     if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
         needed = ["--model"]
@@ -127,7 +131,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     """Declares how tokens are chosen, by `gamma` drafts a cycle unless told otherwise."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
-        "--decoding", choices=DECODINGS, default="smc", help="smc (default); exact: rejection, or the target alone"
+        "--decoding",
+        choices=CHOICES,
+        default="smc",
+        help="smc (default); exact: rejection, or the target alone; auto: exact, unless -N, --power, --select, "
+        "--control or --trace asks for a population",
     )
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
@@ -151,7 +159,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     group.add_argument(
         "--watchdog", type=float, metavar="NATS", help="of SMC: raise control when evidence falls faster a token (off)"
     )
-    group.add_argument("--select", choices=SELECTIONS, help="the answer (sample)")
+    group.add_argument("--select", choices=SELECTIONS, help="the answer (sample); vote: by the text behind ####")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
     add_sparse_options(parser)
 
@@ -218,7 +226,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     )
 
 
-def sampling_from(args: argparse.Namespace, decoding: Decoding, *, seed: int | None = None) -> SamplingParams:
+def sampling_from(args: argparse.Namespace, decoding: Decoding | Auto, *, seed: int | None = None) -> SamplingParams:
     """Returns the sampling parameters of the options; raises ValueError for values that `decoding` cannot honour."""
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -251,7 +259,7 @@ def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
     return SparseVerification(**given)
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
+def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding | Auto:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
     fields = OPTIONS[args.decoding]
     given = {}
@@ -267,10 +275,14 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding:
             )
         given[fields[name]] = value
     defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
+    if args.decoding == "auto":  # to which every number says something
+        defaults = {}
     if args.tree is not None:  # which says how deep it is
         defaults.pop("gamma", None)
     given = {**defaults, **given, "sparse": sparse_from(args)}
-    return DECODINGS[args.decoding](**given, **({"trace": True} if trace else {}))
+    if trace:
+        given["trace"] = True
+    return CHOICES[args.decoding](**given)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

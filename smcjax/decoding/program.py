@@ -42,6 +42,8 @@ class Program[D: Decoding]:
         page_size: B, tokens of a KV page.
         implementation: of operations, as `smcjax.pallas.dispatch.implementations` takes it.
         truncates: whether a request uses top_k or top_p: sorting a vocabulary at every step is not for the others.
+        controls: whether a request of `SMC(control=0)` has a control of its own: whole laws of drafts are not for the
+            others.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
@@ -53,15 +55,33 @@ class Program[D: Decoding]:
     page_size: int = 16
     implementation: str = "auto"
     truncates: bool = False
+    controls: bool = False
 
     def __post_init__(self) -> None:
         if self.proposer is not None:
             self.proposer.check(self.target)
-            self.decoding.check_draft(
-                str(self.proposer), full_support=self.proposer.full_support, branches=self.proposer.branches
-            )
+        self._check_draft()
         if self.speculation.sparse is not None:
             self.speculation.sparse.check(self.target.selecting.values())
+
+    def check(self, params: Any) -> None:
+        """Raises ValueError for `SamplingParams` that the decoder cannot honour exactly, or not with these drafts."""
+        self.decoding.check(params)
+        self._check_draft(params.control)
+
+    def _check_draft(self, control: float | None = None) -> None:
+        if self.proposer is not None:
+            self.decoding.check_draft(
+                str(self.proposer),
+                full_support=self.proposer.full_support,
+                branches=self.proposer.branches,
+                control=control,
+            )
+
+    @property
+    def ragged(self) -> bool:
+        """True where drafts can be rejected."""
+        return self.controls or self.decoding.ragged
 
     @property
     def proposer(self) -> Proposer | None:

@@ -28,6 +28,7 @@ class Requests:
     top_k: Int[Array, " G"]  # ≥ V = off
     top_p: Float[Array, " G"]  # 1 = off
     stops: Bool[Array, "G V"]  # token ids that end a row
+    control: Float[Array, " G"]  # c of SMC; below 0: the decoder's
     key: Key[Array, " G"]
 
     @classmethod
@@ -54,6 +55,7 @@ class Requests:
             top_k=jnp.full(groups, vocab_size, jnp.int32),
             top_p=jnp.ones(groups, jnp.float32),
             stops=jnp.broadcast_to(stops, (groups, vocab_size)),
+            control=jnp.full(groups, -1, jnp.float32),
             key=jax.random.split(key, groups),
         )
 

@@ -19,6 +19,7 @@ class Batch:
     top_k: np.ndarray  # [G] int32
     top_p: np.ndarray  # [G] float32
     stops: np.ndarray  # [G, V] bool
+    control: np.ndarray  # [G] float32; below 0: the decoder's
     seed: np.ndarray  # [G] uint32
     present: np.ndarray  # [G] bool
 
@@ -34,6 +35,7 @@ class Batch:
             top_k=np.full(size, vocab_size, np.int32),
             top_p=np.ones(size, np.float32),
             stops=np.zeros((size, vocab_size), bool),
+            control=np.full(size, -1, np.float32),
             seed=np.zeros(size, np.uint32),
             present=np.zeros(size, bool),
         )

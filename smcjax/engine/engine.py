@@ -110,7 +110,7 @@ class Engine:
         self._preempted: dict[str, _Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
-        self._untruncated: dict[int, str] = {}  # batch sizes without programs for top_k and top_p, and why
+        self._plain_only: dict[int, str] = {}  # batch sizes without programs for what few requests ask for, and why
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.seconds_waited = 0.0  # for results that the device had not finished
@@ -203,7 +203,7 @@ class Engine:
         }
 
     def warm_up(self, *, use_tqdm: bool) -> None:
-        """Compiles the programs of every batch size and of moves between any two, but those for top_k and top_p."""
+        """Compiles the programs of every batch size and of moves between any two, but those for what few ask for."""
         self._settle()
         with contextlib.ExitStack() as stack:
             bar: Any = None
@@ -286,26 +286,31 @@ class Engine:
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
-            self._refuse_truncating(refusal)
+            self._refuse_special(refusal)
 
     def _ready_program(self, size: int) -> tuple[Any, str | None]:
-        """The compiled program for those in a batch of this size; and why it is not one for top_k and top_p, if
-        somebody uses them and it is not."""
+        """The compiled program for those in a batch of this size; and why it is not one for what few ask for, if
+        somebody does and it is not."""
         program = self.runner.program
-        wanted = any(group.request.params.truncates for group in self._scheduler.groups)
-        if wanted and size not in self._untruncated:
-            truncating = dataclasses.replace(program, truncates=True)
+        asked = [group.request.params for group in self._scheduler.groups if self._is_special(group.request)]
+        if asked and size not in self._plain_only:
+            truncates = any(params.truncates for params in asked)
+            special = dataclasses.replace(program, truncates=truncates, controls=not truncates)  # no decoder has both
             try:
-                self._compile([size], truncating)
-                return truncating, None
+                self._compile([size], special)
+                return special, None
             except ValueError as error:  # it needs more memory than the device has
-                self._untruncated[size] = f"top_k and top_p cannot be used here: {error}"
+                self._plain_only[size] = f"{'top_k and top_p' if truncates else 'control'} cannot be used here: {error}"
         self._compile([size], program)
-        return program, self._untruncated[size] if wanted else None
+        return program, self._plain_only[size] if asked else None
 
-    def _refuse_truncating(self, error: str) -> None:
-        """Ends the requests that use top_k or top_p; the others go on without them."""
-        for group in [group for group in self._scheduler.groups if group.request.params.truncates]:
+    def _is_special(self, request: Request) -> bool:
+        """True for requests with top_k, top_p or a control that the usual program does not honour."""
+        return request.params.truncates or (bool(request.params.control) and not self._decoder.ragged)
+
+    def _refuse_special(self, error: str) -> None:
+        """Ends the requests that the usual program does not honour; the others go on without them."""
+        for group in [group for group in self._scheduler.groups if self._is_special(group.request)]:
             running = self._running[group.request.request_id]
             running.refused = error
             self._scheduler.withdraw(group.request.request_id)
@@ -444,7 +449,8 @@ class Engine:
                 # It had begun again, or failed: what its reader has got is what there is.
                 text, token_ids = running.certain.text, running.certain.token_ids
                 answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
-                report = self._decoder.report(running.infos, len(request.token_ids), len(token_ids))
+                start, control = len(request.token_ids), request.params.control
+                report = self._decoder.report(running.infos, start, len(token_ids), control)
                 metrics = dataclasses.replace(
                     output.metrics,
                     generated_tokens=len(token_ids),

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from smcjax.decoders import DECODINGS, SMC, Decoding
+from smcjax.auto import Auto
+from smcjax.decoders import SMC, Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
@@ -50,7 +51,8 @@ class LLM:
             the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
             target, whose other weights are shared.
-        decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`.
+        decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`; or "auto", `Auto(...)`, which
+            chooses one of them now by what is asked for.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
             made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
@@ -82,7 +84,7 @@ class LLM:
         revision: str | None = None,
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
-        decoding: Decoding | None = None,
+        decoding: Decoding | Auto | str | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         draft_quantization: str | None = None,
@@ -98,9 +100,11 @@ class LLM:
         tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
-        self.decoding = SMC() if decoding is None else decoding
-        if not isinstance(self.decoding, tuple(DECODINGS.values())):
-            raise ValueError(f"decoding must be SMC(...), Rejection(...) or Autoregressive(), got {decoding!r}.")
+        choice: object = SMC() if decoding is None else Auto() if decoding == Auto.name else decoding
+        if not isinstance(choice, Decoding | Auto):
+            raise ValueError(
+                f"decoding must be SMC(...), Rejection(...), Autoregressive(), Auto(...) or 'auto', got {decoding!r}."
+            )
         check_path("model", model)
         check_path("draft_model", draft_model)
         check_revision("revision", revision)
@@ -129,6 +133,12 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
 
         enable_compilation_cache()
+        if isinstance(choice, Auto):
+            require_devices()
+            has_draft = model is None or draft_model is not None or draft_drop_layers is not None
+            choice = choice.choose(has_draft=has_draft, candidates_pay=not on_cpu() and draft_model != NGRAM)
+            logger.info("Decoding by %s.", choice)
+        self.decoding: Decoding = choice
         drafts = self.decoding.drafts
         of_drafts: dict[str, Any] = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
         if draft_model == NGRAM and drafts:
@@ -170,6 +180,10 @@ class LLM:
         try:
             self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
             self.tokenizer = self.models.tokenizer
+            if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
+                raise ValueError(
+                    "select is 'vote' and the model directory has no tokenizer to read answers by; use select='sample'."
+                )
             self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission)
             if not on_cpu() if compile_at_start is None else compile_at_start:
                 self.warm_up()
@@ -191,7 +205,7 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
-        decoder = make_decoder(
+        self._decoder = decoder = make_decoder(
             self.decoding, models.target, models.proposer, longest, self.page_size, self._implementation
         )
         self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
@@ -336,7 +350,7 @@ class LLM:
         vocab_size = self.models.target.vocab_size
         text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
         params, named = told_apart(params, self.tokenizer, vocab_size)
-        self.decoding.check(params)
+        self._decoder.check(params)
         stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")

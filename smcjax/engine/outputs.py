@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -41,6 +42,19 @@ class Trace:
     selected: int = 0  # the row that answered
 
 
+@dataclasses.dataclass(frozen=True)
+class Vote:
+    """The outcome of a vote of the particles (`SMC(select="vote")`), which is not a sample of the target."""
+
+    answer: Hashable  # that won
+    shares: Mapping[Hashable, float]  # of the population's weight, by answer, largest first; they abstain up to 1
+
+    @property
+    def share(self) -> float:
+        """Share of the population's weight that the answer has."""
+        return self.shares[self.answer]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
 class SMCOutput:
     """The population behind an answer."""
@@ -53,6 +67,7 @@ class SMCOutput:
     raised_cycles: int = 0  # of `RequestMetrics.cycles`, those under a raised control
     warning: str | None = None  # a watchdog's sentence, once it has raised the control
     trace: Trace | None = None
+    vote: Vote | None = None  # with select="vote"; None also where no particle had an answer: then one was drawn
 
 
 @dataclasses.dataclass(frozen=True)

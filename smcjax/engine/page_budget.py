@@ -24,15 +24,15 @@ class Footprint:
     rows: int  # N
     page_size: int  # B
     width: int  # W, tokens a cycle
-    ragged: bool = False  # a cycle gives a row from 1 to W tokens, and gives back the pages behind them
+    ragged: bool = False  # every group is ragged: a cycle gives a row 1 to W tokens, and gives back the pages behind
 
     def prompt(self, prompt_length: int) -> int:
         """Pages of a group that has just joined."""
         return -(-prompt_length // self.page_size)
 
-    def need(self, prompt_length: int, limit: int, cycles: int) -> int:
-        """Pages that the next cycle takes at most."""
-        if self.ragged:
+    def need(self, prompt_length: int, limit: int, cycles: int, *, ragged: bool = False) -> int:
+        """Pages that the next cycle takes at most; of a `ragged` group also where others are not."""
+        if ragged or self.ragged:
             if prompt_length + cycles >= limit - 1:
                 return 0
             return self.rows * ((self.width + self.page_size - 2) // self.page_size + 1)

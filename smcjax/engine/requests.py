@@ -149,6 +149,8 @@ def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int
         batch.top_k[group] = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
         batch.top_p[group] = params.top_p
         batch.stops[group, list(request.stop_ids)] = True
+        if params.control is not None:
+            batch.control[group] = params.control
         batch.seed[group] = request.seed
         batch.present[group] = True
     return batch

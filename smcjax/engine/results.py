@@ -9,11 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from smcjax.decoders import SMC, Decoding
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
 from smcjax.engine.text import AnswerText, answer_text
+from smcjax.engine.vote import Elected, elect, marked_answer
+from smcjax.plain import short
 from smcjax.tokenizer import Tokenizer
 
 _NO_WEIGHT = (
@@ -62,6 +65,11 @@ def assemble(
         for row in range(len(population.tokens))
     ]
     error = refused or (_NO_WEIGHT if population.failed else None)
+    elected = None
+    if error is None and tokenizer is not None:
+        elected, error = _elected(decoder.decoding, request, sequences, np.asarray(population.log_weight), tokenizer)
+    if elected is not None:
+        selected = elected.row
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:
@@ -72,7 +80,7 @@ def assemble(
         logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     kept = len(completion.token_ids)
-    report = decoder.report(infos, start, kept)
+    report = decoder.report(infos, start, kept, request.params.control)
     weighted = None
     if decoder.decoding.weighted:
         assert report.control is not None
@@ -92,6 +100,7 @@ def assemble(
             raised_cycles=report.raised_cycles,
             warning=report.warning,
             trace=_trace(report, request, sequences, selected, tokenizer),
+            vote=None if elected is None else elected.vote,
         )
     return RequestOutput(
         request_id=request.request_id,
@@ -145,6 +154,23 @@ def aborted_in_the_queue(
             preemptions=preemptions,
         ),
     )
+
+
+def _elected(
+    decoding: Decoding,
+    request: Request,
+    sequences: Sequence[list[int]],
+    log_weights: np.ndarray,
+    tokenizer: Tokenizer,
+) -> tuple[Elected | None, str | None]:
+    """The outcome of the vote that the decoder asks for, if any; and what is wrong with the function that it asks."""
+    if not isinstance(decoding, SMC) or decoding.select != "vote":
+        return None, None
+    texts = [_completion(request, token_ids, tokenizer).text for token_ids in sequences]
+    try:
+        return elect(texts, log_weights, decoding.vote_by or marked_answer), None
+    except Exception as error:  # of the user's function, which may cost nobody else anything
+        return None, f"vote_by failed for one of the particles: {type(error).__name__}: {short(str(error))}"
 
 
 def _reason(request: Request, token_ids: list[int]) -> str:

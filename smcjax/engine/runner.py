@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
 class Runner:
     """One decoder's programs and state.
 
-    Methods take a `program` where there may be two: the decoder, or the same with `truncates` set.
+    Methods take a `program` where there may be two: the decoder, or the same with `truncates` or `controls` set.
     """
 
     def __init__(self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs) -> None:

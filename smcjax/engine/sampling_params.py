@@ -11,7 +11,7 @@ MAX_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Per-request sampling. Nothing here ever recompiles a program, but for top_k/top_p, once.
+    """Per-request sampling. Nothing here ever recompiles a program, but for top_k/top_p and control, once.
 
     Attributes:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.
@@ -25,6 +25,8 @@ class SamplingParams:
         ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.
         logprobs: 1 returns log p_T of the generated tokens.
+        control: c in [0, 1] in place of `SMC(control=…)`, by which drafts of this request are rejected; None: the
+            decoder's. Other decoders refuse it.
         n: refused; a population is asked for with SMC(n_particles=…).
     """
 
@@ -38,6 +40,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    control: float | None = None
     n: None = None
 
     def __post_init__(self) -> None:
@@ -72,6 +75,8 @@ class SamplingParams:
             raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, or None, got {self.seed!r}.")
         if self.logprobs is not None and not (_is_int(self.logprobs, 0) and self.logprobs <= 1):
             raise ValueError(f"logprobs must be None or 1 (of the chosen tokens only), got {self.logprobs!r}.")
+        if self.control is not None and not (_is_real(self.control) and 0 <= self.control <= 1):
+            raise ValueError(f"control must be a number from 0 to 1, or None for the decoder's, got {self.control!r}.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -196,7 +196,9 @@ class Scheduler:
 
     def _need(self, group: Group) -> int:
         """Pages that the next cycle takes for it at most."""
-        return self._footprint.need(len(group.request.token_ids), group.request.limit, group.cycles)
+        request = group.request
+        ragged = bool(request.params.control)
+        return self._footprint.need(len(request.token_ids), request.limit, group.cycles, ragged=ragged)
 
     def _ceiling(self, group: Group, cycles: int) -> int:
         """Pages that it names at most after so many cycles, beside the cached ones."""

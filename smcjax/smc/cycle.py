@@ -5,8 +5,8 @@
     weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
-With `SMC(control=c)`, c > 0, verifying rejects drafts too (`smcjax.smc.control`): rows advance by 1 to K + 1 tokens,
-and give back the pages behind them.
+With a control c > 0, the decoder's or a request's, verifying rejects drafts too (`smcjax.smc.control`): rows advance by
+1 to K + 1 tokens, and give back the pages behind them.
 
 Every shape depends on the program only; nothing reads a value on the host. A group whose population has ended is
 frozen: its rows go through the forwards like all others, write to the trash page, and change nothing.
@@ -47,7 +47,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state = weigh(state, proposal)
     if program.decoding.watchdog is not None:
         state = watch(program.decoding, before, state)
-    if program.decoding.ragged:
+    if program.ragged:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
@@ -84,7 +84,7 @@ def draft(program: SMCProgram, params: PairParams, state: State) -> tuple[State,
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
     )
-    return propose(program, params, state, distribution, keep_logits=program.decoding.ragged)
+    return propose(program, params, state, distribution, keep_logits=program.ragged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def verify(
     state, logits = score(program, params, state, drafts.tokens, copies)
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
-    if smc.ragged:
+    if program.ragged:
         return state, controlled(program, state, logits, drafts)
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
     increments = draft_increment(smc.power, logprobs, drafts.logprobs)
@@ -125,7 +125,6 @@ def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"],
     """Rejects drafts by the groups' controls, and draws the token behind those that are accepted."""
     smc = program.decoding
     assert drafts.logits is not None
-    assert state.control is not None
     control = state.per_row(state.control)
     laws = Laws.of(smc.power, logits, drafts.logits)
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)

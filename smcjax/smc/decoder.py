@@ -25,25 +25,26 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         alive = np.full(len(info.length), bool(info.resampled)) | ~np.isneginf(info.log_weight)
         return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
 
-    def report(self, infos: Sequence[Info], prompt_length: int, kept: int) -> Report:
+    def report(self, infos: Sequence[Info], prompt_length: int, kept: int, control: float | None = None) -> Report:
         """Resamplings, the mean ESS, the control and, with `SMC(trace=True)`, the population's history."""
         smc = self.decoding
-        controls = [info.control for info in infos if info.control is not None]  # each of the cycle after it
-        raised = int(np.sum(np.array(controls, np.float32) > np.float32(smc.control)))
+        control = smc.control if control is None else control
+        controls = [info.control for info in infos]  # each of the cycle after it
+        raised = int(np.sum(np.array(controls, np.float32) > np.float32(control)))
         return Report(
-            control=smc.raised_control if raised else smc.control,
+            control=smc.raised_control if raised else control,
             raised_cycles=max(raised - 1, 0),  # the last of these did not run
-            warning=self._warning(len(infos), raised) if raised else None,
+            warning=self._warning(len(infos), raised, control) if raised else None,
             resamples=sum(bool(info.resampled) for info in infos),
             mean_ess=float(np.mean([info.ess for info in infos])) if infos else None,
             trace=self._trace(infos, prompt_length) if self.decoding.trace else None,
         )
 
-    def _warning(self, cycles: int, raised: int) -> str:
+    def _warning(self, cycles: int, raised: int, control: float) -> str:
         smc = self.decoding
         return (
             f"the evidence fell {ALARM:g} nats below {smc.watchdog:g} a token after {cycles - raised + 1} of {cycles} "
-            f"cycles: the draft misses what the target wants, and control was raised from {smc.control:g} to "
+            f"cycles: the draft misses what the target wants, and control was raised from {control:g} to "
             f"{smc.raised_control:.2f} for the other {raised - 1}"
         )
 

@@ -37,7 +37,7 @@ def begin(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),
         log_evidence=jnp.zeros(present.shape, jnp.float32),
-        control=jnp.full(present.shape, smc.control, jnp.float32) if smc.ragged else None,
+        control=jnp.where(requests.control < 0, jnp.float32(smc.control), requests.control),
         excess=None if smc.watchdog is None else jnp.zeros(present.shape, jnp.float32),
     )
 
@@ -90,7 +90,10 @@ def log_evidence(state: State) -> Float[Array, " G"]:
 
 
 def select(program: SMCProgram, state: State) -> Int[Array, " G"]:
-    """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row."""
+    """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row.
+
+    One is drawn for a vote too, which the host holds about texts; it answers where nobody has a vote.
+    """
     if program.decoding.select == "best":
         return jnp.argmax(state.log_weight, axis=1).astype(jnp.int32)
     return draw(group_keys(state.requests.key, state.cycle, Purpose.SELECT), state.log_weight)

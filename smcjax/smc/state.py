@@ -21,7 +21,7 @@ class State(groups.Groups):
 
     log_weight: Float[Array, "G N"]  # since the last resampling
     log_evidence: Float[Array, " G"]  # log Ẑ without the closing term
-    control: Float[Array, " G"] | None = None  # c of the next cycle; None: drafts are never rejected
+    control: Float[Array, " G"]  # c of the next cycle
     excess: Float[Array, " G"] | None = None  # the watchdog's, nats (`smcjax.smc.watchdog`); None: there is none
 
 
@@ -35,4 +35,4 @@ class Info(groups.Info):
     ancestors: Int[Array, "G N"]  # the row itself where nothing was resampled
     log_weight: Float[Array, "G N"]  # before resampling
     finished: Bool[Array, "G N"]  # after resampling
-    control: Float[Array, " G"] | None = None  # of the next cycle; None: drafts are never rejected
+    control: Float[Array, " G"]  # of the next cycle

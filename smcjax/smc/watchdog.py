@@ -33,12 +33,12 @@ def watch(smc: SMC, before: State, after: State) -> State:
     Groups that are frozen change nothing: neither evidence nor lengths have.
     """
     assert before.excess is not None
-    assert before.control is not None
     assert smc.watchdog is not None
     gained = (after.sequences.length - before.sequences.length).reshape(before.log_weight.shape)
     tokens = jnp.sum(normalized_weights(before.log_weight) * gained, axis=1)
     excess = jnp.maximum(0.0, before.excess - (_evidence(after) - _evidence(before)) - smc.watchdog * tokens)
-    control = jnp.where(excess > ALARM, jnp.asarray(smc.raised_control, before.control.dtype), before.control)
+    raised = jnp.maximum(before.control, smc.raised_control)  # a request's own may be higher
+    control = jnp.where(excess > ALARM, raised, before.control)
     return dataclasses.replace(after, control=control, excess=excess)
 
 

@@ -57,7 +57,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--decoding", "rejection", "--control", "1"], "--control is an option of --decoding smc"),
     ([*GENERATE, "--resampling", "none"], "'none' is not one of systematic, stratified, multinomial, residual;"),
     ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
-    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best"),
+    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best, vote"),
     ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
     (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
     (["eval", "--task", "recal"], "did you mean recall?"),
@@ -91,6 +91,9 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 64, got 0"),
     ([*GENERATE, "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
+    ([*GENERATE, "--decoding", "auto", "--watchdog", "1"], "--watchdog is an option of --decoding smc, got --decoding"),
+    ([*GENERATE, "--decoding", "auto", "-N", "0"], "n_particles must be a whole number from 1 to 1024, got 0"),
+    ([*GENERATE, "--decoding", "auto", "-N", "2", "--temperature", "0"], "temperature is 0, where every draft"),
     ([*GENERATE, "--decoding", "autoregressive", "--power", "2"], "--power is an option of --decoding smc"),
     (
         [*GENERATE, "--decoding", "autoregressive", "-N", "8"],

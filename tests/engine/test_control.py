@@ -1,4 +1,7 @@
-"""SMC with a control and a watchdog through the engine: unequal rows in any mix, streamed, preempted; what is said."""
+"""SMC with a control and a watchdog through the engine: unequal rows in any mix, streamed, preempted; what is said.
+
+Then requests that bring a control of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import LLM, RequestOutput, SamplingParams
+from smcjax import LLM, SMC, RequestOutput, SamplingParams
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.page_budget import FreePages
+from smcjax.engine.runner import Runner
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -32,12 +36,19 @@ def controlled(pair: Pair) -> Iterator[LLM]:
         yield llm
 
 
-def params(number: int) -> SamplingParams:
-    return SamplingParams(seed=number, temperature=0.6 + 0.1 * (number % 4), ignore_eos=number % 3 > 0)
+Run = dict[int, tuple[RequestOutput, list[int], str]]
 
 
-def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES) -> dict[int, tuple[RequestOutput, list[int], str]]:
-    """Outputs, streamed tokens and text, in so many pages, where groups are believed to use few."""
+def params(number: int, control: float | None = None) -> SamplingParams:
+    temperature = 0.6 + 0.1 * (number % 4)
+    return SamplingParams(seed=number, temperature=temperature, ignore_eos=number % 3 > 0, control=control)
+
+
+def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES, controls: dict[int, float] | None = None) -> Run:
+    """Outputs, streamed tokens and text, in so many pages, where groups are believed to use few.
+
+    `controls` are requests' own, by their numbers.
+    """
     engine, outputs = llm.engine, {}
     engine.reset()
     engine.runner.take_memory()
@@ -46,7 +57,8 @@ def run(llm: LLM, numbers: list[int], pages: int = 2 * PAGES) -> dict[int, tuple
     engine.runner._memory = dataclasses.replace(memory, pool=pool)
     scheduler._pages, scheduler.free = pages, FreePages(pages)
     scheduler.free.share = 0.0
-    requests = {number: llm.request(prompt(number), params(number)) for number in numbers}
+    controls = controls or {}
+    requests = {number: llm.request(prompt(number), params(number, controls.get(number))) for number in numbers}
     for request in requests.values():
         engine.add_request(request, stream=True)
     while engine.busy:
@@ -112,3 +124,90 @@ def test_what_the_watchdog_says(controlled: LLM, answers: list[Any], caplog: pyt
     with caplog.at_level(logging.WARNING, "smcjax"):
         run(controlled, list(range(COUNT)))
     assert sum("the evidence fell" in record.message for record in caplog.records) == warned
+
+
+# Requests with a control of their own.
+
+OWN = {0: 0.1, 2: 1.0, 3: 0.1, 5: 0.0}
+
+
+@pytest.fixture(scope="module")
+def uncontrolled(pair: Pair) -> Iterator[LLM]:
+    """The same but for its control, 0, and no watchdog."""
+    smc, fields = {"n_particles": ROWS}, {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN}
+    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
+        yield llm
+
+
+def controlled_programs(llm: LLM) -> int:
+    """Compiled decoding steps that can reject drafts."""
+    executables = llm.engine.runner.programs._executables
+    return sum(key[-1] == "step" and key[0].ragged for key in executables)
+
+
+@pytest.fixture(scope="module")
+def own(uncontrolled: LLM) -> Run:
+    """First without, so that the programs of others stay what they are; then with controls, two requests at a time."""
+    without = run(uncontrolled, list(range(COUNT)))
+    assert controlled_programs(uncontrolled) == 0
+    done = run(uncontrolled, list(range(COUNT)), controls=OWN)
+    assert controlled_programs(uncontrolled) > 0
+    for number in range(COUNT):
+        same = fingerprint(done[number][0]) == fingerprint(without[number][0])
+        assert same == (not OWN.get(number)), "0 is what the decoder does; others change the tokens"
+    return done
+
+
+def test_a_requests_own_control(own: Run, controlled: LLM, answers: list[Any]) -> None:
+    """It is said, and decodes as a decoder's would, seed for seed, where that one's watchdog was not roused."""
+    for number, (output, tokens, text) in own.items():
+        assert output.smc.control == OWN.get(number, 0.0)
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
+    alike = [number for number in OWN if OWN[number] == 0.1 and answers[number].smc.warning is None]
+    assert alike
+    for number in alike:
+        assert fingerprint(own[number][0]) == fingerprint(answers[number])
+    exact = own[2][0].smc
+    assert exact.log_evidence == 0
+    assert (exact.log_weights == 0).all()
+    other = run(controlled, [2], controls=OWN)[2][0]
+    assert (other.smc.control, other.smc.warning) == (1.0, None), "a watchdog has nothing to raise"
+    assert fingerprint(other) == fingerprint(own[2][0])
+
+
+def test_own_controls_in_any_mix(uncontrolled: LLM, own: Run) -> None:
+    """In another order and in the pages of one request, where unequal rows take their worst case."""
+    done = run(uncontrolled, list(range(COUNT))[::-1], PAGES, OWN)
+    for number, (output, tokens, text) in done.items():
+        assert fingerprint(output) == fingerprint(own[number][0])
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
+    assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
+
+
+def test_programs_that_do_not_fit_end_who_asked_for_them(
+    uncontrolled: LLM, own: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, compile_all = uncontrolled.engine, Runner.compile
+
+    def compile_some(self: Runner, sizes: Any, program: Any, *rest: Any) -> None:
+        if program.controls:
+            raise ValueError("it needs more than there is; lower max_num_seqs.")
+        compile_all(self, sizes, program, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "compile", compile_some)
+        asked = [params(1), params(0, 0.1)]
+        answered, refused = uncontrolled.generate([prompt(1), prompt(0)], asked, use_tqdm=False)
+    engine._plain_only.clear()
+    assert refused.error == "control cannot be used here: it needs more than there is; lower max_num_seqs."
+    assert fingerprint(answered) == fingerprint(own[1][0])
+
+
+def test_who_refuses_a_control(plain: LLM, pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"^request 0: control is 0\.5 and decides what SMC rejects, but decoding is "):
+        plain.generate("ab", SamplingParams(control=0.5))
+    exact = SMC(n_particles=2, gamma=2, control=1.0)
+    with LLM(pair.target, draft_model="ngram", decoding=exact, max_model_len=32) as llm:
+        assert llm.request("ab", SamplingParams(control=1.0)).params.control == 1
+        with pytest.raises(ValueError, match=r"^draft_model is .*SMC\(control=1\)"):
+            llm.request("ab", SamplingParams(control=0.5))

@@ -367,7 +367,7 @@ def test_that_play_is_hard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: preemptions do happen in it, and a bound that is a page short fails."""
     assert sum(play(seed, LARGEST + 9, 1, 1.0) for seed in range(20)) > 10
     need = Footprint.need
-    monkeypatch.setattr(Footprint, "need", lambda self, *request: need(self, *request) - 1)
+    monkeypatch.setattr(Footprint, "need", lambda self, *request, **how: need(self, *request, **how) - 1)
     monkeypatch.setattr(Scheduler, "_ceiling", lambda self, group, cycles: PAGES if cycles else 1)
     failed = 0
     for seed in range(100):

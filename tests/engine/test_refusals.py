@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "ignore_eos": [1, 0, "yes", None],
     "seed": [-1, 2**32, 10**12, 1.0, "8", True, NAN],
     "logprobs": [2, -1, 10**12, True, 1.0, "1", [1]],
+    "control": [-0.1, 1.1, NAN, INF, HUGE, "1", True, [0.5]],
     "n": [1, 2, True, "8"],
 }
 WRONG_SMC: dict[str, list[Any]] = {
@@ -35,6 +36,7 @@ WRONG_SMC: dict[str, list[Any]] = {
     "ess_threshold": [-0.1, 1.1, NAN, INF, 10**12, "8", None, True],
     "resampling": ["none", "", None, 5, ["systematic"]],
     "select": ["first", "", None, 5],
+    "vote_by": [5, "len"],
     "bonus": [1, "yes", None],
     "defer_bonus": [1, "yes", None],
     "trace": [1, "yes", None],
@@ -44,7 +46,7 @@ WRONG_SMC: dict[str, list[Any]] = {
 WRONG_LLM: dict[str, list[Any]] = {
     "model": [5, True, ["a"]],
     "draft_model": [5, True, ["a"]],
-    "decoding": [SMC, "smc", 8],
+    "decoding": [SMC, "smc", 8, Auto],
     "dtype": ["int8", "fp16", 5, True, "float64"],
     "max_model_len": [0, 1, -1, 10**12, 8.0, "8", True, NAN],
     "max_num_seqs": [0, -1, 4097, 10**12, 8.0, "8", None, True, NAN],

@@ -143,6 +143,21 @@ def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]
     assert answers(program, num_pages=bound + 1)[0] == base[0]
 
 
+def test_each_group_has_its_own_control(base: tuple[list[Any], list[smc.Info]]) -> None:
+    """Groups under several controls in one program are what a decoder of each makes of them."""
+    own = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=0.0), controls=True)
+    asks = [dataclasses.replace(ask, control=c) for ask, c in zip(ASKS, (None, 0.1, 0.3, 1.0), strict=True)]
+    state, infos = finish(own, PAIR.params, start(own, PAIR.params, asks))
+    np.testing.assert_allclose(infos[-1].control, [0.0, 0.1, 0.3, 1.0], rtol=1e-6)
+    for group, c in enumerate((0.0, 0.1, 0.3, 1.0)):
+        one = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=c))
+        alone, _ = finish(one, PAIR.params, start(one, PAIR.params, ASKS))
+        assert outputs(alone)[group] == outputs(state)[group]
+        np.testing.assert_allclose(smc.log_evidence(alone)[group], smc.log_evidence(state)[group], atol=1e-5)
+    assert outputs(state)[2] == base[0][2][0]
+    assert outputs(state)[1] != base[0][1][0], "control: another c gives other tokens"
+
+
 def test_the_watchdog_by_hand() -> None:
     """Without resampling the reports tell all: excess and control once more, and how fast evidence falls then."""
     rate, decoding = 0.1, dataclasses.replace(BASE.decoding, control=0.0, watchdog=0.1, ess_threshold=0.0)

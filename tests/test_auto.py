@@ -1,0 +1,84 @@
+"""What `decoding="auto"` chooses: by what is asked for, without a device; then through `LLM`, seed for seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
+from smcjax.auto import CHOICES, CONTROL
+from smcjax.decoders import DECODINGS
+from tests.checkpoints import write_pair
+
+SPARSE = SparseVerification("merged", 4)
+POPULATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"n_particles": 4}, {"n_particles": 4}),
+    ({"n_particles": 8, "gamma": 3}, {"gamma": 3}),
+    ({"power": 2.0}, {"power": 2.0}),
+    ({"evidence": True}, {}),
+    ({"trace": True}, {"trace": True}),
+    ({"select": "sample"}, {}),
+    ({"select": "vote", "vote_by": len}, {"select": "vote", "vote_by": len}),
+    ({"control": 0.0}, {"control": 0.0}),
+    ({"evidence": True, "sparse": SPARSE}, {"sparse": SPARSE}),
+]
+
+
+@pytest.mark.parametrize(("asked", "chosen"), POPULATIONS, ids=str)
+def test_a_population_is_smc_under_a_control(asked: dict[str, Any], chosen: dict[str, Any]) -> None:
+    auto = Auto(**asked)
+    assert auto.wants_population
+    for has_draft in (False, True):
+        made = auto.choose(has_draft=has_draft, candidates_pay=True)
+        assert made == SMC(**{"control": CONTROL, **chosen})
+
+
+@pytest.mark.parametrize("asked", [{}, {"gamma": 6}, {"sparse": SPARSE}], ids=str)
+def test_one_plain_answer_is_exact(asked: dict[str, Any]) -> None:
+    auto = Auto(**asked)
+    assert not auto.wants_population
+    assert auto.choose(has_draft=True, candidates_pay=False) == Rejection(**asked)
+    assert auto.choose(has_draft=True, candidates_pay=True) == Rejection(**asked, n_candidates=8)
+    assert auto.choose(has_draft=True, candidates_pay=True).exact
+    if asked.get("sparse") is None:
+        assert auto.choose(has_draft=False, candidates_pay=True) == Autoregressive()
+
+
+def test_requests_are_checked_as_the_choice_checks_them() -> None:
+    Auto().check(SamplingParams(temperature=0))
+    with pytest.raises(ValueError, match=r"^temperature is 0, where"):
+        Auto(n_particles=4).check(SamplingParams(temperature=0))
+    with pytest.raises(ValueError, match=r"^evidence must be True or False, got 1"):
+        Auto(evidence=1)
+    with pytest.raises(ValueError, match=r"^gamma must be a whole number from 1 to 64, got 0"):
+        Auto(gamma=0)
+
+
+def test_the_registry() -> None:
+    """Every decoder by its name, and "auto", which is none."""
+    assert {**DECODINGS, "auto": Auto} == CHOICES
+    assert all(choice.name == name for name, choice in CHOICES.items())
+
+
+def answer(decoding: Any, tmp_path: Path, *, draft: bool = True) -> tuple[Any, Any]:
+    pair = write_pair(tmp_path)
+    fields: dict[str, Any] = {"draft_model": pair.draft} if draft else {}
+    with LLM(pair.target, decoding=decoding, max_model_len=32, max_num_seqs=1, page_size=4, **fields) as llm:
+        [output] = llm.generate("ab", SamplingParams(seed=3, max_tokens=12), use_tqdm=False)
+        return llm.decoding, output.outputs[0].token_ids
+
+
+def test_an_llm_says_what_it_chose(tmp_path: Path) -> None:
+    """On a CPU, where one candidate is fastest."""
+    assert answer("auto", tmp_path) == answer(Rejection(), tmp_path)
+    chosen, tokens = answer("auto", tmp_path, draft=False)
+    assert (chosen, tokens) == answer(Autoregressive(), tmp_path, draft=False)
+    assert str(chosen) == "target alone"
+    assert tokens != answer(Rejection(), tmp_path)[1], "control: the choice shows"
+
+
+def test_a_population_needs_a_draft(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model is set and draft_model is not"):
+        answer(Auto(n_particles=2), tmp_path, draft=False)
