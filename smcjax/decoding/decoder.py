@@ -71,6 +71,9 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         n = len(info.length)
         return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
 
-    def report(self, infos: Sequence[I], prompt_length: int, kept: int) -> Report:
-        """Accounts for a request from its group's entry of every cycle's `Info`; `kept` tokens are the answer."""
+    def report(self, infos: Sequence[I], prompt_length: int, kept: int, *, trace: bool = False) -> Report:
+        """Accounts for a request from its group's entry of every cycle's `Info`; `kept` tokens are the answer.
+
+        `trace` asks for the population's history, where there is a population.
+        """
         return Report()

@@ -18,7 +18,7 @@ from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import load_models, make_decoder, prepared_models
+from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
@@ -68,6 +68,10 @@ class LLM:
             is first needed; None: now on a GPU, when needed on a CPU.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
+        share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
+            models then stay at their defaults. Close it after this one.
+        kv_fraction: of the GPU memory that `gpu_memory_utilization` leaves beside the weights, how much this LLM takes;
+            for several that share models.
 
     Raises ValueError (one sentence: argument, value, mend) before anything runs. A context manager; `close` frees
     the device memory. Threads may share one: their requests then run side by side.
@@ -96,6 +100,8 @@ class LLM:
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         seed: int = 0,
+        share: LLM | None = None,
+        kv_fraction: float = 1.0,
     ) -> None:
         self.decoding = SMC() if decoding is None else decoding
         if not isinstance(self.decoding, tuple(DECODINGS.values())):
@@ -126,6 +132,22 @@ class LLM:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not is_share(gpu_memory_utilization):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
+        if not is_share(kv_fraction):
+            raise ValueError(f"kv_fraction must be above 0 and at most 1, got {kv_fraction!r}.")
+        if share is not None:
+            _check_shares(
+                share,
+                model=model,
+                draft_model=draft_model,
+                revision=revision,
+                draft_revision=draft_revision,
+                draft_drop_layers=draft_drop_layers,
+                quantization=quantization,
+                draft_quantization=draft_quantization,
+                dtype=None if dtype == "auto" else dtype,
+                implementation=None if implementation in ("auto", share._implementation) else implementation,
+            )
+            implementation = share._implementation
 
         enable_compilation_cache()
         drafts = self.decoding.drafts
@@ -145,29 +167,35 @@ class LLM:
         self.turn = threading.RLock()  # of the engine, which one thread may use at a time
         self._numbering = threading.Lock()  # of requests
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
-        self._implementation = implementation
+        self._implementation: str = implementation
+        self._owns_models = share is None
+        self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
         self._seed = seed
         self._counter = 0
-        self.models = load_models(
-            model,
-            draft_model,
-            needs_draft=drafts,
-            dtype=dtype,
-            revision=revision,
-            draft_revision=draft_revision,
-            draft_drop_layers=draft_drop_layers,
-            quantization=quantization,
-            draft_quantization=draft_quantization,
-            page_size=page_size,
-            sparse=self.decoding.speculation.sparse,
-            accepts=lambda proposer: self.decoding.check_draft(
-                str(proposer), full_support=proposer.full_support, branches=proposer.branches
-            ),
-        )
+        if share is not None:
+            self.models: Models = models_for(self.decoding, share.models, page_size)
+        else:
+            self.models = load_models(
+                model,
+                draft_model,
+                needs_draft=drafts,
+                dtype=dtype,
+                revision=revision,
+                draft_revision=draft_revision,
+                draft_drop_layers=draft_drop_layers,
+                quantization=quantization,
+                draft_quantization=draft_quantization,
+                page_size=page_size,
+                sparse=self.decoding.speculation.sparse,
+                accepts=lambda proposer: self.decoding.check_draft(
+                    str(proposer), full_support=proposer.full_support, branches=proposer.branches
+                ),
+            )
         try:
-            self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
+            if share is None:
+                self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
             self.tokenizer = self.models.tokenizer
             self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission)
             if not on_cpu() if compile_at_start is None else compile_at_start:
@@ -218,6 +246,7 @@ class LLM:
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
+            kv_fraction=self._kv_fraction,
         )
         logger.info("%s", Budget(device_memory(), weights, chosen * page_bytes, chosen, self.page_size))
         return chosen
@@ -298,10 +327,13 @@ class LLM:
         """
         self._closed = True  # first, so that nobody else begins anything
         with self.turn:
-            if self._engine is not None:
+            if self._engine is not None and self._owns_models:
                 self._engine.close()
-                self._engine = None
-            delete((self.models.target_params, self.models.draft_params))
+            elif self._engine is not None:
+                self._engine.reset()
+            self._engine = None
+            if self._owns_models:
+                delete((self.models.target_params, self.models.draft_params))
 
     def __enter__(self) -> LLM:
         return self
@@ -458,6 +490,15 @@ class _Chunks(Claim, Iterator[StreamChunk]):
         if chunk.finished:
             self.close()
         return chunk
+
+
+def _check_shares(share: LLM, **of_models: object) -> None:
+    """Raises ValueError where `share` is no LLM with models, or an argument would ask for others."""
+    if not isinstance(share, LLM) or share._closed:
+        raise ValueError(f"share must be an LLM that is not closed, or None, got {short(share)}.")
+    for name, value in of_models.items():
+        if value is not None:
+            raise ValueError(f"{name} is {short(value)} and share brings the models; leave one of them out.")
 
 
 def _bytes_of(params: Any) -> int:

@@ -72,7 +72,7 @@ def assemble(
         logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     kept = len(completion.token_ids)
-    report = decoder.report(infos, start, kept)
+    report = decoder.report(infos, start, kept, trace=request.trace)
     weighted = None
     if decoder.decoding.weighted:
         assert report.control is not None

@@ -25,8 +25,8 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         alive = np.full(len(info.length), bool(info.resampled)) | ~np.isneginf(info.log_weight)
         return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
 
-    def report(self, infos: Sequence[Info], prompt_length: int, kept: int) -> Report:
-        """Resamplings, the mean ESS, the control and, with `SMC(trace=True)`, the population's history."""
+    def report(self, infos: Sequence[Info], prompt_length: int, kept: int, *, trace: bool = False) -> Report:
+        """Resamplings, the mean ESS, the control and, with `trace` or `SMC(trace=True)`, the population's history."""
         smc = self.decoding
         controls = [info.control for info in infos if info.control is not None]  # each of the cycle after it
         raised = int(np.sum(np.array(controls, np.float32) > np.float32(smc.control)))
@@ -36,7 +36,7 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             warning=self._warning(len(infos), raised) if raised else None,
             resamples=sum(bool(info.resampled) for info in infos),
             mean_ess=float(np.mean([info.ess for info in infos])) if infos else None,
-            trace=self._trace(infos, prompt_length) if self.decoding.trace else None,
+            trace=self._trace(infos, prompt_length) if trace or self.decoding.trace else None,
         )
 
     def _warning(self, cycles: int, raised: int) -> str:
