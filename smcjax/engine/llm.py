@@ -168,7 +168,7 @@ class LLM:
         self._numbering = threading.Lock()  # of requests
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
         self._implementation: str = implementation
-        self._owns_models = share is None
+        self.owns_models = share is None
         self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
@@ -307,11 +307,16 @@ class LLM:
                 raise ValueError(f"request {index}: {error}") from None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """The prompt that the chat template makes of a conversation; raises ValueError where it makes none."""
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], template_variables: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """The prompt that the chat template makes of a conversation; raises ValueError where it makes none.
+
+        `template_variables` are the template's own, as {"enable_thinking": False}.
+        """
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
-        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages)}
+        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages, template_variables)}
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
@@ -327,12 +332,12 @@ class LLM:
         """
         self._closed = True  # first, so that nobody else begins anything
         with self.turn:
-            if self._engine is not None and self._owns_models:
+            if self._engine is not None and self.owns_models:
                 self._engine.close()
             elif self._engine is not None:
                 self._engine.reset()
             self._engine = None
-            if self._owns_models:
+            if self.owns_models:
                 delete((self.models.target_params, self.models.draft_params))
 
     def __enter__(self) -> LLM:

@@ -1,0 +1,248 @@
+"""The answers to one HTTP request while they are under way: started, read, counted, and given up with their reader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from smcjax.engine.async_llm import AsyncLLM, ChunkStream
+from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.requests import Prompt
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.server.errors import APIError, refusal, unavailable
+from smcjax.server.events import Record
+from smcjax.server.models import VirtualModel
+from smcjax.server.population import Cycles, population_of
+from smcjax.server.sampling import sampling_params, seed_of
+from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
+from smcjax.server.state import Served
+
+
+class Answers:
+    """n answers to each prompt of a request, choice p·n + i being the i-th of prompt p; `begin` makes them."""
+
+    def __init__(
+        self, served: Served, ask: Ask, model: VirtualModel, routed: str | None, streams: list[ChunkStream]
+    ) -> None:
+        self.id = f"{'chatcmpl' if isinstance(ask, ChatAsk) else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model, self.ask = model, ask
+        self.token_texts = served.token_texts(model)
+        self._routed, self._streams = routed, streams
+        self._metrics = served.metrics
+        self._tokenizer = model.llm.llm.tokenizer
+        self._began = time.perf_counter()
+        self._generated = [0] * len(streams)  # tokens that have come, by choice
+        self._outputs: list[RequestOutput | None] = [None] * len(streams)
+        traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
+        self._record: Record | None = served.records.open(self.id) if traced else None
+        self._cycles = [Cycles(self._tokenizer, stream.prompt_token_ids) for stream in streams]
+
+    def __len__(self) -> int:
+        """The number of choices."""
+        return len(self._streams)
+
+    async def close(self) -> None:
+        """Gives up what has not ended."""
+        for stream in self._streams:
+            await stream.aclose()
+        if self._record is not None:
+            self._record.end()
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The whole answers, in the order of their choices. Raises APIError where one fails."""
+        try:
+            async for _ in self.chunks():
+                pass
+        finally:
+            await self.close()
+        return [output for output in self._outputs if output is not None]
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
+        """Chunks of all choices as they come: the choice, the chunk, and the event of its cycle if there is one."""
+        coming: asyncio.Queue[tuple[int, StreamChunk | Exception]] = asyncio.Queue(1)  # a slow reader holds all up
+
+        async def read(choice: int) -> None:
+            try:
+                async for chunk in self._streams[choice]:
+                    await coming.put((choice, chunk))
+            except Exception as error:
+                await coming.put((choice, error))
+
+        readers = [asyncio.create_task(read(choice)) for choice in range(len(self))]
+        try:
+            missing = len(self)
+            while missing:
+                choice, chunk = await coming.get()
+                if isinstance(chunk, Exception):
+                    raise _lost(chunk)
+                yield choice, chunk, self._noted(choice, chunk)
+                missing -= chunk.finished
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    def _noted(self, choice: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """Takes a chunk into account; returns its cycle's event."""
+        if chunk.token_ids and not self._generated[choice]:
+            self._metrics.first_token(self.model, time.perf_counter() - self._began)
+        self._generated[choice] += len(chunk.token_ids)
+        event = None
+        if chunk.cycle is not None and self._record is not None:
+            event = {"choice": choice, **self._cycles[choice].event(chunk.cycle)}
+            self._record.add(event)
+        if chunk.output is not None:
+            output = self._outputs[choice] = chunk.output
+            self._metrics.ended(self.model, output, time.perf_counter() - self._began)
+            _require_answer(output)
+        return event
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts, each counted once however many answers it has, and of the answers so far."""
+        firsts = range(0, len(self), self.ask.choices)
+        prompts = sum(len(self._streams[choice].prompt_token_ids) for choice in firsts)
+        ended = [self._outputs[choice] for choice in firsts]
+        cached = sum(output.metrics.num_cached_tokens for output in ended if output is not None)
+        completion = sum(self._generated)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": completion,
+            "total_tokens": prompts + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that a reply and each of its chunks begin with."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+
+    def smc(self, *outputs: RequestOutput) -> dict[str, Any]:
+        """{"smc": …} with the decoder and the populations, or {} where nobody asked and no other decoder answers.
+
+        One population stands there itself, several in a list "choices".
+        """
+        if self.ask.smc is None and self._routed is None:
+            return {}
+        found: dict[str, Any] = {**self.model.description(), "routed": self._routed}
+        if self.ask.smc is not None:
+            populations = [population_of(output, self.ask.smc, self._tokenizer) for output in outputs]
+            found |= {"choices": populations} if len(populations) > 1 else populations[0] if populations else {}
+        return {"smc": found}
+
+    async def stream(self, shapes: Shapes) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of a streamed reply. Ends all that is under way when it is closed."""
+        options = self.ask.stream_options or StreamOptions()
+        begun: set[int] = set()
+        try:
+            async for choice, chunk, event in self.chunks():
+                pieces = shapes.pieces(self, choice, chunk, first=choice not in begun)
+                begun.add(choice)
+                for index, piece in enumerate(pieces):
+                    last = index == len(pieces) - 1
+                    reply = {**self.head(shapes.chunk_object), "choices": [piece]}
+                    if last and event is not None and self.ask.smc is not None and self.ask.smc.events:
+                        reply["smc"] = {"cycle": event}
+                    if last and chunk.output is not None:
+                        reply |= self.smc(chunk.output)
+                    if options.include_usage or options.continuous_usage_stats:
+                        reply["usage"] = self.usage() if options.continuous_usage_stats else None
+                    yield reply
+            if options.include_usage:
+                yield {**self.head(shapes.chunk_object), "choices": [], "usage": self.usage()}
+        finally:
+            await self.close()
+
+
+class Shapes:
+    """How the replies of one route look."""
+
+    chunk_object: str
+
+    def pieces(self, answers: Answers, choice: int, chunk: StreamChunk, *, first: bool) -> list[dict[str, Any]]:
+        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one."""
+        raise NotImplementedError
+
+
+async def begin(served: Served, ask: CompletionAsk | ChatAsk) -> Answers:
+    """Starts all answers of a request, or none. Raises APIError where it cannot run now or ever.
+
+    The text is cut into tokens in a thread, so that no other request waits for it.
+    """
+    if served.draining:
+        raise unavailable("the server is shutting down and takes no further requests; ask another one.")
+    asked = served.models.named(ask.model)
+    known = frozenset(type(ask).model_fields)
+    streams: list[ChunkStream] = []
+    try:
+        params = [sampling_params(ask, seed_of(ask.seed, choice)) for choice in range(ask.choices)]
+        model, routed = served.models.answering(asked, params[0])
+        if isinstance(ask, CompletionAsk):
+            streams = await asyncio.to_thread(_to_prompts, model.llm, ask, params)
+        else:
+            streams = await asyncio.to_thread(_to_conversation, model.llm, ask, params)
+        answers = Answers(served, ask, model, routed, streams)
+        for stream in streams:
+            stream.start()
+    except Exception as error:
+        for stream in streams:
+            await stream.aclose()
+        if isinstance(error, RuntimeError) and served.stopping:
+            raise unavailable(str(error)) from None
+        raise refusal(error, known) from error
+    return answers
+
+
+def _to_prompts(llm: AsyncLLM, ask: CompletionAsk, params: list[SamplingParams]) -> list[ChunkStream]:
+    prompts, streams = ask.prompts(), []
+    if len(prompts) * len(params) > MOST_CHOICES:
+        raise ValueError(
+            f"prompt asks for {len(prompts)} times {len(params)} answers and {MOST_CHOICES} are the most of a request; "
+            "send several."
+        )
+    for index, prompt in enumerate(prompts):
+        try:
+            streams += _answers_to(llm, prompt, params, ask)
+        except ValueError as error:
+            if len(prompts) == 1:
+                raise
+            raise APIError(400, f"prompt {index}: {error}", param="prompt") from None
+    return streams
+
+
+def _to_conversation(llm: AsyncLLM, ask: ChatAsk, params: list[SamplingParams]) -> list[ChunkStream]:
+    try:
+        prompt = llm.llm.chat_prompt(ask.conversation(), ask.chat_template_kwargs)
+    except ValueError as error:
+        raise APIError(400, str(error), param="messages") from None
+    return _answers_to(llm, prompt, params, ask)
+
+
+def _answers_to(llm: AsyncLLM, prompt: Prompt, params: list[SamplingParams], ask: Ask) -> list[ChunkStream]:
+    """An answer to the prompt for each of `params`; the prompt is cut into tokens once."""
+    first = llm.generate(prompt, params[0], trace=ask.traced)
+    again: Prompt = {"prompt_token_ids": first.prompt_token_ids}
+    return [first, *(llm.generate(again, one, trace=ask.traced) for one in params[1:])]
+
+
+def _require_answer(output: RequestOutput) -> None:
+    """Raises APIError for a request that ended without an answer."""
+    if output.error is not None:
+        raise APIError(500, f"{output.error}.", code="model_error")
+    if output.outputs[0].finish_reason == "abort":
+        raise APIError(503, "the request was aborted; ask again.", code="aborted")
+
+
+def _lost(error: Exception) -> APIError:
+    """An error of the engine's, which has ended the request."""
+    if isinstance(error, RuntimeError) and "is closed" in str(error):
+        return unavailable("the server is shutting down; ask another one.")
+    return refusal(error) if not isinstance(error, ValueError) else refusal(RuntimeError(str(error)))
