@@ -80,16 +80,17 @@ def run(args: argparse.Namespace) -> int:
     process.check_address(args.host, keys)
     listening = process.bound(args.host, args.port)
     settings = state.Settings(keys=keys, origins=tuple(args.allow_origin), max_body=args.max_body)
-    loaded = models.load(
-        args.model,
-        models.with_exact(decodings),
-        name=args.served_model_name,
-        max_waiting=args.max_waiting,
-        max_num_seqs=args.max_num_seqs,
-        seed=args.seed,
-        **llm_arguments(args),
-    )
-    process.serve(state.Served(loaded, settings), listening)
+    with listening:
+        loaded = models.load(
+            args.model,
+            models.with_exact(decodings),
+            name=args.served_model_name,
+            max_waiting=args.max_waiting,
+            max_num_seqs=args.max_num_seqs,
+            seed=args.seed,
+            **llm_arguments(args),
+        )
+        process.serve(state.Served(loaded, settings), listening)
     return 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,8 @@ READ = ["GET", "HEAD"]
 
 
 def make_app(served: Served) -> FastAPI:
-    """The ASGI application of a server, which closes the models at its end."""
-
-    @contextlib.asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await served.models.close()
-
-    app = FastAPI(title="smcjax", version=__version__, docs_url=None, redoc_url=None, lifespan=life)
+    """The ASGI application of a server."""
+    app = FastAPI(title="smcjax", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     add_handlers(app)
     for router in (completions.routes(served), chat.routes(served), _of_models(served), _of_the_server(served)):

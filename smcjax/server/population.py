@@ -90,10 +90,13 @@ class Cycles:
 
     def event(self, cycle: Cycle) -> dict[str, Any]:
         """The event of the next cycle."""
+        if cycle.index == 0:
+            self._lengths = [0] * len(cycle.blocks)
+        blocks = self._kept(cycle)
         found = {
             "cycle": cycle.index,
-            "token_ids": cycle.blocks,
-            "texts": self._texts(cycle),
+            "token_ids": blocks,
+            "texts": self._texts(cycle, blocks),
             "lengths": cycle.lengths.tolist(),
             "ancestors": cycle.ancestors.tolist(),
             "finished": cycle.finished.tolist(),
@@ -104,17 +107,23 @@ class Cycles:
         self._lengths = found["lengths"]
         return found
 
-    def _texts(self, cycle: Cycle) -> list[str] | None:
+    def _kept(self, cycle: Cycle) -> list[list[int]]:
+        """The blocks as far as some descendant has them; all of it of rows without any."""
+        kept: dict[int, int] = {}
+        for ancestor, length in zip(cycle.ancestors.tolist(), cycle.lengths.tolist(), strict=True):
+            kept[ancestor] = max(kept.get(ancestor, 0), length - self._lengths[ancestor])
+        return [block[: kept.get(row, len(block))] for row, block in enumerate(cycle.blocks)]
+
+    def _texts(self, cycle: Cycle, blocks: list[list[int]]) -> list[str] | None:
         if self._tokenizer is None:
             return None
         if cycle.index == 0:
-            self._rows = [AnswerText(self._tokenizer, self._prompt) for _ in cycle.blocks]
-            self._lengths = [0] * len(cycle.blocks)
-        texts = ["".join(map(row.copy().feed, block)) for row, block in zip(self._rows, cycle.blocks, strict=True)]
+            self._rows = [AnswerText(self._tokenizer, self._prompt) for _ in blocks]
+        texts = ["".join(map(row.copy().feed, block)) for row, block in zip(self._rows, blocks, strict=True)]
         after = []
         for ancestor, length in zip(cycle.ancestors.tolist(), cycle.lengths.tolist(), strict=True):
             row = self._rows[ancestor].copy()
-            for token in cycle.blocks[ancestor][: length - self._lengths[ancestor]]:
+            for token in blocks[ancestor][: length - self._lengths[ancestor]]:
                 row.feed(token)
             after.append(row)
         self._rows = after

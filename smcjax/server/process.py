@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -38,16 +39,12 @@ def is_loopback(host: str) -> bool:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens there, port 0 being any free one. Raises RuntimeError in one sentence where it cannot."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen()  # or two servers that start at the same time would both have it
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)  # it listens, or two that start together would both have it
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RuntimeError(f"port {port} of {host} is in use; choose another by --port.") from None
         raise RuntimeError(f"--host {host} --port {port} cannot be listened at ({error.strerror}).") from None
-    return listening
 
 
 def address_of(listening: socket.socket) -> str:
@@ -63,7 +60,7 @@ def uvicorn_config(served: Served) -> uvicorn.Config:
         loop="uvloop",
         http="httptools",
         ws="none",
-        lifespan="on",
+        lifespan="off",
         access_log=False,
         log_config=None,
         log_level="warning",
@@ -96,7 +93,8 @@ class Server(uvicorn.Server):
 
 
 def serve(served: Served, listening: socket.socket) -> None:
-    """Serves until a signal has drained it. Call it in the main thread."""
+    """Serves until a signal has drained it, and closes the models. Call it in the main thread."""
     signal.set_wakeup_fd(-1)  # `smcjax.cli.process` ends others at a Ctrl-C
     print(f"smcjax: serving {', '.join(served.models.names)} at {address_of(listening)}/v1", file=sys.stderr)
     Server(served).run(sockets=[listening])
+    asyncio.run(served.models.close())

@@ -53,6 +53,9 @@ class Ask(_Fields):
     # Without an effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # Refused but for the values that ask for nothing.
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
