@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from smcjax.engine.async_llm import AsyncLLM, ChunkStream
@@ -18,6 +19,7 @@ from smcjax.server.models import VirtualModel
 from smcjax.server.population import Cycles, population_of
 from smcjax.server.sampling import sampling_params, seed_of
 from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
+from smcjax.server.shapes import Shapes
 from smcjax.server.state import Served
 
 
@@ -25,12 +27,18 @@ class Answers:
     """n answers to each prompt of a request, choice p·n + i being the i-th of prompt p; `begin` makes them."""
 
     def __init__(
-        self, served: Served, ask: Ask, model: VirtualModel, routed: str | None, streams: list[ChunkStream]
+        self,
+        served: Served,
+        ask: Ask,
+        shapes: Shapes,
+        model: VirtualModel,
+        routed: str | None,
+        streams: list[ChunkStream],
     ) -> None:
-        self.id = f"{'chatcmpl' if isinstance(ask, ChatAsk) else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.model, self.ask = model, ask
-        self.token_texts = served.token_texts(model)
+        self.id = f"{shapes.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._ask, self._shapes, self._model = ask, shapes, model
+        self._texts = served.token_texts(model)
         self._routed, self._streams = routed, streams
         self._metrics = served.metrics
         self._tokenizer = model.llm.llm.tokenizer
@@ -52,16 +60,20 @@ class Answers:
         if self._record is not None:
             self._record.end()
 
-    async def outputs(self) -> list[RequestOutput]:
-        """The whole answers, in the order of their choices. Raises APIError where one fails."""
+    async def reply(self) -> dict[str, Any]:
+        """The whole reply. Raises APIError where an answer fails, which ends the others."""
         try:
-            async for _ in self.chunks():
-                pass
+            async with aclosing(self._chunks()) as chunks:
+                async for _ in chunks:
+                    pass
         finally:
             await self.close()
-        return [output for output in self._outputs if output is not None]
+        outputs = [output for output in self._outputs if output is not None]
+        choices = [self._shapes.choice(index, output, self._texts) for index, output in enumerate(outputs)]
+        head = self._head(self._shapes.reply_object)
+        return {**head, "choices": choices, "usage": self._usage(), **self._smc(*outputs)}
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
+    async def _chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
         """Chunks of all choices as they come: the choice, the chunk, and the event of its cycle if there is one."""
         coming: asyncio.Queue[tuple[int, StreamChunk | Exception]] = asyncio.Queue(1)  # a slow reader holds all up
 
@@ -89,7 +101,7 @@ class Answers:
     def _noted(self, choice: int, chunk: StreamChunk) -> dict[str, Any] | None:
         """Takes a chunk into account; returns its cycle's event."""
         if chunk.token_ids and not self._generated[choice]:
-            self._metrics.first_token(self.model, time.perf_counter() - self._began)
+            self._metrics.first_token(self._model, time.perf_counter() - self._began)
         self._generated[choice] += len(chunk.token_ids)
         event = None
         if chunk.cycle is not None and self._record is not None:
@@ -97,13 +109,13 @@ class Answers:
             self._record.add(event)
         if chunk.output is not None:
             output = self._outputs[choice] = chunk.output
-            self._metrics.ended(self.model, output, time.perf_counter() - self._began)
+            self._metrics.ended(self._model, output, time.perf_counter() - self._began)
             _require_answer(output)
         return event
 
-    def usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         """Tokens of prompts, each counted once however many answers it has, and of the answers so far."""
-        firsts = range(0, len(self), self.ask.choices)
+        firsts = range(0, len(self), self._ask.choices)
         prompts = sum(len(self._streams[choice].prompt_token_ids) for choice in firsts)
         ended = [self._outputs[choice] for choice in firsts]
         cached = sum(output.metrics.num_cached_tokens for output in ended if output is not None)
@@ -115,64 +127,60 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
         """The fields that a reply and each of its chunks begin with."""
         return {
             "id": self.id,
             "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-            "system_fingerprint": self.model.fingerprint,
+            "created": self._created,
+            "model": self._model.name,
+            "system_fingerprint": self._model.fingerprint,
         }
 
-    def smc(self, *outputs: RequestOutput) -> dict[str, Any]:
+    def _smc(self, *outputs: RequestOutput) -> dict[str, Any]:
         """{"smc": …} with the decoder and the populations, or {} where nobody asked and no other decoder answers.
 
         One population stands there itself, several in a list "choices".
         """
-        if self.ask.smc is None and self._routed is None:
+        if self._ask.smc is None and self._routed is None:
             return {}
-        found: dict[str, Any] = {**self.model.description(), "routed": self._routed}
-        if self.ask.smc is not None:
-            populations = [population_of(output, self.ask.smc, self._tokenizer) for output in outputs]
+        found: dict[str, Any] = {**self._model.description(), "routed": self._routed}
+        if self._ask.smc is not None:
+            populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]
             found |= {"choices": populations} if len(populations) > 1 else populations[0] if populations else {}
         return {"smc": found}
 
-    async def stream(self, shapes: Shapes) -> AsyncGenerator[dict[str, Any]]:
+    async def stream(self) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a streamed reply. Ends all that is under way when it is closed."""
-        options = self.ask.stream_options or StreamOptions()
+        options = self._ask.stream_options or StreamOptions()
         begun: set[int] = set()
+        head = self._head(self._shapes.chunk_object)
         try:
-            async for choice, chunk, event in self.chunks():
-                pieces = shapes.pieces(self, choice, chunk, first=choice not in begun)
-                begun.add(choice)
-                for index, piece in enumerate(pieces):
-                    last = index == len(pieces) - 1
-                    reply = {**self.head(shapes.chunk_object), "choices": [piece]}
-                    if last and event is not None and self.ask.smc is not None and self.ask.smc.events:
-                        reply["smc"] = {"cycle": event}
-                    if last and chunk.output is not None:
-                        reply |= self.smc(chunk.output)
-                    if options.include_usage or options.continuous_usage_stats:
-                        reply["usage"] = self.usage() if options.continuous_usage_stats else None
-                    yield reply
+            async with aclosing(self._chunks()) as chunks:
+                async for choice, chunk, event in chunks:
+                    pieces = self._shapes.pieces(choice, chunk, self._texts, first=choice not in begun)
+                    begun.add(choice)
+                    for piece in pieces:
+                        reply = {**head, "choices": [piece]}
+                        if piece is pieces[-1]:
+                            reply |= self._told(chunk, event)
+                        if options.include_usage or options.continuous_usage_stats:
+                            reply["usage"] = self._usage() if options.continuous_usage_stats else None
+                        yield reply
             if options.include_usage:
-                yield {**self.head(shapes.chunk_object), "choices": [], "usage": self.usage()}
+                yield {**head, "choices": [], "usage": self._usage()}
         finally:
             await self.close()
 
-
-class Shapes:
-    """How the replies of one route look."""
-
-    chunk_object: str
-
-    def pieces(self, answers: Answers, choice: int, chunk: StreamChunk, *, first: bool) -> list[dict[str, Any]]:
-        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one."""
-        raise NotImplementedError
+    def _told(self, chunk: StreamChunk, event: dict[str, Any] | None) -> dict[str, Any]:
+        """{"smc": …} of a streamed chunk: its cycle, the population with the last one, or {}."""
+        if chunk.output is not None:
+            return self._smc(chunk.output)
+        wanted = self._ask.smc is not None and self._ask.smc.events
+        return {"smc": {"cycle": event}} if wanted and event is not None else {}
 
 
-async def begin(served: Served, ask: CompletionAsk | ChatAsk) -> Answers:
+async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) -> Answers:
     """Starts all answers of a request, or none. Raises APIError where it cannot run now or ever.
 
     The text is cut into tokens in a thread, so that no other request waits for it.
@@ -189,16 +197,15 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk) -> Answers:
             streams = await asyncio.to_thread(_to_prompts, model.llm, ask, params)
         else:
             streams = await asyncio.to_thread(_to_conversation, model.llm, ask, params)
-        answers = Answers(served, ask, model, routed, streams)
         for stream in streams:
             stream.start()
+        return Answers(served, ask, shapes, model, routed, streams)
     except Exception as error:
         for stream in streams:
             await stream.aclose()
         if isinstance(error, RuntimeError) and served.stopping:
             raise unavailable(str(error)) from None
         raise refusal(error, known) from error
-    return answers
 
 
 def _to_prompts(llm: AsyncLLM, ask: CompletionAsk, params: list[SamplingParams]) -> list[ChunkStream]:
@@ -228,9 +235,9 @@ def _to_conversation(llm: AsyncLLM, ask: ChatAsk, params: list[SamplingParams]) 
 
 def _answers_to(llm: AsyncLLM, prompt: Prompt, params: list[SamplingParams], ask: Ask) -> list[ChunkStream]:
     """An answer to the prompt for each of `params`; the prompt is cut into tokens once."""
-    first = llm.generate(prompt, params[0], trace=ask.traced)
+    first = llm.generate(prompt, params[0], trace=ask.smc is not None)
     again: Prompt = {"prompt_token_ids": first.prompt_token_ids}
-    return [first, *(llm.generate(again, one, trace=ask.traced) for one in params[1:])]
+    return [first, *(llm.generate(again, one, trace=ask.smc is not None) for one in params[1:])]
 
 
 def _require_answer(output: RequestOutput) -> None:
@@ -245,4 +252,4 @@ def _lost(error: Exception) -> APIError:
     """An error of the engine's, which has ended the request."""
     if isinstance(error, RuntimeError) and "is closed" in str(error):
         return unavailable("the server is shutting down; ask another one.")
-    return refusal(error) if not isinstance(error, ValueError) else refusal(RuntimeError(str(error)))
+    return refusal(error)

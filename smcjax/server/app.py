@@ -12,10 +12,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from smcjax import __version__
-from smcjax.server import chat, completions
 from smcjax.server.access import ID, Keys, RequestIds
 from smcjax.server.errors import add_handlers, json_response, unavailable
 from smcjax.server.models import VirtualModel
+from smcjax.server.routes import answering
 from smcjax.server.sse import EventStream
 from smcjax.server.state import Served
 
@@ -33,7 +33,7 @@ def make_app(served: Served) -> FastAPI:
     app = FastAPI(title="smcjax", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     add_handlers(app)
-    for router in (completions.routes(served), chat.routes(served), _of_models(served), _of_the_server(served)):
+    for router in (answering(served), _of_models(served), _of_the_server(served)):
         app.include_router(router)
     _add_page(app)
     settings = served.settings  # what is added last stands outermost

@@ -64,10 +64,11 @@ def dumps(content: Any) -> str:
     return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
-def refusal(error: Exception, known: frozenset[str] = frozenset()) -> APIError:
-    """What the client is told of an exception; `known` are the names of the request's fields.
+def refusal(error: Exception, known: frozenset[str] | None = None) -> APIError:
+    """What the client is told of an exception.
 
-    Only the package's own sentences are passed on. Anything else is logged, and the client learns that it happened.
+    `known` are the names of the request's fields while these are checked, when a ValueError is a sentence about one.
+    An exception that says nothing to clients is logged, and the client learns that it happened.
     """
     if isinstance(error, APIError):
         return error
@@ -75,7 +76,7 @@ def refusal(error: Exception, known: frozenset[str] = frozenset()) -> APIError:
         return APIError(429, str(error), code="queue_full", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, ValidationError):
         return _of_fields(error)
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and known is not None:
         return _of_sentence(str(error), known)
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "the server failed to answer; its log says why.", code="internal_error")
@@ -108,16 +109,11 @@ def _of_fields(error: ValidationError) -> APIError:
         return APIError(400, f"{param} is missing; give it.", param=param)
     said = " or ".join(dict.fromkeys(_rule(one) for one in error.errors() if str(one["loc"][0]) == param))
     name = param or "the body"
-    return APIError(400, f"{name} must be {said}, got {short(_value(first, error))}; mend it.", param=param)
+    return APIError(400, f"{name} must be {said}, got {short(first['input'])}; mend it.", param=param)
 
 
 def _rule(error: Any) -> str:
     return str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-def _value(first: Any, error: ValidationError) -> Any:
-    """The value that the errors are about."""
-    return first["input"]
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -70,11 +70,6 @@ class Ask(_Fields):
         """How many answers each prompt is to have."""
         return self.n or 1
 
-    @property
-    def traced(self) -> bool:
-        """Whether the engine is to follow the population."""
-        return self.smc is not None
-
 
 class CompletionAsk(Ask):
     """A request to /v1/completions."""

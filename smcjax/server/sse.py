@@ -10,10 +10,9 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from smcjax.server.errors import APIError, dumps, refusal
+from smcjax.server.errors import dumps, refusal
 
 DONE = "[DONE]"
-PING_SECONDS = 15.0
 
 
 class ClientGone(Exception):
@@ -30,7 +29,8 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[str],
         close: Callable[[], Awaitable[None]] | None = None,
-        ping_seconds: float = PING_SECONDS,
+        *,
+        ping_seconds: float,
     ) -> None:
         unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(media_type="text/event-stream", headers=unbuffered)
@@ -113,15 +113,9 @@ async def with_end(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str
     yield DONE
 
 
-async def whole(request: Request, answer: Awaitable[Response]) -> Response:
+async def whole(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """The response of a request that does not stream; it is given up once the client has left."""
-
-    async def awaited() -> Response:
-        return await answer
-
     try:
-        return await unless_gone(request.receive, awaited())
+        return await unless_gone(request.receive, answer)
     except ClientGone:
         return Response(status_code=499)
-    except APIError as error:
-        return error.response()
