@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from smcjax.engine.arguments import check_range
-from smcjax.engine.llm import LLM, Claim
+from smcjax.engine.claims import Claim
+from smcjax.engine.llm import LLM
 from smcjax.engine.outputs import StreamChunk
 from smcjax.engine.requests import Prompt, Request, params_for_each
 from smcjax.engine.sampling_params import SamplingParams

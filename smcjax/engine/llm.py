@@ -17,6 +17,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
+from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
@@ -283,7 +284,7 @@ class LLM:
         ValueError at once for a request that cannot run.
         """
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
-        chunks = _Chunks(self, request.request_id)
+        chunks = Chunks(self, request.request_id)
         with self.turn:
             self.engine.add_request(request, stream=True)
         return chunks
@@ -322,7 +323,7 @@ class LLM:
         """Counters since construction, and the state of the KV pages."""
         with self.turn:
             engine = self.engine
-            self._let_go()
+            self.let_go()
             return engine.metrics()
 
     def close(self) -> None:
@@ -417,7 +418,7 @@ class LLM:
 
     def advance(self, engine: Engine) -> None:
         """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`."""
-        self._let_go()
+        self.let_go()
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
@@ -433,7 +434,7 @@ class LLM:
         """Notes that nobody waits for these any more. At any time, and in any thread."""
         self._given_up.extend(request_ids)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Aborts requests that nobody waits for any more. The caller has the `turn`, and no step is in progress."""
         while self._given_up:
             request_id = self._given_up[0]
@@ -442,59 +443,6 @@ class LLM:
                 self._engine.abort(request_id)
                 self._engine.forget(request_id)
             self._given_up.popleft()  # last: what is interrupted before is done again
-
-
-class Claim:
-    """Requests that somebody waits for. Closed, or left by whoever had it, it aborts those that have not ended."""
-
-    held = False
-
-    def __init__(self, llm: LLM, request_ids: Sequence[str]) -> None:
-        self._llm, self._request_ids = llm, request_ids
-        self.held = True
-
-    def close(self) -> None:
-        """Aborts the requests that have not ended, once it has the turn."""
-        if self.held:
-            self.give_up()
-            with self._llm.turn:
-                self._llm._let_go()
-
-    def give_up(self) -> None:
-        """Notes, without waiting for the turn, that nobody waits: who has it next aborts the requests."""
-        if self.held:
-            self._llm.give_up(self._request_ids)
-            self.held = False
-
-    def __del__(self) -> None:
-        self.give_up()  # collected at any time, in the middle of a step too
-
-
-class _Chunks(Claim, Iterator[StreamChunk]):
-    """The stream of one request."""
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        super().__init__(llm, [request_id])
-        self._ready: deque[StreamChunk] = deque()
-
-    def __next__(self) -> StreamChunk:
-        if not self.held:
-            raise StopIteration
-        (request_id,) = self._request_ids
-        try:
-            while not self._ready:
-                with self._llm.turn:
-                    engine = self._llm.engine
-                    self._ready += engine.chunks(request_id)
-                    if not self._ready:
-                        self._llm.advance_for(engine, {request_id})
-        except BaseException:
-            self.close()
-            raise
-        chunk = self._ready.popleft()
-        if chunk.finished:
-            self.close()
-        return chunk
 
 
 def _check_shares(share: LLM, **of_models: object) -> None:
