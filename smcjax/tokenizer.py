@@ -14,6 +14,7 @@ from typing import Any, SupportsInt
 from smcjax.chat_template import RENDERER, plain_messages
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
+from smcjax.plain import short
 from smcjax.tokenizer_files import load_tokenizer
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -127,11 +128,12 @@ class Tokenizer:
             return self._backend.decode(shown)
         return self._inner.decode(shown, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: Any) -> list[int]:
+    def apply_chat_template(self, messages: Any, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation, a list of {"role", "content"} dicts, up to where the assistant is to speak.
 
         A content is a string or a list of {"type": "text", "text"} parts, which are joined. The template alone decides
-        on the BOS. Raises ValueError where there is no template, it rejects `messages`, or it does not end in time.
+        on the BOS. Further `variables` are for it, plain data. Raises ValueError where there is no template, it rejects
+        `messages`, or it does not end in time, and for variables that are set already.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -147,8 +149,11 @@ class Tokenizer:
                 )
             template = template["default"]
         special = {name: str(token) for name, token in self._inner.special_tokens_map.items()}
-        variables = {**special, "messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
-        text = RENDERER.render(template, variables)
+        known = {**special, "messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
+        for name in variables or ():
+            if name in known:
+                raise ValueError(f"the chat template's variable {short(name)} is set already; leave it out")
+        text = RENDERER.render(template, {**known, **(variables or {})})
         with _quiet():
             ids: list[int] = self._inner(text, add_special_tokens=False)["input_ids"]
         return ids

@@ -47,6 +47,16 @@ def test_named_templates(tmp_path: Path) -> None:
         tokenizer.apply_chat_template(HI)
 
 
+def test_variables_of_the_templates_own(tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }}{% if thinking %} hm{% endif %}"
+    tokenizer = load(write_tokenizer(tmp_path, chat_template=template))
+    plain = tokenizer.apply_chat_template(HI)
+    assert tokenizer.apply_chat_template(HI, {"thinking": False}) == plain
+    assert tokenizer.decode(tokenizer.apply_chat_template(HI, {"thinking": True})) == tokenizer.decode(plain) + " hm"
+    with pytest.raises(ValueError, match="the chat template's variable 'messages' is set already"):
+        tokenizer.apply_chat_template(HI, {"messages": []})
+
+
 ENDLESS = {
     "a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a long range": "{% for i in range(10**9) %}{% endfor %}",

@@ -71,9 +71,18 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         n = len(info.length)
         return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
 
-    def report(self, infos: Sequence[I], prompt_length: int, kept: int, control: float | None = None) -> Report:
+    def report(
+        self,
+        infos: Sequence[I],
+        prompt_length: int,
+        kept: int,
+        *,
+        control: float | None = None,
+        trace: bool = False,
+    ) -> Report:
         """Accounts for a request from its group's entry of every cycle's `Info`; `kept` tokens are the answer.
 
-        `control` is the request's own, None the decoder's.
+        `control` is the request's own, None the decoder's; `trace` asks for the population's history, where there is a
+        population.
         """
         return Report()

@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from smcjax.engine.arguments import check_range
-from smcjax.engine.llm import LLM, Claim
+from smcjax.engine.claims import Claim
+from smcjax.engine.llm import LLM
 from smcjax.engine.outputs import StreamChunk
 from smcjax.engine.requests import Prompt, Request, params_for_each
 from smcjax.engine.sampling_params import SamplingParams
@@ -48,20 +49,33 @@ class AsyncLLM:
         self._named: dict[str, str] = {}  # requests with a name of their caller's, by it
         self._unwanted: set[str] = set()  # requests that are to end, though somebody reads them
 
+    @property
+    def closed(self) -> bool:
+        """True once `close` has been called."""
+        return self._closed
+
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[StreamChunk]:
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        trace: bool = False,
+    ) -> ChunkStream:
         """Yields the answer to one prompt as it becomes certain; the last chunk brings the whole output.
 
         Raises ValueError at once for a request that cannot run, QueueFull where too many are in flight, RuntimeError
-        once closed or draining. The request comes to the engine with the first chunk that is asked for, which raises
-        the last two as well. Who stops iterating (by `aclose`, a cancelled task, or letting go of the iterator) aborts
-        it. `request_id` is its name for `abort` and in its output, any text that no other request in flight has.
+        once closed or draining. The request comes to the engine by `start`, or with the first chunk that is asked for,
+        which raises the last two as well. Who stops iterating (by `aclose`, a cancelled task, or letting go of the
+        iterator) aborts it. `request_id` is its name for `abort` and in its output, any text that no other request in
+        flight has. With `trace` chunks bring each cycle (`StreamChunk.cycle`), and the output of a population its
+        history, as with SMC(trace=True).
 
         Any thread may call this, so that no event loop has to wait for a long text to be cut into tokens.
         """
         self._require_room()
-        return _Chunks(self, self.llm.request(prompt, params_for_each(sampling_params, 1)[0]), request_id)
+        request = self.llm.request(prompt, params_for_each(sampling_params, 1)[0])
+        return ChunkStream(self, dataclasses.replace(request, trace=trace), request_id)
 
     def chat(
         self,
@@ -69,10 +83,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-    ) -> AsyncIterator[StreamChunk]:
+        trace: bool = False,
+    ) -> ChunkStream:
         """Answers a conversation through the tokenizer's chat template, as `generate` does a prompt."""
         self._require_room()
-        return self.generate(self.llm.chat_prompt(messages), sampling_params, request_id=request_id)
+        prompt = self.llm.chat_prompt(messages)
+        return self.generate(prompt, sampling_params, request_id=request_id, trace=trace)
 
     def abort(self, request_id: str) -> bool:
         """Ends the request of this name: its reader gets what is certain by then, and finish_reason "abort".
@@ -239,8 +255,8 @@ class _Inbox:
         return item
 
 
-class _Chunks(Claim, AsyncIterator[StreamChunk]):
-    """The stream of one request."""
+class ChunkStream(Claim, AsyncIterator[StreamChunk]):
+    """The stream of one request; `AsyncLLM.generate` makes it."""
 
     def __init__(self, served: AsyncLLM, request: Request, name: str | None) -> None:
         self._served, self._request, self._name = served, request, name
@@ -253,12 +269,26 @@ class _Chunks(Claim, AsyncIterator[StreamChunk]):
         self._inbox: _Inbox | None = None  # from the first chunk that is asked for
         self._ready: deque[StreamChunk] = deque()
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model reads it."""
+        return self._request.token_ids
+
+    def start(self) -> None:
+        """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.
+
+        Raises QueueFull where too many are in flight, RuntimeError once closed or draining.
+        """
+        if self._inbox is None and self.held:
+            inbox = _Inbox(self._request)
+            self._served._submit(inbox)
+            self._inbox = inbox
+
     async def __anext__(self) -> StreamChunk:
         try:
             while self.held and not self._ready:
-                if self._inbox is None:
-                    self._inbox = _Inbox(self._request)
-                    self._served._submit(self._inbox)
+                self.start()
+                assert self._inbox is not None
                 self._ready += await self._inbox.get()
         except BaseException:
             await self.aclose()

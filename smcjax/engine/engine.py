@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from smcjax.device import on_cpu
 from smcjax.engine.clock import Clock
+from smcjax.engine.cycles import first_cycle, later_cycle
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
@@ -390,7 +391,7 @@ class Engine:
         if kind == "first" and not running.times.first_seen:
             running.times.first_seen = self._clock.at()
         if running.certain is not None:
-            self._stream(running.certain, running.group.request, kind, value)
+            self._stream(running.certain, running.group.request, kind, value, len(running.infos))
         if value.done:
             self._conclude(running)
         elif running.stops is not None and running.last_cycle is None and self._settled(running, kind, value):
@@ -417,15 +418,17 @@ class Engine:
         rows = self._decoder.rows_after(value)
         return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
 
-    def _stream(self, certain: StablePrefixStream, request: Request, kind: str, value: Any) -> None:
+    def _stream(self, certain: StablePrefixStream, request: Request, kind: str, value: Any, cycles: int = 0) -> None:
         if kind == "first":
             text, token_ids = certain.begin(value.tokens)
+            cycle = first_cycle(request, value.tokens) if request.trace else None
         else:
             rows = self._decoder.rows_after(value)
             lengths = value.length - len(request.token_ids)
             text, token_ids = certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
-        if (text or token_ids) and request.request_id in self._streams:
-            self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False))
+            cycle = later_cycle(request, cycles, value, rows) if request.trace else None
+        if (text or token_ids or cycle) and request.request_id in self._streams:
+            self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False, cycle=cycle))
 
     def _output(self, running: _Running, population: Any) -> RequestOutput:
         request = running.group.request
@@ -450,7 +453,7 @@ class Engine:
                 text, token_ids = running.certain.text, running.certain.token_ids
                 answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
                 start, control = len(request.token_ids), request.params.control
-                report = self._decoder.report(running.infos, start, len(token_ids), control)
+                report = self._decoder.report(running.infos, start, len(token_ids), control=control)
                 metrics = dataclasses.replace(
                     output.metrics,
                     generated_tokens=len(token_ids),

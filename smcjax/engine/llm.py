@@ -18,8 +18,9 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
+from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import load_models, make_decoder, prepared_models
+from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
@@ -71,6 +72,10 @@ class LLM:
             is first needed; None: now on a GPU, when needed on a CPU.
         tensor_parallel_size: 1.
         seed: of requests that bring none.
+        share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
+            models then stay at their defaults. Close it after this one.
+        kv_fraction: of the GPU memory that `gpu_memory_utilization` leaves beside the weights, how much this LLM takes;
+            for several that share models.
 
     Raises ValueError (one sentence: argument, value, mend) before anything runs. A context manager; `close` frees
     the device memory. Threads may share one: their requests then run side by side.
@@ -99,6 +104,8 @@ class LLM:
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         seed: int = 0,
+        share: LLM | None = None,
+        kv_fraction: float = 1.0,
     ) -> None:
         choice: object = SMC() if decoding is None else Auto() if decoding == Auto.name else decoding
         if not isinstance(choice, Decoding | Auto):
@@ -131,6 +138,22 @@ class LLM:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
         if not is_share(gpu_memory_utilization):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
+        if not is_share(kv_fraction):
+            raise ValueError(f"kv_fraction must be above 0 and at most 1, got {kv_fraction!r}.")
+        if share is not None:
+            _check_shares(
+                share,
+                model=model,
+                draft_model=draft_model,
+                revision=revision,
+                draft_revision=draft_revision,
+                draft_drop_layers=draft_drop_layers,
+                quantization=quantization,
+                draft_quantization=draft_quantization,
+                dtype=None if dtype == "auto" else dtype,
+                implementation=None if implementation in ("auto", share._implementation) else implementation,
+            )
+            implementation = share._implementation
 
         enable_compilation_cache()
         if isinstance(choice, Auto):
@@ -156,29 +179,35 @@ class LLM:
         self.turn = threading.RLock()  # of the engine, which one thread may use at a time
         self._numbering = threading.Lock()  # of requests
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
-        self._implementation = implementation
+        self._implementation: str = implementation
+        self.owns_models = share is None
+        self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
         self._seed = seed
         self._counter = 0
-        self.models = load_models(
-            model,
-            draft_model,
-            needs_draft=drafts,
-            dtype=dtype,
-            revision=revision,
-            draft_revision=draft_revision,
-            draft_drop_layers=draft_drop_layers,
-            quantization=quantization,
-            draft_quantization=draft_quantization,
-            page_size=page_size,
-            sparse=self.decoding.speculation.sparse,
-            accepts=lambda proposer: self.decoding.check_draft(
-                str(proposer), full_support=proposer.full_support, branches=proposer.branches
-            ),
-        )
+        if share is not None:
+            self.models: Models = models_for(self.decoding, share.models, page_size)
+        else:
+            self.models = load_models(
+                model,
+                draft_model,
+                needs_draft=drafts,
+                dtype=dtype,
+                revision=revision,
+                draft_revision=draft_revision,
+                draft_drop_layers=draft_drop_layers,
+                quantization=quantization,
+                draft_quantization=draft_quantization,
+                page_size=page_size,
+                sparse=self.decoding.speculation.sparse,
+                accepts=lambda proposer: self.decoding.check_draft(
+                    str(proposer), full_support=proposer.full_support, branches=proposer.branches
+                ),
+            )
         try:
-            self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
+            if share is None:
+                self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
             self.tokenizer = self.models.tokenizer
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
                 raise ValueError(
@@ -233,6 +262,7 @@ class LLM:
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
+            kv_fraction=self._kv_fraction,
         )
         logger.info("%s", Budget(device_memory(), weights, chosen * page_bytes, chosen, self.page_size))
         return chosen
@@ -269,7 +299,7 @@ class LLM:
         ValueError at once for a request that cannot run.
         """
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
-        chunks = _Chunks(self, request.request_id)
+        chunks = Chunks(self, request.request_id)
         with self.turn:
             self.engine.add_request(request, stream=True)
         return chunks
@@ -293,17 +323,22 @@ class LLM:
                 raise ValueError(f"request {index}: {error}") from None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """The prompt that the chat template makes of a conversation; raises ValueError where it makes none."""
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], template_variables: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """The prompt that the chat template makes of a conversation; raises ValueError where it makes none.
+
+        `template_variables` are the template's own, as {"enable_thinking": False}.
+        """
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
-        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages)}
+        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages, template_variables)}
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
         with self.turn:
             engine = self.engine
-            self._let_go()
+            self.let_go()
             return engine.metrics()
 
     def close(self) -> None:
@@ -313,10 +348,13 @@ class LLM:
         """
         self._closed = True  # first, so that nobody else begins anything
         with self.turn:
-            if self._engine is not None:
+            if self._engine is not None and self.owns_models:
                 self._engine.close()
-                self._engine = None
-            delete((self.models.target_params, self.models.draft_params))
+            elif self._engine is not None:
+                self._engine.reset()
+            self._engine = None
+            if self.owns_models:
+                delete((self.models.target_params, self.models.draft_params))
 
     def __enter__(self) -> LLM:
         return self
@@ -395,7 +433,7 @@ class LLM:
 
     def advance(self, engine: Engine) -> None:
         """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`."""
-        self._let_go()
+        self.let_go()
         for output in engine.step():
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
@@ -411,7 +449,7 @@ class LLM:
         """Notes that nobody waits for these any more. At any time, and in any thread."""
         self._given_up.extend(request_ids)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Aborts requests that nobody waits for any more. The caller has the `turn`, and no step is in progress."""
         while self._given_up:
             request_id = self._given_up[0]
@@ -422,57 +460,13 @@ class LLM:
             self._given_up.popleft()  # last: what is interrupted before is done again
 
 
-class Claim:
-    """Requests that somebody waits for. Closed, or left by whoever had it, it aborts those that have not ended."""
-
-    held = False
-
-    def __init__(self, llm: LLM, request_ids: Sequence[str]) -> None:
-        self._llm, self._request_ids = llm, request_ids
-        self.held = True
-
-    def close(self) -> None:
-        """Aborts the requests that have not ended, once it has the turn."""
-        if self.held:
-            self.give_up()
-            with self._llm.turn:
-                self._llm._let_go()
-
-    def give_up(self) -> None:
-        """Notes, without waiting for the turn, that nobody waits: who has it next aborts the requests."""
-        if self.held:
-            self._llm.give_up(self._request_ids)
-            self.held = False
-
-    def __del__(self) -> None:
-        self.give_up()  # collected at any time, in the middle of a step too
-
-
-class _Chunks(Claim, Iterator[StreamChunk]):
-    """The stream of one request."""
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        super().__init__(llm, [request_id])
-        self._ready: deque[StreamChunk] = deque()
-
-    def __next__(self) -> StreamChunk:
-        if not self.held:
-            raise StopIteration
-        (request_id,) = self._request_ids
-        try:
-            while not self._ready:
-                with self._llm.turn:
-                    engine = self._llm.engine
-                    self._ready += engine.chunks(request_id)
-                    if not self._ready:
-                        self._llm.advance_for(engine, {request_id})
-        except BaseException:
-            self.close()
-            raise
-        chunk = self._ready.popleft()
-        if chunk.finished:
-            self.close()
-        return chunk
+def _check_shares(share: LLM, **of_models: object) -> None:
+    """Raises ValueError where `share` is no LLM with models, or an argument would ask for others."""
+    if not isinstance(share, LLM) or share._closed:
+        raise ValueError(f"share must be an LLM that is not closed, or None, got {short(share)}.")
+    for name, value in of_models.items():
+        if value is not None:
+            raise ValueError(f"{name} is {short(value)} and share brings the models; leave one of them out.")
 
 
 def _bytes_of(params: Any) -> int:

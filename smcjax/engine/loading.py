@@ -172,6 +172,29 @@ def prepared_models(
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
+def models_for(decoding: Decoding, models: Models, page_size: int) -> Models:
+    """What `decoding` needs of models that another decoder runs on, whose arrays are shared.
+
+    Raises ValueError where they have no draft that it can use, or attention that pages or `sparse` do not fit.
+    """
+    check_pages(models.target, page_size)
+    if decoding.speculation.sparse is not None:
+        decoding.speculation.sparse.check(models.target.selecting.values())
+    if not decoding.drafts:
+        return dataclasses.replace(models, draft=None, draft_params=None, shared=None, proposes=None)
+    if models.proposer is None:
+        raise ValueError(
+            f"decoding is {decoding} and the models to share have no draft; load them with one, or use "
+            "decoding=Autoregressive()."
+        )
+    if models.draft is not None:
+        check_pages(models.draft, page_size)
+    if models.proposes is not None:
+        of = models.proposes
+        decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
+    return models
+
+
 def check_pages(config: ModelConfig, page_size: int | None) -> None:
     """Raises ValueError for pages of `page_size` tokens that the model's attention cannot use, before weights are."""
     if page_size is not None:

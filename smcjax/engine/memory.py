@@ -107,12 +107,13 @@ def choose_num_pages(
     max_num_seqs: int,
     weight_bytes: int,
     gpu_memory_utilization: float,
+    kv_fraction: float = 1.0,
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
-    `largest_request` is a request's worst case in pages. What is chosen here stays within the given share of a GPU's
-    memory, or within 1 GiB of a host's unless one request needs more. Raises ValueError where pages and weights do not
-    fit the device, or not even one largest request does.
+    `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what the
+    weights leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
+    Raises ValueError where pages and weights do not fit the device, or not even one largest request does.
     """
     free = device_memory() - weight_bytes
     if num_pages is not None:
@@ -126,7 +127,7 @@ def choose_num_pages(
     if gpu is None:
         available = min(free, max(CPU_KV_BYTES, page_bytes * (largest_request + 1)))
     else:
-        available = int(gpu * gpu_memory_utilization) - weight_bytes
+        available = int(kv_fraction * (int(gpu * gpu_memory_utilization) - weight_bytes))
     affordable = available // page_bytes - 1
     if affordable < largest_request:
         raise ValueError(

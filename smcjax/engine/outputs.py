@@ -119,6 +119,24 @@ class RequestOutput:
     error: str | None = None  # why, where finish_reason is "error"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
+class Cycle:
+    """One cycle of a request as it runs, over its N rows. Cycle 0 draws the first tokens.
+
+    With `a` the ancestor of row i, row i's tokens after the cycle are those of row `a` before it and then
+    `blocks[a][: lengths[i] - (length of row a before it)]`.
+    """
+
+    index: int  # 0, 1, 2 …; begins again at 0 where the request was preempted
+    blocks: list[list[int]]  # [N] tokens that each row was given, before resampling, up to its first stop token
+    lengths: np.ndarray  # [N] int32, generated tokens after the cycle
+    ancestors: np.ndarray  # [N] int32, the row itself where nothing was resampled
+    finished: np.ndarray  # [N] bool, after the cycle
+    log_weights: np.ndarray | None = None  # [N] float32, before resampling; None: of cycle 0, or without a population
+    ess: float | None = None  # likewise
+    resampled: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamChunk:
     """A piece of an answer, final: the chunks of a request make up its text and its token ids."""
@@ -127,3 +145,4 @@ class StreamChunk:
     token_ids: list[int]
     finished: bool  # the last one
     output: RequestOutput | None = None  # the whole of it, with the last one
+    cycle: Cycle | None = None  # the cycle that brought it, of requests that are traced

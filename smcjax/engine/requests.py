@@ -28,6 +28,7 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     worst_case_pages: int
+    trace: bool = False  # whether its reader follows its cycles, and its output holds their history
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -257,7 +257,15 @@ class RejectionDecoder(Decoder[Rejection, State, Info]):
     step = step
     conclude = conclude
 
-    def report(self, infos: Sequence[Info], prompt_length: int, kept: int, control: float | None = None) -> Report:
+    def report(
+        self,
+        infos: Sequence[Info],
+        prompt_length: int,
+        kept: int,
+        *,
+        control: float | None = None,
+        trace: bool = False,
+    ) -> Report:
         """Counts the drafts among the `kept` first tokens of the answer, and the cycles that reach each position."""
         ends = np.array([int(info.length[0]) - prompt_length for info in infos], int)  # all rows agree
         begins = np.array([1, *ends[:-1]], int)[: len(ends)]  # the first token is the target's

@@ -25,8 +25,16 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         alive = np.full(len(info.length), bool(info.resampled)) | ~np.isneginf(info.log_weight)
         return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
 
-    def report(self, infos: Sequence[Info], prompt_length: int, kept: int, control: float | None = None) -> Report:
-        """Resamplings, the mean ESS, the control and, with `SMC(trace=True)`, the population's history."""
+    def report(
+        self,
+        infos: Sequence[Info],
+        prompt_length: int,
+        kept: int,
+        *,
+        control: float | None = None,
+        trace: bool = False,
+    ) -> Report:
+        """Resamplings, the mean ESS, the control and, with `trace` or `SMC(trace=True)`, the population's history."""
         smc = self.decoding
         control = smc.control if control is None else control
         controls = [info.control for info in infos]  # each of the cycle after it
@@ -37,7 +45,7 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             warning=self._warning(len(infos), raised, control) if raised else None,
             resamples=sum(bool(info.resampled) for info in infos),
             mean_ess=float(np.mean([info.ess for info in infos])) if infos else None,
-            trace=self._trace(infos, prompt_length) if self.decoding.trace else None,
+            trace=self._trace(infos, prompt_length) if trace or self.decoding.trace else None,
         )
 
     def _warning(self, cycles: int, raised: int, control: float) -> str:

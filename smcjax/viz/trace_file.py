@@ -56,12 +56,20 @@ class TraceFile:
 
 def save_trace(path: str | os.PathLike[str], output: RequestOutput) -> None:
     """Writes the trace of a request that ran under `SMC(trace=True)`. Raises ValueError without one or a place."""
+    # One field a line: compact, and still readable in a diff.
+    fields = trace_fields(output).items()
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields]
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def trace_fields(output: RequestOutput) -> dict[str, Any]:
+    """The fields of a trace's file, of a request that has one. Raises ValueError without one."""
     smc = output.smc
     if smc is None or smc.trace is None:
         raise ValueError(f"request {output.request_id} has no trace to save; decode with SMC(trace=True).")
     trace, n = smc.trace, len(smc.particles)
     proposals = len(trace.ess) * n
-    fields = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "prompt": output.prompt,
@@ -78,9 +86,6 @@ def save_trace(path: str | os.PathLike[str], output: RequestOutput) -> None:
         "selected": smc.selected,
         "log_evidence": _number(smc.log_evidence),
     }
-    # One field a line: compact, and still readable in a diff.
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
-    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:

@@ -54,7 +54,7 @@ def test_many_readers_and_one_that_leaves(pair: Pair, llm: LLM) -> None:
             leaver = served.generate("cd", SamplingParams(seed=1, max_tokens=40, ignore_eos=True))
             await anext(leaver)
             readers = [asyncio.create_task(read(served, seed, 0.003 * seed)) for seed in range(7)]
-            await leaver.aclose()  # type: ignore[attr-defined]
+            await leaver.aclose()
             cancelled = asyncio.create_task(read(served, 9))
             await asyncio.sleep(0.005)
             cancelled.cancel()
@@ -315,7 +315,7 @@ def test_iterators_that_nobody_reads_to_their_end(pair: Pair) -> None:
 
         waiting = [asyncio.create_task(rest()) for _ in range(3)]
         await asyncio.sleep(0)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == [[], [], []]
 
     served = make(pair)

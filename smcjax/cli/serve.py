@@ -1,0 +1,149 @@
+"""`smcjax serve`: an OpenAI-compatible server. Requests to it choose among decoders of one pair of models."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from smcjax.auto import Auto
+from smcjax.cli.options import (
+    OPTIONS,
+    add_decoding_options,
+    add_model_options,
+    check_models,
+    decoding_from,
+    llm_arguments,
+)
+from smcjax.cli.parser import text, whole
+from smcjax.decoders import DECODINGS, Decoding
+from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.plain import short
+
+KEY_VARIABLE = "SMCJAX_API_KEY"
+SHORTEST_KEY = 8
+_SHORT = {"n": "n_particles", "k": "gamma"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser("serve", help="serve models by OpenAI's HTTP interface", description=__doc__)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", type=text, default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    group.add_argument("--port", type=whole(0, 65535), default=8000, help="port; 0 takes any that is free (8000)")
+    group.add_argument(
+        "--api-key",
+        type=text,
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"a key that requests must bring; repeatable; others on this machine see it, {KEY_VARIABLE} they do not",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="a file of keys, one a line")
+    group.add_argument(
+        "--allow-origin",
+        type=text,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="an origin whose pages may ask from a browser; repeatable (default: none)",
+    )
+    group.add_argument("--served-model-name", type=text, metavar="NAME", help="(the directory's)")
+    group.add_argument(
+        "--also",
+        type=text,
+        action="append",
+        default=[],
+        metavar="DECODER",
+        help="one more decoder: smc:n=32,k=4,control=0.1, rejection:k=6 or autoregressive; repeatable",
+    )
+    group.add_argument("--max-num-seqs", type=whole(1, 4096), default=8, metavar="G", help="requests at once (8)")
+    group.add_argument("--max-waiting", type=whole(0, 1 << 20), default=256, help="further ones that may wait (256)")
+    group.add_argument("--max-body", type=whole(1024, 1 << 30), default=8 << 20, help="bytes of a request (8 MiB)")
+    group.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of requests that bring none (0)")
+    add_decoding_options(parser, gamma=8)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks everything, takes the port, loads, and serves until a signal comes."""
+    first = decoding_from(args)
+    if isinstance(first, Auto):
+        raise ValueError(
+            "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "
+            "leave it out."
+        )
+    decodings = [first, *map(decoding_of, args.also)]
+    check_models(args)
+    keys = _keys(args)
+    try:
+        from smcjax.server import models, process, state
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"smcjax serve needs the package {error.name}; install the extra: uv run --extra serve smcjax serve."
+        ) from None
+
+    process.check_address(args.host, keys)
+    listening = process.bound(args.host, args.port)
+    settings = state.Settings(keys=keys, origins=tuple(args.allow_origin), max_body=args.max_body)
+    with listening:
+        loaded = models.load(
+            args.model,
+            models.with_exact(decodings),
+            name=args.served_model_name,
+            max_waiting=args.max_waiting,
+            max_num_seqs=args.max_num_seqs,
+            seed=args.seed,
+            **llm_arguments(args),
+        )
+        process.serve(state.Served(loaded, settings), listening)
+    return 0
+
+
+def decoding_of(described: str) -> Decoding:
+    """The decoder that a text such as "smc:n=32,k=4" describes. Raises ValueError for one that is none."""
+    name, _, rest = described.partition(":")
+    if name not in DECODINGS:
+        raise ValueError(f"--also must begin with {', '.join(DECODINGS)}, got {short(described)}.")
+    fields: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, _, value = part.partition("=")
+        option = _SHORT.get(option, option)
+        if option not in OPTIONS[name] or option == "tree":
+            known = ", ".join(sorted({*OPTIONS[name]} - {"tree"})) or "none"
+            raise ValueError(f"--also has {short(part)}, and the options of {name} are {known}; leave it out.")
+        fields[OPTIONS[name][option]] = _plain(value)
+    return DECODINGS[name](**fields)
+
+
+def _plain(value: str) -> bool | int | float | str:
+    """The number, truth or text that is written."""
+    if value in ("True", "False"):
+        return value == "True"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """All keys that are given. Raises ValueError for a file without any, and for keys that can be guessed."""
+    keys = [*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    if args.api_key_file is not None:
+        try:
+            with open(args.api_key_file, encoding="utf-8") as file:
+                lines = [line.strip() for line in file]
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ValueError(f"--api-key-file {args.api_key_file} cannot be read ({why}); name another.") from None
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {args.api_key_file} holds no key; write one a line.")
+        keys += found
+    for key in keys:
+        if len(key) < SHORTEST_KEY or key != key.strip():
+            raise ValueError(f"a key must have at least {SHORTEST_KEY} characters and no space around it; change it.")
+    return tuple(keys)

@@ -1,0 +1,255 @@
+"""The answers to one HTTP request while they are under way: started, read, counted, and given up with their reader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from smcjax.engine.async_llm import AsyncLLM, ChunkStream
+from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.requests import Prompt
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.server.errors import APIError, refusal, unavailable
+from smcjax.server.events import Record
+from smcjax.server.models import VirtualModel
+from smcjax.server.population import Cycles, population_of
+from smcjax.server.sampling import sampling_params, seed_of
+from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
+from smcjax.server.shapes import Shapes
+from smcjax.server.state import Served
+
+
+class Answers:
+    """n answers to each prompt of a request, choice p·n + i being the i-th of prompt p; `begin` makes them."""
+
+    def __init__(
+        self,
+        served: Served,
+        ask: Ask,
+        shapes: Shapes,
+        model: VirtualModel,
+        routed: str | None,
+        streams: list[ChunkStream],
+    ) -> None:
+        self.id = f"{shapes.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._ask, self._shapes, self._model = ask, shapes, model
+        self._texts = served.token_texts(model)
+        self._routed, self._streams = routed, streams
+        self._metrics = served.metrics
+        self._tokenizer = model.llm.llm.tokenizer
+        self._began = time.perf_counter()
+        self._generated = [0] * len(streams)  # tokens that have come, by choice
+        self._outputs: list[RequestOutput | None] = [None] * len(streams)
+        traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
+        self._record: Record | None = served.records.open(self.id) if traced else None
+        self._cycles = [Cycles(self._tokenizer, stream.prompt_token_ids) for stream in streams]
+
+    def __len__(self) -> int:
+        """The number of choices."""
+        return len(self._streams)
+
+    async def close(self) -> None:
+        """Gives up what has not ended."""
+        for stream in self._streams:
+            await stream.aclose()
+        if self._record is not None:
+            self._record.end()
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole reply. Raises APIError where an answer fails, which ends the others."""
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for _ in chunks:
+                    pass
+        finally:
+            await self.close()
+        outputs = [output for output in self._outputs if output is not None]
+        choices = [self._shapes.choice(index, output, self._texts) for index, output in enumerate(outputs)]
+        head = self._head(self._shapes.reply_object)
+        return {**head, "choices": choices, "usage": self._usage(), **self._smc(*outputs)}
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
+        """Chunks of all choices as they come: the choice, the chunk, and the event of its cycle if there is one."""
+        coming: asyncio.Queue[tuple[int, StreamChunk | Exception]] = asyncio.Queue(1)  # a slow reader holds all up
+
+        async def read(choice: int) -> None:
+            try:
+                async for chunk in self._streams[choice]:
+                    await coming.put((choice, chunk))
+            except Exception as error:
+                await coming.put((choice, error))
+
+        readers = [asyncio.create_task(read(choice)) for choice in range(len(self))]
+        try:
+            missing = len(self)
+            while missing:
+                choice, chunk = await coming.get()
+                if isinstance(chunk, Exception):
+                    raise _lost(chunk)
+                yield choice, chunk, self._noted(choice, chunk)
+                missing -= chunk.finished
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    def _noted(self, choice: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """Takes a chunk into account; returns its cycle's event."""
+        if chunk.token_ids and not self._generated[choice]:
+            self._metrics.first_token(self._model, time.perf_counter() - self._began)
+        self._generated[choice] += len(chunk.token_ids)
+        event = None
+        if chunk.cycle is not None and self._record is not None:
+            event = {"choice": choice, **self._cycles[choice].event(chunk.cycle)}
+            self._record.add(event)
+        if chunk.output is not None:
+            output = self._outputs[choice] = chunk.output
+            self._metrics.ended(self._model, output, time.perf_counter() - self._began)
+            _require_answer(output)
+        return event
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of prompts, each counted once however many answers it has, and of the answers so far."""
+        firsts = range(0, len(self), self._ask.choices)
+        prompts = sum(len(self._streams[choice].prompt_token_ids) for choice in firsts)
+        ended = [self._outputs[choice] for choice in firsts]
+        cached = sum(output.metrics.num_cached_tokens for output in ended if output is not None)
+        completion = sum(self._generated)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": completion,
+            "total_tokens": prompts + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """The fields that a reply and each of its chunks begin with."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model.name,
+            "system_fingerprint": self._model.fingerprint,
+        }
+
+    def _smc(self, *outputs: RequestOutput) -> dict[str, Any]:
+        """{"smc": …} with the decoder and the populations, or {} where nobody asked and no other decoder answers.
+
+        One population stands there itself, several in a list "choices".
+        """
+        if self._ask.smc is None and self._routed is None:
+            return {}
+        found: dict[str, Any] = {**self._model.description(), "routed": self._routed}
+        if self._ask.smc is not None:
+            populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]
+            found |= {"choices": populations} if len(populations) > 1 else populations[0] if populations else {}
+        return {"smc": found}
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of a streamed reply. Ends all that is under way when it is closed."""
+        options = self._ask.stream_options or StreamOptions()
+        begun: set[int] = set()
+        head = self._head(self._shapes.chunk_object)
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for choice, chunk, event in chunks:
+                    pieces = self._shapes.pieces(choice, chunk, self._texts, first=choice not in begun)
+                    begun.add(choice)
+                    for piece in pieces:
+                        reply = {**head, "choices": [piece]}
+                        if piece is pieces[-1]:
+                            reply |= self._told(chunk, event)
+                        if options.include_usage or options.continuous_usage_stats:
+                            reply["usage"] = self._usage() if options.continuous_usage_stats else None
+                        yield reply
+            if options.include_usage:
+                yield {**head, "choices": [], "usage": self._usage()}
+        finally:
+            await self.close()
+
+    def _told(self, chunk: StreamChunk, event: dict[str, Any] | None) -> dict[str, Any]:
+        """{"smc": …} of a streamed chunk: its cycle, the population with the last one, or {}."""
+        if chunk.output is not None:
+            return self._smc(chunk.output)
+        wanted = self._ask.smc is not None and self._ask.smc.events
+        return {"smc": {"cycle": event}} if wanted and event is not None else {}
+
+
+async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) -> Answers:
+    """Starts all answers of a request, or none. Raises APIError where it cannot run now or ever.
+
+    The text is cut into tokens in a thread, so that no other request waits for it.
+    """
+    if served.draining:
+        raise unavailable("the server is shutting down and takes no further requests; ask another one.")
+    asked = served.models.named(ask.model)
+    known = frozenset(type(ask).model_fields)
+    streams: list[ChunkStream] = []
+    try:
+        params = [sampling_params(ask, seed_of(ask.seed, choice)) for choice in range(ask.choices)]
+        model, routed = served.models.answering(asked, params[0])
+        if isinstance(ask, CompletionAsk):
+            streams = await asyncio.to_thread(_to_prompts, model.llm, ask, params)
+        else:
+            streams = await asyncio.to_thread(_to_conversation, model.llm, ask, params)
+        for stream in streams:
+            stream.start()
+        return Answers(served, ask, shapes, model, routed, streams)
+    except Exception as error:
+        for stream in streams:
+            await stream.aclose()
+        if isinstance(error, RuntimeError) and served.stopping:
+            raise unavailable(str(error)) from None
+        raise refusal(error, known) from error
+
+
+def _to_prompts(llm: AsyncLLM, ask: CompletionAsk, params: list[SamplingParams]) -> list[ChunkStream]:
+    prompts, streams = ask.prompts(), []
+    if len(prompts) * len(params) > MOST_CHOICES:
+        raise ValueError(
+            f"prompt asks for {len(prompts)} times {len(params)} answers and {MOST_CHOICES} are the most of a request; "
+            "send several."
+        )
+    for index, prompt in enumerate(prompts):
+        try:
+            streams += _answers_to(llm, prompt, params, ask)
+        except ValueError as error:
+            if len(prompts) == 1:
+                raise
+            raise APIError(400, f"prompt {index}: {error}", param="prompt") from None
+    return streams
+
+
+def _to_conversation(llm: AsyncLLM, ask: ChatAsk, params: list[SamplingParams]) -> list[ChunkStream]:
+    try:
+        prompt = llm.llm.chat_prompt(ask.conversation(), ask.chat_template_kwargs)
+    except ValueError as error:
+        raise APIError(400, str(error), param="messages") from None
+    return _answers_to(llm, prompt, params, ask)
+
+
+def _answers_to(llm: AsyncLLM, prompt: Prompt, params: list[SamplingParams], ask: Ask) -> list[ChunkStream]:
+    """An answer to the prompt for each of `params`; the prompt is cut into tokens once."""
+    first = llm.generate(prompt, params[0], trace=ask.smc is not None)
+    again: Prompt = {"prompt_token_ids": first.prompt_token_ids}
+    return [first, *(llm.generate(again, one, trace=ask.smc is not None) for one in params[1:])]
+
+
+def _require_answer(output: RequestOutput) -> None:
+    """Raises APIError for a request that ended without an answer."""
+    if output.error is not None:
+        raise APIError(500, f"{output.error}.", code="model_error")
+    if output.outputs[0].finish_reason == "abort":
+        raise APIError(503, "the request was aborted; ask again.", code="aborted")
+
+
+def _lost(error: Exception) -> APIError:
+    """An error of the engine's, which has ended the request."""
+    if isinstance(error, RuntimeError) and "is closed" in str(error):
+        return unavailable("the server is shutting down; ask another one.")
+    return refusal(error)

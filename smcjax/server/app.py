@@ -1,0 +1,127 @@
+"""The application: all routes of a server, and what stands around them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from smcjax import __version__
+from smcjax.server.access import ID, Keys, RequestIds
+from smcjax.server.errors import add_handlers, json_response, unavailable
+from smcjax.server.models import VirtualModel
+from smcjax.server.routes import answering
+from smcjax.server.sse import EventStream
+from smcjax.server.state import Served
+
+PAGE = Path(__file__).with_name("page")
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+READ = ["GET", "HEAD"]
+
+
+def make_app(served: Served) -> FastAPI:
+    """The ASGI application of a server."""
+    app = FastAPI(title="smcjax", version=__version__, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
+    add_handlers(app)
+    for router in (answering(served), _of_models(served), _of_the_server(served)):
+        app.include_router(router)
+    _add_page(app)
+    settings = served.settings  # what is added last stands outermost
+    if settings.keys:
+        app.add_middleware(Keys, keys=settings.keys)
+    if settings.origins:
+        methods, headers = ["GET", "POST"], ["authorization", "content-type", ID.decode()]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=[ID.decode()],
+        )
+    app.add_middleware(RequestIds, served=served)
+    return app
+
+
+def _of_models(served: Served) -> APIRouter:
+    router = APIRouter()
+    models = served.models
+
+    def entry(name: str, model: VirtualModel) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "smcjax",
+            "root": model.name,
+            "max_model_len": model.llm.llm.max_model_len,
+            "smc": model.description(),
+        }
+
+    @router.api_route("/v1/models", methods=READ)
+    async def list_models() -> Response:
+        """Lists the virtual models, the pair's own name first."""
+        return json_response({"object": "list", "data": [entry(name, models.named(name)) for name in models.names]})
+
+    @router.api_route("/v1/models/{name:path}", methods=READ)
+    async def one_model(name: str) -> Response:
+        """Describes one virtual model."""
+        return json_response(entry(name, models.named(name)))
+
+    @router.api_route("/v1/smc/requests/{name}/events", methods=READ)
+    async def events(name: str) -> Response:
+        """Replays the cycles of a request that asked for a trace, and follows it while it runs."""
+        return EventStream(served.records.named(name).follow(), ping_seconds=served.settings.ping_seconds)
+
+    return router
+
+
+def _of_the_server(served: Served) -> APIRouter:
+    router = APIRouter()
+
+    @router.api_route("/health", methods=READ)
+    async def health() -> Response:
+        """Says whether the server takes requests."""
+        if served.stopping:
+            return unavailable("the server is shutting down.").response()
+        return json_response({"status": "ok"})
+
+    @router.api_route("/version", methods=READ)
+    async def version() -> Response:
+        """Says which smcjax this is."""
+        return json_response({"version": __version__})
+
+    @router.api_route("/metrics", methods=READ)
+    async def metrics() -> Response:
+        """Gives figures for Prometheus."""
+        return Response(await served.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class _Page(StaticFiles):
+    """Files of the page, under a policy that lets them load each other and nothing else."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+def _add_page(app: FastAPI) -> None:
+    page = _Page(directory=PAGE)
+
+    @app.api_route("/", methods=READ, include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return await page.get_response("index.html", request.scope)
+
+    app.mount("/page", page)

@@ -1,0 +1,100 @@
+"""The process of a server: its socket, uvicorn, and signals, of which the first drains and the second ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from smcjax.server.app import make_app
+from smcjax.server.state import Served
+
+LAST_WRITES = 5.0  # seconds that readers have, at the end, for what is answered already
+
+
+def check_address(host: str, keys: tuple[str, ...]) -> None:
+    """Raises ValueError for an address that others can reach, of a server without keys."""
+    if not keys and not is_loopback(host):
+        raise ValueError(
+            f"--host is {host}, which other machines can reach, and there is no key; add --api-key-file, or use "
+            "--host 127.0.0.1."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses of this machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there, port 0 being any free one. Raises RuntimeError in one sentence where it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)  # it listens, or two that start together would both have it
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RuntimeError(f"port {port} of {host} is in use; choose another by --port.") from None
+        raise RuntimeError(f"--host {host} --port {port} cannot be listened at ({error.strerror}).") from None
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a server behind this socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def uvicorn_config(served: Served) -> uvicorn.Config:
+    """How uvicorn is to serve."""
+    return uvicorn.Config(
+        make_app(served),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(LAST_WRITES),
+    )
+
+
+class Server(uvicorn.Server):
+    """A server that a first SIGTERM or SIGINT drains, and a second one ends at once.
+
+    While it drains it still listens: /health says 503, and so do further requests.
+    """
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(uvicorn_config(served))
+        self._served = served
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        if self._served.draining:
+            os._exit(128 + sig)
+        self._served.draining = True
+        print("smcjax: draining; a second signal ends at once", file=sys.stderr)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Says, ten times a second, whether it is over."""
+        over = await super().on_tick(counter)
+        return over or (self._served.draining and not self._served.in_flight)
+
+
+def serve(served: Served, listening: socket.socket) -> None:
+    """Serves until a signal has drained it, and closes the models. Call it in the main thread."""
+    signal.set_wakeup_fd(-1)  # `smcjax.cli.process` ends others at a Ctrl-C
+    print(f"smcjax: serving {', '.join(served.models.names)} at {address_of(listening)}/v1", file=sys.stderr)
+    Server(served).run(sockets=[listening])
+    asyncio.run(served.models.close())

@@ -1,0 +1,41 @@
+"""The routes that answer prompts and conversations."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from smcjax.server.answers import begin
+from smcjax.server.body import read_body
+from smcjax.server.chat import ChatShapes
+from smcjax.server.completions import CompletionShapes
+from smcjax.server.errors import json_response
+from smcjax.server.shapes import Shapes
+from smcjax.server.sse import EventStream, whole, with_end
+from smcjax.server.state import Served
+
+
+def answering(served: Served) -> APIRouter:
+    """One route for each of the shapes."""
+    router = APIRouter()
+    for shapes in (CompletionShapes(), ChatShapes()):
+        _add(router, served, shapes)
+    return router
+
+
+def _add(router: APIRouter, served: Served, shapes: Shapes) -> None:
+    settings = served.settings
+    # The body is read here, so that whatever is wrong with it is said in the server's own shape.
+    schema = {"requestBody": {"content": {"application/json": {"schema": shapes.ask.model_json_schema()}}}}
+
+    @router.post(shapes.path, name=shapes.reply_object, openapi_extra=schema)
+    async def answer(request: Request) -> Response:
+        ask = await read_body(request, shapes.ask, limit=settings.max_body, seconds=settings.body_seconds)
+
+        async def reply() -> Response:
+            answers = await begin(served, ask, shapes)
+            return json_response(await answers.reply())
+
+        if not ask.stream:
+            return await whole(request, reply())
+        answers = await begin(served, ask, shapes)
+        return EventStream(with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds)

@@ -1,0 +1,121 @@
+"""Server-sent events: a response that is written as it comes, pings while it waits, and ends when its reader goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from smcjax.server.errors import dumps, refusal
+
+DONE = "[DONE]"
+
+
+class ClientGone(Exception):
+    """Nobody is left to read the answer."""
+
+
+class EventStream(Response):
+    """Writes each item of `events` as the data of one event; closes `events` at the end, or once the client goes.
+
+    `close`, if given, is called then, also where `events` have not begun.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str],
+        close: Callable[[], Awaitable[None]] | None = None,
+        *,
+        ping_seconds: float,
+    ) -> None:
+        unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers=unbuffered)
+        del self.headers["content-length"]
+        self._events, self._close, self._ping_seconds = events, close, ping_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            with contextlib.suppress(ClientGone):
+                await unless_gone(receive, self._write(send))
+        finally:
+            await self._events.aclose()
+            if self._close is not None:
+                await self._close()
+
+    async def _write(self, send: Send) -> None:
+        following: asyncio.Task[str] | None = None
+        try:
+            while True:
+                following = following or asyncio.ensure_future(_next(self._events))
+                await asyncio.wait({following}, timeout=self._ping_seconds)
+                if not following.done():
+                    await _send(send, ": ping\n\n")
+                    continue
+                try:
+                    event = following.result()
+                except StopAsyncIteration:
+                    break
+                following = None
+                await _send(send, f"data: {event}\n\n")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if following is not None:
+                await _cancelled(following)
+
+
+async def _next(events: AsyncIterator[str]) -> str:
+    return await anext(events)
+
+
+async def _send(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises ClientGone, and cancels it, once the client has left; `receive` has given the body."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await _cancelled(task)
+        await _cancelled(gone)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    """Ends a task and waits until it has ended."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+async def with_end(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str]:
+    """The chunks of a stream as JSON, an error in place of those that fail, and [DONE] once behind them."""
+    try:
+        async for chunk in chunks:
+            yield dumps(chunk)
+    except Exception as error:
+        yield dumps(refusal(error).body())
+    finally:
+        await chunks.aclose()
+    yield DONE
+
+
+async def whole(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The response of a request that does not stream; it is given up once the client has left."""
+    try:
+        return await unless_gone(request.receive, answer)
+    except ClientGone:
+        return Response(status_code=499)

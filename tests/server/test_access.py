@@ -1,0 +1,91 @@
+"""Keys, pages of other origins, and addresses that others can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from smcjax.server.models import Models
+from smcjax.server.process import check_address, is_loopback
+from tests.server.conftest import Running, running
+
+KEYS = ("first-key-1", "schlüssel-2")
+ORIGIN = "https://app.example"
+
+
+@pytest.fixture(scope="module")
+def locked(models: Models) -> Iterator[Running]:
+    with running(models, keys=KEYS, origins=(ORIGIN,)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(locked: Running, key: str) -> None:
+    with locked.http(authorization=b"Bearer " + key.encode()) as http:
+        assert http.get("/v1/models").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Basic first-key-1", "first-key-1", "Bearer \xff\xfe"]
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/v1/smc/requests/x/events", "/nothing"])
+def test_nothing_else_does(locked: Running, header: str | None, path: str) -> None:
+    with locked.http() as http:
+        headers = {} if header is None else {"authorization": header.encode("latin-1")}
+        response = http.get(path, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_client_is_told(locked: Running) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        locked.client("wrong").models.list()
+    assert locked.client(KEYS[0]).models.list().data[0].id == "pair"
+
+
+def test_page_and_health_are_public(locked: Running) -> None:
+    with locked.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        page = http.get("/")
+        assert page.status_code == 200
+        assert "smcjax" in page.text
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert http.get("/page/index.html").text == page.text
+        assert http.get("/pages").status_code == 401
+
+
+def preflight(http: httpx.Client, origin: str) -> httpx.Response:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    return http.options("/v1/completions", headers={"origin": origin, **asked})
+
+
+def test_origins(locked: Running, http: httpx.Client) -> None:
+    """None may ask unless it is named; a preflight needs no key, and a refusal can be read."""
+    assert "access-control-allow-origin" not in preflight(http, ORIGIN).headers
+    assert "access-control-allow-origin" not in http.get("/v1/models", headers={"origin": ORIGIN}).headers
+    with locked.http() as with_cors:
+        allowed = preflight(with_cors, ORIGIN)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == ORIGIN
+        assert "access-control-allow-origin" not in preflight(with_cors, "https://other.example").headers
+        refused = with_cors.get("/v1/models", headers={"origin": ORIGIN})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == ORIGIN
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_addresses_of_this_machine(host: str) -> None:
+    assert is_loopback(host)
+    check_address(host, ())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "127.0.0.1.example.org"])
+def test_other_addresses_need_a_key(host: str) -> None:
+    with pytest.raises(ValueError, match="which other machines can reach, and there is no key"):
+        check_address(host, ())
+    check_address(host, KEYS)

@@ -1,0 +1,99 @@
+"""/v1/chat/completions by OpenAI's client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from smcjax import SamplingParams
+from tests.server.conftest import EXACT_NAME, Running
+
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def test_the_answer_is_the_engines(server: Running, client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="pair", messages=HELLO, seed=5, max_completion_tokens=20)
+    params = SamplingParams(max_tokens=20, seed=5)
+    answer = server.llm().chat(HELLO, params, use_tqdm=False)[0].outputs[0]
+    assert reply.choices[0].message.content == answer.text
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == answer.finish_reason
+    assert reply.object == "chat.completion"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len("[user]hi[assistant]")
+
+
+def test_contents_in_every_form(client: openai.OpenAI) -> None:
+    def answer(*messages: dict[str, object]) -> str | None:
+        reply = client.chat.completions.create(model="pair", messages=messages, seed=1, max_tokens=8)
+        return reply.choices[0].message.content
+
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert answer({"role": "user", "content": parts}) == answer(*HELLO)
+    empty = {"role": "assistant", "content": "", "name": None}
+    assert answer(*HELLO, {**empty, "content": None}, *HELLO) == answer(*HELLO, empty, *HELLO)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
+    fields: dict[str, Any] = {
+        "model": "pair",
+        "messages": HELLO,
+        "seed": 2,
+        "max_tokens": 30,
+        "n": choices,
+        "logprobs": True,
+    }
+    reply = client.chat.completions.create(**fields)
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert len({(chunk.id, chunk.model, chunk.created) for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == reply.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for choice in reply.choices:
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
+        assert pieces[-1].logprobs is not None
+        assert choice.logprobs is not None
+        assert pieces[-1].logprobs.content == choice.logprobs.content
+
+
+def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=EXACT_NAME, messages=HELLO, seed=3, max_tokens=30, logprobs=True, temperature=900.0, top_logprobs=0
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    written = b"".join(bytes(one.bytes or []) for one in logprobs.content if one.token != "</s>")
+    content = reply.choices[0].message.content or ""
+    assert written.decode(errors="replace").replace("<s>", "") == content
+    assert any(one.token.startswith("bytes:\\x") for one in logprobs.content)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "not supported"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": [{"role": "user"}]}, "messages", "has no 'content'"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
+        ({"messages": [{"role": "user", "content": "a" * 99}]}, "messages", "max_model_len is 96"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages", "is set already"),
+        ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(http: httpx.Client, body: dict[str, Any], param: str, says: str) -> None:
+    response = http.post("/v1/chat/completions", json={"messages": HELLO, **body})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert says in response.json()["error"]["message"]

@@ -1,0 +1,206 @@
+"""/v1/completions by OpenAI's client: what `LLM.generate` gives, whole and streamed, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from smcjax import SamplingParams
+from smcjax.server.sampling import seed_of
+from tests.server.conftest import EXACT_NAME, MAX_MODEL_LEN, SMC_NAME, Running, events_of
+
+
+def test_the_answer_is_the_engines(server: Running, client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="pair", prompt="ab", max_tokens=20, seed=5, temperature=0.8)
+    params = SamplingParams(max_tokens=20, seed=5, temperature=0.8)
+    output = server.llm().generate("ab", params, use_tqdm=False)[0]
+    (choice,) = reply.choices
+    assert choice.text == output.outputs[0].text
+    assert choice.finish_reason == output.outputs[0].finish_reason
+    assert reply.model == SMC_NAME
+    assert reply.object == "text_completion"
+    assert reply.usage is not None
+    counted = reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens
+    generated = len(output.outputs[0].token_ids)
+    assert counted == (2, generated, 2 + generated)
+    other = client.completions.create(model="pair", prompt="ab", max_tokens=20, seed=6, temperature=0.8)
+    assert other.choices[0].text != choice.text  # a control
+
+
+def test_prompts_in_every_form_and_order(client: openai.OpenAI) -> None:
+    def texts(prompt: Any) -> list[str]:
+        reply = client.completions.create(
+            model="pair", prompt=prompt, seed=1, max_tokens=6, extra_body={"ignore_eos": True}
+        )
+        assert [choice.index for choice in reply.choices] == list(range(len(reply.choices)))
+        return [choice.text for choice in reply.choices]
+
+    one, two = texts("ab"), texts("cde")
+    assert one != two
+    assert texts(["ab", "cde"]) == one + two
+    assert texts(["cde", "ab"]) == two + one
+    assert texts([64 + 1, 65 + 1]) == texts([[65, 66]])
+    assert texts([[65, 66], [67]]) == texts([65, 66]) + texts([67])
+
+
+def test_sixteen_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="pair", prompt="ab", seed=1, extra_body={"ignore_eos": True})
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 16
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_choices_are_requests_of_their_own(server: Running, client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="pair", prompt=["ab", "c"], seed=3, n=3, max_tokens=12)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 3
+    seeds = [seed_of(3, choice) for choice in range(3)]
+    assert len({*seeds}) == 3
+    assert seeds[0] == 3
+    generated = 0
+    for index, choice in enumerate(reply.choices):
+        params = SamplingParams(max_tokens=12, seed=seeds[index % 3])
+        answer = server.llm().generate("ab" if index < 3 else "c", params, use_tqdm=False)[0].outputs[0]
+        assert choice.text == answer.text
+        generated += len(answer.token_ids)
+    assert reply.usage.completion_tokens == generated
+
+
+def test_seeds() -> None:
+    assert seed_of(None, 3) is None
+    assert seed_of(7, 0) == 7
+    assert seed_of(-1, 0) == seed_of(-1, 0) != seed_of(2**40, 0)
+    assert all(0 <= (seed_of(seed, choice) or 0) < 2**32 for seed in (-5, 0, 2**63) for choice in range(4))
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"stop": ["k", "qq", "zx"]}, {"temperature": 0.0, "logprobs": 0}])
+@pytest.mark.parametrize("prompt", ["ab", ["a", "bc"]])
+def test_chunks_make_up_the_reply(client: openai.OpenAI, body: dict[str, Any], prompt: Any) -> None:
+    fields: dict[str, Any] = {"model": "pair", "prompt": prompt, "seed": 2, "max_tokens": 40, **body}
+    reply = client.completions.create(**fields)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(**fields, stream=True, stream_options=options))
+    assert len({chunk.id for chunk in chunks}) == 1
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == reply.usage
+    for choice in reply.choices:
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
+        assert pieces[-1].logprobs == choice.logprobs
+        assert not any(stop in choice.text for stop in body.get("stop", ()))
+
+
+def test_a_stream_ends_once(http: httpx.Client) -> None:
+    body = {"prompt": "ab", "stream": True, "seed": 1}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = events_of(response)
+    assert events.count("[DONE]") == 1
+    assert events[-1] == "[DONE]"
+    assert all(json.loads(event)["choices"] for event in events[:-1])
+
+
+def test_parts_of_characters_are_never_shown(server: Running, client: openai.OpenAI) -> None:
+    """At this temperature all 256 bytes come; what is streamed is what the whole is decoded to."""
+    open_ends = 0
+    for seed in range(6):
+        params = SamplingParams(max_tokens=60, seed=seed, temperature=900.0, ignore_eos=True)
+        tokens = server.llm(EXACT_NAME).generate("é", params, use_tqdm=False)[0].outputs[0]
+        stream = client.completions.create(
+            model=EXACT_NAME,
+            prompt="é",
+            max_tokens=60,
+            seed=seed,
+            temperature=900.0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = "".join(choice.text for chunk in stream for choice in chunk.choices)
+        assert text == tokens.text
+        tokenizer = server.llm().tokenizer
+        assert tokenizer is not None
+        by_token = "".join(tokenizer.decode([token]) for token in tokens.token_ids)
+        open_ends += by_token != text
+    assert open_ends  # a control: token by token it would be another text
+
+
+def test_logprobs_of_chosen_tokens(server: Running, client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="pair", prompt="ab", seed=4, max_tokens=12, logprobs=0)
+    params = SamplingParams(max_tokens=12, seed=4, logprobs=1)
+    answer = server.llm().generate("ab", params, use_tqdm=False)[0].outputs[0]
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    assert logprobs.token_logprobs == pytest.approx(answer.logprobs)
+    shown = [token for token in logprobs.tokens if token != "</s>"]
+    assert "".join(shown) == reply.choices[0].text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+        ({"prompt": "a" * MAX_MODEL_LEN}, "prompt"),
+        ({"stop": ["x"], "stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"smc": {"particle": True}}, "smc.particle"),
+        ({"tempature": 1}, "tempature"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_honoured_is_refused(http: httpx.Client, body: dict[str, Any], param: str, stream: bool) -> None:
+    response = http.post("/v1/completions", json={"prompt": "ab", **body, "stream": stream})
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
+    neutral: dict[str, Any] = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "best_of": 1,
+        "echo": False,
+    }
+    fields: dict[str, Any] = {"model": "pair", "prompt": "ab", "seed": 9}
+    plain, with_neutral = client.completions.create(**fields), client.completions.create(**fields, **neutral)
+    assert plain.choices[0].text == with_neutral.choices[0].text
+
+
+def test_an_overlong_prompt_is_told_the_sizes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="has 200 tokens and max_model_len is 96") as caught:
+        client.completions.create(model="pair", prompt="a" * 200, stream=True)
+    assert caught.value.code == "context_length_exceeded"

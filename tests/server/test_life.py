@@ -1,0 +1,205 @@
+"""Requests over time: who leaves frees its pages, too many are turned away, many at once are each as if alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from smcjax.server.models import Models
+from tests.server.conftest import SMC_NAME, WAITING, Running, events_of, idle, running
+
+LONG: dict[str, Any] = {"prompt": "ab", "max_tokens": 90, "ignore_eos": True, "seed": 1}
+
+
+def warm(server: Running) -> None:
+    """Compiles what the tests of this file use."""
+    with server.http() as http:
+        for body in ({**LONG, "max_tokens": 8}, {**LONG, "max_tokens": 8, "n": 4}):
+            assert http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choices", [1, 6])
+def test_a_client_that_leaves(server: Running, stream: bool, choices: int) -> None:
+    """While its answers run, and while some wait: pages are free again within a second."""
+    warm(server)
+    before = server.llm().metrics()
+
+    async def session() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            body = {**LONG, "stream": stream, "n": choices}
+            asked = asyncio.create_task(http.post("/v1/completions", json=body))
+            come = 0.0
+            while come < choices:
+                metrics = await asyncio.to_thread(server.llm().metrics)
+                come = metrics["num_running"] + metrics["num_waiting"]
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(session())
+    assert idle(server.llm(), 1.0)
+    generated = server.llm().metrics()["generated_tokens"] - before["generated_tokens"]
+    assert generated < 90 * choices  # a control: they had not ended
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_stream_is_left_in_the_middle(server: Running) -> None:
+    warm(server)
+    stream = server.client().completions.create(
+        model="pair", prompt="ab", stream=True, max_tokens=90, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    assert server.llm().metrics()["num_running"] == 1
+    stream.close()
+    assert idle(server.llm(), 1.0)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_many_who_give_up_and_one_who_waits(server: Running) -> None:
+    warm(server)
+
+    async def session() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=0.2, limits=httpx.Limits(max_connections=60)) as http:
+            asks = (http.post("/v1/completions", json=LONG) for _ in range(60))
+            results = await asyncio.gather(*asks, return_exceptions=True)
+            assert all(isinstance(result, httpx.TimeoutException) for result in results)
+            started = time.monotonic()
+            answer = await http.post("/v1/completions", json={**LONG, "max_tokens": 4}, timeout=5)
+            assert answer.status_code == 200
+            assert time.monotonic() - started < 5
+
+    asyncio.run(session())
+    assert idle(server.llm(), 1.0)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_too_many_are_turned_away(server: Running) -> None:
+    """As a whole: of n answers none stays behind, and no stream begins."""
+    warm(server)
+    with server.http() as http, http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": WAITING}):
+        for body in ({**LONG, "n": 8}, {**LONG, "n": 8, "stream": True}):
+            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            server.client().completions.create(model="pair", prompt="a", n=8)
+        metrics = server.llm().metrics()
+        assert metrics["num_running"] + metrics["num_waiting"] <= WAITING
+    assert idle(server.llm(), 1.0)
+
+
+def test_many_at_once_are_each_as_alone(server: Running) -> None:
+    bodies = [{**LONG, "seed": seed, "max_tokens": 4 + seed, "stream": seed % 2 == 0} for seed in range(64)]
+    with server.http() as http:
+        alone = [http.post("/v1/completions", json={**body, "stream": False}).json() for body in bodies]
+
+    async def session() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+
+    for one, body, response in zip(alone, bodies, asyncio.run(session()), strict=True):
+        if body["stream"]:
+            chunks = [json.loads(event) for event in events_of(response)[:-1]]
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        else:
+            text = response.json()["choices"][0]["text"]
+        assert text == one["choices"][0]["text"]
+    assert len({one["choices"][0]["text"] for one in alone}) > 60
+
+
+def test_nothing_is_left_behind(server: Running) -> None:
+    """Descriptors, threads and HTTP requests in flight, after many requests, as before."""
+    warm(server)
+
+    def count() -> tuple[int, int]:
+        time.sleep(0.2)
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def ask(times: int) -> None:
+        with server.http() as http:
+            for seed in range(times):
+                body = {"prompt": "ab", "seed": seed, "max_tokens": 2, "stream": seed % 2 == 0}
+                assert http.post("/v1/completions", json=body).status_code == 200
+
+    ask(40)  # the pool that tokenises has its threads
+    descriptors, threads = count()
+    ask(200)
+    after = count()
+    assert after[0] <= descriptors + 2
+    assert after[1] <= threads + 1
+    assert server.served.in_flight == 0
+
+
+def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
+    """Counters and gauges of the SMC model, by name and further labels."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {
+        (sample.name, sample.labels.get("finished_reason", "")): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("model_name") == SMC_NAME and "le" not in sample.labels
+    }
+
+
+def test_metrics(http: httpx.Client) -> None:
+    """They parse, count what was asked, and never fall; vLLM's names say what ours do."""
+    asked = http.post("/v1/completions", json={**LONG, "max_tokens": 7}).json()
+    before = samples(http)
+    for stream in (False, True):
+        http.post("/v1/completions", json={**LONG, "max_tokens": 7, "stream": stream})
+    after = samples(http)
+    assert all(after[name] >= value for name, value in before.items() if name[0].endswith(("_total", "_count")))
+
+    def gained(name: str, reason: str = "") -> float:
+        return after[name, reason] - before[name, reason]
+
+    assert asked["usage"]["completion_tokens"] == 7
+    for ours, theirs, gain in (
+        ("smcjax_generated_tokens_total", "vllm:generation_tokens_total", 14),
+        ("smcjax_prompt_tokens_total", "vllm:prompt_tokens_total", 4),
+        ("smcjax_time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_count", 2),
+        ("smcjax_request_seconds_count", "vllm:e2e_request_latency_seconds_count", 2),
+    ):
+        assert gained(ours) == gained(theirs) == gain
+    assert gained("vllm:request_success_total", "length") == 2
+    assert after["vllm:num_requests_running", ""] == after["vllm:kv_cache_usage_perc", ""] == 0
+
+
+@pytest.fixture
+def other(models: Models) -> Iterator[Running]:
+    with running(models) as server:
+        yield server
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_server_that_drains(other: Running) -> None:
+    """It still listens and says so, takes nothing further, and ends what has come before it goes."""
+    warm(other)
+    with other.http() as http, http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        other.served.draining = True
+        assert httpx.get(f"{other.url}/health").status_code == 503
+        refused = httpx.post(f"{other.url}/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "unavailable"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    for _ in range(100):
+        try:
+            httpx.get(f"{other.url}/health")
+        except httpx.TransportError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it goes on")

@@ -1,0 +1,86 @@
+"""Names of virtual models, the exact one among them, and the texts and bytes of tokens."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.engine.loading import bundled_model
+from smcjax.server.models import Models, base_name, label_of, with_exact
+from smcjax.server.tokens import TokenTexts
+from smcjax.sparse import SparseVerification
+from smcjax.tokenizer import Tokenizer
+from tests.server.conftest import EXACT_NAME, SMC_NAME
+
+
+@pytest.mark.parametrize(
+    ("decoding", "label"),
+    [
+        (SMC(), "smc-n8-k8"),
+        (SMC(n_particles=32, gamma=4, control=0.1), "smc-n32-k4-c0.1"),
+        (SMC(watchdog=0.5), "smc-n8-k8-w0.5"),
+        (SMC(power=2.0), "smc-n8-k8-p2"),
+        (Rejection(), "rejection-k4"),
+        (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
+        (Rejection(tree=(2, 1)), "rejection-tree"),
+        (Rejection(verification="block"), "rejection-k4-block"),
+        (Autoregressive(), "autoregressive"),
+    ],
+)
+def test_labels(decoding: Decoding, label: str) -> None:
+    assert label_of(decoding) == label
+
+
+def test_there_is_an_exact_one() -> None:
+    assert with_exact([SMC()]) == [SMC(), Rejection()]
+    assert with_exact([SMC(), Autoregressive()]) == [SMC(), Autoregressive()]
+    assert with_exact([Rejection(gamma=7)]) == [Rejection(gamma=7)]
+    exact = SparseVerification()
+    assert with_exact([SMC(sparse=exact)])[1] == Rejection(sparse=exact)
+    assert with_exact([SMC(control=1.0)])[1] == Rejection()  # for temperature 0, which it refuses
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(None, "bundled"), ("a/b/", "b"), ("/x/model.gguf", "model.gguf"), ("org/name", "name"), ("smollm2", "smollm2")],
+)
+def test_the_pairs_name(model: str | None, name: str) -> None:
+    assert base_name(model) == name
+
+
+def test_two_of_one_name(models: Models) -> None:
+    twice = [models.all[0].llm] * 2
+    with pytest.raises(ValueError, match=f"two decoders would both be called {SMC_NAME}"):
+        Models("pair", twice)
+
+
+def test_listed(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in client.models.list()] == ["pair", SMC_NAME, EXACT_NAME]
+    one = client.models.retrieve(SMC_NAME)
+    assert one.owned_by == "smcjax"
+    assert (one.model_extra or {})["smc"]["n_particles"] == 4
+    assert http.get("/version").json().keys() == {"version"}
+
+
+def test_texts_and_bytes_of_tokens() -> None:
+    """A text's tokens' bytes are the text's; what is no whole character says its bytes."""
+    tokenizer = Tokenizer.load(bundled_model("target"))
+    assert tokenizer is not None
+    texts = TokenTexts(tokenizer)
+    for text in ("Tom has 3 apples.", " héllo ≠ 😀", "a  b\n"):
+        tokens = [token for token in tokenizer.encode(text) if token in tokenizer.text_ids]
+        assert b"".join(map(texts.bytes_of, tokens)).decode() == text
+        parts = [texts.text_of(token) for token in tokens]
+        assert not any("\ufffd" in part for part in parts)
+        assert any(part.startswith("bytes:\\x") for part in parts) == (not text.isascii())
+    assert TokenTexts(None).text_of(17) == "17"
+
+
+def test_texts_of_tokens_that_begin_with_a_space() -> None:
+    """Where the decoder strips the first one."""
+    tokenizer = Tokenizer.load(bundled_model("target"))
+    assert tokenizer is not None
+    tokens = tokenizer.encode("has has")
+    assert TokenTexts(tokenizer).text_of(tokens[-1]) == " has"

@@ -1,0 +1,132 @@
+"""`smcjax serve` as a process: one sentence where it cannot begin; a first signal drains it, a second ends it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from smcjax.cli.main import main
+from smcjax.cli.serve import decoding_of
+from smcjax.decoders import SMC, Autoregressive, Rejection
+from tests.checkpoints import Pair, write_pair
+
+ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+# Steps that take a while, so that signals come in the middle of an answer.
+SLOW = """
+import sys, time
+from smcjax.cli import process
+from smcjax.engine.engine import Engine
+step = Engine.step
+def slow(engine):
+    time.sleep(0.01)
+    return step(engine)
+Engine.step = slow
+sys.argv = ["smcjax", *sys.argv[1:]]
+sys.exit(process.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def process(pair: Pair) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the target alone, and its URL."""
+    options = ["--model", pair.target, "--decoding", "autoregressive", "--port", "0", "--max-model-len", "1024"]
+    command = [sys.executable, "-c", SLOW, "serve", *options, "--page-size", "4", "--max-num-seqs", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NPROC": "2"}) as process:
+        assert process.stderr is not None
+        found = None
+        while found is None:
+            line = process.stderr.readline()
+            assert line, "it ended"
+            found = re.search(r"serving target, target:autoregressive at (http://127\.0\.0\.1:\d+)/v1", line)
+        yield process, found.group(1)
+        process.kill()
+
+
+def test_signals(process: tuple[subprocess.Popen[str], str]) -> None:
+    server, url = process
+    with httpx.stream("POST", f"{url}/v1/completions", json=ASK, timeout=120) as stream:
+        lines = stream.iter_lines()
+        while not next(lines).startswith("data"):
+            pass
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.poll() is None
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert next(lines) is not None
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert server.wait(10) == 128 + signal.SIGTERM
+
+
+def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str]) -> None:
+    server, url = process
+    with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 60}, timeout=120) as stream:
+        lines = stream.iter_lines()
+        while not next(lines).startswith("data"):
+            pass
+        server.send_signal(signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.wait(10) == 0
+    assert server.stderr is not None
+    assert server.stderr.read().strip().split("\n")[-1] == "smcjax: draining; a second signal ends at once"
+
+
+def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """The exit code and the last line of stderr."""
+    capfd.readouterr()
+    try:
+        code = main(["serve", *options])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return code, capfd.readouterr().err.strip().split("\n")[-1]
+
+
+def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, said = refused(capfd, "--port", port)
+    assert code == 1
+    assert said == f"smcjax: error: port {port} of 127.0.0.1 is in use; choose another by --port."
+
+
+def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n\n")
+    for options, says in (
+        (["--host", "0.0.0.0"], "--host is 0.0.0.0, which other machines can reach, and there is no key"),
+        (["--api-key", "short"], "a key must have at least 8 characters"),
+        (["--api-key-file", str(tmp_path / "no")], "cannot be read (No such file or directory)"),
+        (["--api-key-file", str(empty)], "holds no key"),
+        (["--also", "beam:n=3"], "--also must begin with smc, rejection, autoregressive, got 'beam:n=3'"),
+        (["--also", "smc:x=3"], "--also has 'x=3', and the options of smc are"),
+        (["--also", "smc:n=0"], "n_particles must be a whole number from 1 to 1024, got 0"),
+        (["--port", "70000"], "must be a whole number from 0 to 65535"),
+        (["--decoding", "autoregressive", "-N", "4"], "--n-particles is an option of"),
+    ):
+        code, said = refused(capfd, *options)
+        assert code == 2
+        assert says in said
+
+
+def test_further_decoders() -> None:
+    assert decoding_of("smc:n=32,k=4,control=0.1") == SMC(n_particles=32, gamma=4, control=0.1)
+    assert decoding_of("rejection:k=6,n=2") == Rejection(gamma=6, n_candidates=2)
+    assert decoding_of("rejection:verification=block") == Rejection(verification="block")
+    assert decoding_of("autoregressive") == Autoregressive()

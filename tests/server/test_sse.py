@@ -1,0 +1,147 @@
+"""Streams of events: pings while they wait, no more kept than a reader takes, an end for those whose reader goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from smcjax.server.errors import APIError
+from smcjax.server.events import MOST_RECORDS, Records
+from smcjax.server.sse import EventStream, with_end
+
+
+class Reader:
+    """An ASGI client that keeps what it is sent, each piece after a while, and leaves after some."""
+
+    def __init__(self, seconds: float = 0.0, leaves_after: int | None = None) -> None:
+        self.sent: list[str] = []
+        self._seconds, self._leaves_after = seconds, leaves_after
+        self._gone = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        await asyncio.sleep(self._seconds)
+        self.sent.append(message.get("body", b"").decode())
+        if len(self.sent) == self._leaves_after:
+            self._gone.set()
+
+    async def receive(self) -> dict[str, str]:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def numbers(count: int, seconds: float, log: list[str]) -> AsyncGenerator[str]:
+    try:
+        for number in range(count):
+            await asyncio.sleep(seconds)
+            log.append(str(number))
+            yield str(number)
+    finally:
+        log.append("closed")
+
+
+async def streamed(reader: Reader, events: AsyncGenerator[str], ping_seconds: float = 9.0) -> str:
+    ended: list[str] = []
+
+    async def close() -> None:
+        ended.append("closed")
+
+    await EventStream(events, close, ping_seconds=ping_seconds)({"type": "http"}, reader.receive, reader.send)
+    assert ended == ["closed"]
+    return "".join(reader.sent)
+
+
+def test_pings() -> None:
+    """No event is lost to them."""
+
+    async def session(seconds: float) -> str:
+        return await streamed(Reader(), numbers(2, seconds, []), ping_seconds=0.05)
+
+    said = asyncio.run(session(0.12))
+    assert said.replace(": ping\n\n", "") == "data: 0\n\ndata: 1\n\n"
+    assert said.count(": ping\n\n") >= 4
+    assert ": ping" not in asyncio.run(session(0.0))
+
+
+def test_a_slow_reader_holds_the_stream_up() -> None:
+    async def session() -> None:
+        log: list[str] = []
+        reader = Reader(seconds=0.02)
+        task = asyncio.create_task(streamed(reader, numbers(20, 0.0, log)))
+        while not task.done():
+            assert len(log) <= len(reader.sent) + 2
+            await asyncio.sleep(0.01)
+        assert len(reader.sent) == 22
+
+    asyncio.run(session())
+
+
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_reader_that_leaves(after: int) -> None:
+    async def session() -> list[str]:
+        log: list[str] = []
+        await asyncio.wait_for(streamed(Reader(leaves_after=after), numbers(10**6, 0.001, log)), 5)
+        return log
+
+    log = asyncio.run(session())
+    assert log == [] or log[-1] == "closed"
+    assert len(log) <= after + 2
+
+
+@pytest.mark.parametrize("error", [APIError(500, "no."), ValueError("secret"), RuntimeError("secret")])
+def test_an_error_comes_before_the_end(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def chunks() -> AsyncGenerator[dict[str, Any]]:
+        yield {"n": 1}
+        raise error
+
+    async def session() -> list[str]:
+        return [event async for event in with_end(chunks())]
+
+    first, second, last = asyncio.run(session())
+    assert first == '{"n":1}'
+    assert second.startswith('{"error":{"message":')
+    assert "secret" not in second
+    assert last == "[DONE]"
+    assert ("A request failed" in caplog.text) == (not isinstance(error, APIError))
+
+
+def test_records_make_room() -> None:
+    """The oldest that have ended go, those under way never."""
+    records = Records(most=3, most_bytes=1000)
+    running = records.open("running")
+    for name in "abcd":
+        record = records.open(name)
+        record.add({"text": "x"})
+        record.end()
+    assert records.named("running") is running
+    assert records.named("d").events == ['{"text":"x"}']
+    for name in "ab":
+        with pytest.raises(APIError, match="there are no events of"):
+            records.named(name)
+    records.named("d").add({"text": "x" * 2000})
+    records.open("e")
+    with pytest.raises(APIError, match="there are no events of 'd'"):
+        records.named("d")
+    assert MOST_RECORDS > 3
+
+
+def test_a_record_is_followed_while_it_grows() -> None:
+    async def session() -> list[str]:
+        record = Records().open("a")
+        record.add({"n": 0})
+
+        async def grow() -> None:
+            for number in (1, 2):
+                await asyncio.sleep(0.01)
+                record.add({"n": number})
+            record.end()
+
+        growing = asyncio.create_task(grow())
+        events = [event async for event in record.follow()]
+        await growing
+        assert [event async for event in record.follow()] == events
+        return events
+
+    assert asyncio.run(session()) == ['{"n":0}', '{"n":1}', '{"n":2}']
