@@ -69,7 +69,7 @@ def read(config: ModelConfig, params: Params, tokens: Int[np.ndarray, "R L"], be
     hidden = jnp.zeros((rows, config.hidden_size), params.embed.dtype)
     chunk = jax.jit(prefill_chunk, static_argnums=(0, 5), donate_argnums=2)
     for start in range(0, int(begin.max()), CHUNK):
-        cache, hidden = chunk(config, params, cache, sequences, jnp.asarray(start, jnp.int32), CHUNK, hidden)
+        cache, hidden, _ = chunk(config, params, cache, sequences, jnp.asarray(start, jnp.int32), CHUNK, hidden)
     positions = jnp.asarray(begin[:, None] + np.arange(columns), jnp.int32)
     counts = positions < length - 1
     ends = jnp.full(rows, length - 1)

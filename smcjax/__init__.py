@@ -10,7 +10,17 @@ if TYPE_CHECKING:
     from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import CompletionOutput, Particle, RequestOutput, SMCOutput, StreamChunk, Trace, Vote
+    from smcjax.engine.outputs import (
+        CompletionOutput,
+        Cycle,
+        Particle,
+        RequestOutput,
+        SMCOutput,
+        StreamChunk,
+        TokenLogprob,
+        Trace,
+        Vote,
+    )
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
     from smcjax.sparse import SparseVerification
@@ -25,6 +35,7 @@ __all__ = [
     "Autoregressive",
     "CheckpointError",
     "CompletionOutput",
+    "Cycle",
     "Particle",
     "Rejection",
     "RequestOutput",
@@ -32,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "SparseVerification",
     "StreamChunk",
+    "TokenLogprob",
     "Trace",
     "Vote",
 ]

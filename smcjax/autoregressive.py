@@ -16,12 +16,13 @@ from smcjax.decoders import Autoregressive as Autoregressive
 from smcjax.decoding import admission
 from smcjax.decoding.cycle_view import reserve, view_of
 from smcjax.decoding.decoder import Decoder
-from smcjax.decoding.distribution import Drawn, distribution_of, sample
+from smcjax.decoding.distribution import Drawn, SamplingDistribution, distribution_of, processed_logits, sample
 from smcjax.decoding.groups import Groups, Info, Memory, PairParams
 from smcjax.decoding.next_token import Steps, next_token, plan_steps, prepare
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys
+from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, append, cut_block, population
 from smcjax.model.decoder import unembed
 
@@ -34,7 +35,7 @@ begin, prefill = admission.begin, admission.prefill
 def start(program: TargetProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws each request's first token."""
     keys, number = _draw(state, Purpose.FIRST)
-    distribution = distribution_of(state.requests, rows=1, truncates=program.truncates)
+    distribution = distribution_of(state, rows=1, truncates=program.truncates)
     return _append(state, sample(distribution, keys, number, unembed(params.target, last_hidden)))
 
 
@@ -48,8 +49,8 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)
     # The one query sees its own token too.
     view = dataclasses.replace(view, num_immutable=position + 1, sparse=program.speculation.sparse)
-    distribution = distribution_of(state.requests, rows=1, truncates=program.truncates)
-    plan = plan_steps(config, params.target, view, distribution, columns=1)
+    distribution = distribution_of(state, rows=1, truncates=program.truncates)
+    plan = plan_steps(config, params.target, view, distribution, columns=1, keep_logits=program.scores)
     keys, number = _draw(state, Purpose.DRAFT)
     one = Steps(view.positions[None], view.write_pages[None], keys[None], number[None])
     one = prepare(config, params.target, view, one, distribution, plan)
@@ -58,7 +59,11 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     state = _append(state, drawn)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     length = state.sequences.length[:, None]
-    return state, Info(ran=ran, done=~state.running, tokens=drawn.token[:, None, None], length=length)
+    info = Info(ran=ran, done=~state.running, tokens=drawn.token[:, None, None], length=length)
+    if program.scores:
+        law = _law(params, distribution, number, drawn)
+        info = dataclasses.replace(info, scores=by_group(state, scores(law, drawn.logprob[:, None])))
+    return state, info
 
 
 def run(program: TargetProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
@@ -70,6 +75,16 @@ def _draw(state: State, purpose: Purpose) -> tuple[Key[Array, " G"], Int[Array, 
     """Keys and numbers of the requests' next tokens."""
     requests = state.requests
     return row_keys(requests.key, state.cycle, 1, purpose), state.sequences.length - requests.prompt_length + 1
+
+
+def _law(
+    params: PairParams, distribution: SamplingDistribution, number: Int[Array, " G"], drawn: Drawn
+) -> Float[Array, "G 1 V"]:
+    """The processed logits that tokens were drawn from, which were asked for."""
+    if drawn.logits is not None:
+        return drawn.logits[:, None]
+    assert drawn.deferred is not None
+    return processed_logits(distribution, number, drawn.deferred.logits(params.target))[:, None]
 
 
 def _append(state: State, drawn: Drawn) -> State:

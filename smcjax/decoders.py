@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
-from smcjax.plain import plain_numbers, use_plain_numbers
+from smcjax.plain import plain_numbers, short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 
@@ -20,6 +20,8 @@ SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampli
 SELECTIONS = ("sample", "best", "vote")  # of SMC's answer
 VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
 SIBLINGS = ("sampled", "top")  # of a draft tree
+
+MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported
 
 # Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
@@ -318,8 +320,9 @@ class SMC(Decoding):
             )
 
     def check(self, params: Any) -> None:
-        """Refuses requests at temperature 0 or near it, sharpened beyond float32, truncated, or ended by text at α ≠ 1.
+        """Refuses requests at temperature 0 or near it, sharpened beyond float32, or ended by text at α ≠ 1.
 
+        Refuses truncation, penalties and biases at any temperature.
         Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
         """
         if params.temperature == 0:
@@ -344,6 +347,12 @@ class SMC(Decoding):
             raise ValueError(
                 f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would "
                 "weigh nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
+            )
+        if params.adjusts:
+            name = params.adjustments[0]
+            raise ValueError(
+                f"{name} is {short(getattr(params, name))}, and SMC's weights are not shown to be right for the laws "
+                "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out."
             )
         if params.stop_strings and self.power != 1.0:
             raise ValueError(

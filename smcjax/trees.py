@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from smcjax.plain import short
 
@@ -124,6 +124,10 @@ class DraftTree:
             before = () if node == 0 else found[parent][: self.depths[node]]
             found.append((*before, *(node,) * (self.depth + 1 - len(before))))
         return tuple(found)
+
+    def drafts_to(self, nodes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """For each of some nodes those on the way to it, itself among them, without node 0, which is no draft."""
+        return tuple(self.paths[node][1 : self.depths[node] + 1] for node in nodes)
 
     def order(self, name: str) -> tuple[int, ...]:
         """All nodes in one of `ORDERS`; in each a parent comes before its children.

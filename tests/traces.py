@@ -10,6 +10,8 @@ import numpy as np
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.viz.trace_file import TraceFile
 
+_KEPT = {field.name for field in dataclasses.fields(TraceFile)}  # of a trace, in its file
+
 
 @dataclasses.dataclass(frozen=True)
 class History:
@@ -31,7 +33,7 @@ class History:
             gamma=output.metrics.drafted // proposals if proposals else None,
             final_log_weights=smc.log_weights,
             log_evidence=smc.log_evidence,
-            **vars(smc.trace),
+            **{name: value for name, value in vars(smc.trace).items() if name in _KEPT},
         )
 
 

@@ -16,6 +16,7 @@ from smcjax.decoding.features import fused, remember, taps_of
 from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
 from smcjax.decoding.program import Program, by_implementation
+from smcjax.decoding.scores import Scores, prompt_scores
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import TRASH, PagePool, allocate, rebind
 
@@ -95,9 +96,38 @@ def prefill[S: Groups](
 
     The first `cached` tokens of each prompt have their KV already (None: 0).
     """
+    return _read(program, params, groups, start_at, chunk, last_hidden, cached)[:2]
+
+
+@by_implementation
+def prefill_scored[S: Groups](
+    program: Program[Any],
+    params: PairParams,
+    groups: S,
+    start_at: Int[Array, " G"],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None = None,
+) -> tuple[S, Float[Array, "G E"], Scores]:
+    """Reads like `prefill`; returns the scores [G, chunk] of the tokens behind the chunk's positions too."""
+    groups, last_hidden, hidden = _read(program, params, groups, start_at, chunk, last_hidden, cached)
+    leaders = leaders_of(groups.sequences, last_hidden.shape[0])
+    return groups, last_hidden, prompt_scores(program, params, leaders, start_at, hidden)
+
+
+def _read[S: Groups](
+    program: Program[Any],
+    params: PairParams,
+    groups: S,
+    start_at: Int[Array, ""] | Int[Array, " G"],
+    chunk: int,
+    last_hidden: Float[Array, "G E"],
+    cached: Int[Array, " G"] | None,
+) -> tuple[S, Float[Array, "G E"], Float[Array, "G chunk E"]]:
+    """Reads one chunk in all models; the hidden states at prompts' ends, and at all the chunk's positions."""
     memory, leaders = groups.memory, leaders_of(groups.sequences, last_hidden.shape[0])
     taps = taps_of(program)
-    target, last_hidden = prefill_chunk(
+    target, last_hidden, hidden = prefill_chunk(
         program.target, params.target, memory.target, leaders, start_at, chunk, last_hidden, cached, taps
     )
     draft = memory.draft
@@ -106,4 +136,5 @@ def prefill[S: Groups](
         draft = remember(program, draft, fused(program, params, taps), view.positions, view.write_pages)
     if program.proposer is not None:
         draft = program.proposer.prefill(params.draft, draft, leaders, start_at, chunk, cached)
-    return dataclasses.replace(groups, memory=dataclasses.replace(memory, target=target, draft=draft)), last_hidden
+    memory = dataclasses.replace(memory, target=target, draft=draft)
+    return dataclasses.replace(groups, memory=memory), last_hidden, hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from smcjax.decoders import Decoding
 from smcjax.decoding import admission
 from smcjax.decoding.groups import Groups, Info, Memory, PairParams
 from smcjax.decoding.program import Program
+from smcjax.decoding.scores import Scores
 from smcjax.decoding.sequences import Population, Requests
 
 
@@ -22,6 +23,16 @@ class RowsAfter(NamedTuple):
     ancestors: np.ndarray  # [N] int32: the row that each was a copy of
     alive: np.ndarray  # [N] bool: rows that may still answer, or be ancestors of one that does
     finished: np.ndarray  # [N] bool
+
+
+class CycleHistory(Protocol):
+    """Follows one group's cycles on the host."""
+
+    cycles: int  # so far
+
+    def add(self, info: Any) -> dict[str, Any]:
+        """The fields of `smcjax.engine.outputs.Cycle` of the next cycle, by its `Info`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Report:
     warning: str | None = None  # one sentence about the answer
     accepted: int | None = None  # drafts among the tokens that were kept
     accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
-    trace: Mapping[str, np.ndarray] | None = None  # of `smcjax.engine.outputs.Trace`
+    trace: Mapping[str, Any] | None = None  # fields of `smcjax.engine.outputs.Trace`
 
 
 class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
@@ -54,6 +65,12 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         """Reads a chunk of the prompts: `smcjax.decoding.admission.prefill`."""
         return admission.prefill(self, params, state, start_at, chunk, last_hidden, cached)
 
+    def prefill_scored(
+        self, params: PairParams, state: S, start_at: Any, chunk: int, last_hidden: Any, cached: Any = None
+    ) -> tuple[S, Any, Scores]:
+        """Reads a chunk of the prompts and scores it: `smcjax.decoding.admission.prefill_scored`."""
+        return admission.prefill_scored(self, params, state, start_at, chunk, last_hidden, cached)
+
     @abc.abstractmethod
     def start(self, params: PairParams, state: S, last_hidden: Any) -> S:
         """Draws the rows' first tokens from the hidden states [G, E] at the prompts' ends."""
@@ -70,6 +87,10 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         """Reads one group's entry of a cycle's `Info`, as host arrays."""
         n = len(info.length)
         return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
+
+    def history(self, prompt_length: int) -> CycleHistory | None:
+        """A follower of one group's cycles; None for decoders whose rows are no population."""
+        return None
 
     def report(
         self,

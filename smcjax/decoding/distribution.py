@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from smcjax.decoding.adjustments import RowAdjustments, row_adjustments, tokens_before
+from smcjax.decoding.groups import Groups
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
-from smcjax.decoding.sequences import Requests
 from smcjax.model.decoder import unembed
 from smcjax.model.params import Params
 from smcjax.numerics import words_of
@@ -20,13 +22,19 @@ from smcjax.pallas.sampled_head import sampled_head
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDistribution:
-    """softmax(logits / temperature), without stop tokens within the minimum, and truncated where asked."""
+    """softmax(logits / temperature), without stop tokens within the minimum, adjusted and truncated where asked."""
 
     temperature: Float[Array, " R"]  # above 0
     stops: Bool[Array, "R V"]  # impossible within the minimum
     minimum: Int[Array, " R"]
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
+    adjustments: RowAdjustments | None = None  # penalties and biases, behind the tokens so far; None: there are none
+
+    @property
+    def follows_logits(self) -> bool:
+        """True where the model's own logits, a temperature and stops say all: kernels may draw."""
+        return self.truncation is None and self.adjustments is None
 
     def at(self, temperature: float | None) -> SamplingDistribution:
         """The distribution at one temperature for all rows; None: as it is."""
@@ -34,13 +42,34 @@ class SamplingDistribution:
             return self
         return dataclasses.replace(self, temperature=jnp.full_like(self.temperature, temperature))
 
+    def behind(self, tokens: Int[Array, "R T"] | None) -> SamplingDistribution:
+        """The distribution behind T more tokens a row, ids of V and beyond standing for none. None: as it is."""
+        if self.adjustments is None or tokens is None:
+            return self
+        return dataclasses.replace(self, adjustments=self.adjustments.behind(tokens))
+
+    def after(self, token: Int[Array, " R"]) -> SamplingDistribution:
+        """The distribution behind one more token a row."""
+        return self if self.adjustments is None else self.behind(token[:, None])
+
+    def before(self, tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]]) -> Int[Array, "R C most"] | None:
+        """What `behind` takes for each of C columns, of which `columns` names the places of the tokens before it.
+
+        None where no distribution depends on them.
+        """
+        return None if self.adjustments is None else tokens_before(tokens, columns, self.stops.shape[1])
+
     def noise_scale(self) -> Float[Array, " R"]:
         """1, or 0 for greedy rows: kernels multiply their Gumbel noise by it."""
         return jnp.ones_like(self.temperature) if self.greedy is None else jnp.where(self.greedy, 0.0, 1.0)
 
 
-def distribution_of(requests: Requests, *, rows: int, truncates: bool) -> SamplingDistribution:
-    """The distribution of each of `rows` rows a request, greedy at temperature 0, truncated where `truncates`."""
+def distribution_of(groups: Groups, *, rows: int, truncates: bool) -> SamplingDistribution:
+    """The distribution of each of `rows` rows a request, greedy at temperature 0, truncated where `truncates`.
+
+    Adjusted where requests ask for it, behind the tokens of each group's first row.
+    """
+    requests = groups.requests
 
     def each(per_group: jax.Array) -> jax.Array:
         return jnp.repeat(per_group, rows, axis=0)
@@ -52,16 +81,19 @@ def distribution_of(requests: Requests, *, rows: int, truncates: bool) -> Sampli
         minimum=each(requests.min_tokens),
         greedy=each(greedy),
         truncation=(each(requests.top_k), each(requests.top_p)) if truncates else None,
+        adjustments=row_adjustments(groups, rows),
     )
 
 
 def processed_logits(
     distribution: SamplingDistribution, token_number: Int[Array, " R"], logits: Float[Array, "R V"]
 ) -> Float[Array, "R V"]:
-    """Applies temperature, the minimum-length stop mask and top-k/top-p for rows' `token_number`-th tokens, from 1.
+    """Applies adjustments, temperature, the minimum-length stop mask and top-k/top-p for `token_number`-th tokens.
 
-    The token of a row that is not greedy is sampled from softmax of the result.
+    Tokens are numbered from 1. The token of a row that is not greedy is sampled from softmax of the result.
     """
+    if distribution.adjustments is not None:
+        logits = distribution.adjustments(logits)
     logits = logits / distribution.temperature[:, None]
     logits = forbid_stops(logits, distribution.stops, token_number, distribution.minimum)
     return logits if distribution.truncation is None else truncate(logits, *distribution.truncation)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
+from smcjax.decoding.adjustments import RowAdjustments
 from smcjax.decoding.cycle_view import head_view, pages_at
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, processed_logits
 from smcjax.decoding.groups import Groups
@@ -26,8 +27,9 @@ from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.model.params import Params
 from smcjax.pallas.decode_step import Embedded
 
-# The newest draft, where the next step begins with it (`beginning`), and how many of the steps were taken.
-_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array]
+# The newest draft, where the next step begins with it (`beginning`), how many of the steps were taken, and the
+# adjustments of the distribution that the newest draft was drawn from.
+_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array, RowAdjustments | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +121,27 @@ class DraftModel:
         rest = prepared(columns, ahead.T[:, :, None], pages_at(groups, ahead, page_size).T[:, :, None])
 
         def forward(
-            cache: KVCache, token: jax.Array, step: int | jax.Array, begin: Embedded | None
+            cache: KVCache,
+            token: jax.Array,
+            step: int | jax.Array,
+            begin: Embedded | None,
+            law: SamplingDistribution,
         ) -> tuple[Drawn, KVCache]:
             one = dataclasses.replace(view, tokens=token[:, None], copies=None)
-            return next_token(config, params, cache, one, rest, step, distribution, plan, begin)
+            return next_token(config, params, cache, one, rest, step, law, plan, begin)
 
         def draft_one(carry: _Carry, _: None) -> tuple[_Carry, Drawn]:
-            cache, token, begin, step = carry
-            drawn, cache = forward(cache, token, step, begin)
-            return (cache, drawn.token, drawn.following, step + 1), drawn._replace(following=None)
+            cache, token, begin, step, adjustments = carry
+            law = dataclasses.replace(distribution, adjustments=adjustments).after(token)
+            drawn, cache = forward(cache, token, step, begin, law)
+            return (cache, drawn.token, drawn.following, step + 1, law.adjustments), drawn._replace(following=None)
 
         # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
         unroll = rest.fused is not None
-        carry = (cache, first.token, beginning(params, rest, first), jnp.int32(0))
-        (cache, token, begin, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
+        carry = (cache, first.token, beginning(params, rest, first), jnp.int32(0), distribution.adjustments)
+        (cache, token, begin, _, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
         if after:
-            _, cache = forward(cache, token, gamma - 1, begin)
+            _, cache = forward(cache, token, gamma - 1, begin, distribution)
         return _joined(params, distribution, generated, first, others), cache
 
     @jax.named_scope("propose")

@@ -132,19 +132,20 @@ class Eagle:
         generated = sequences.length - groups.per_row(groups.requests.prompt_length)
         distribution = distribution.at(speculation.draft_temperature)
 
-        def draft_one(carry: tuple[KVCache, jax.Array, jax.Array], column: jax.Array) -> tuple[Any, Drawn]:
-            cache, token, feature = carry
+        def draft_one(carry: Any, column: jax.Array) -> tuple[Any, Drawn]:
+            cache, token, feature, adjustments = carry
+            law = dataclasses.replace(distribution, adjustments=adjustments)
             positions = (frontier_at + column)[:, None]
             view = view_of(groups, token[:, None], positions, None, width=speculation.width, page_size=page_size)
             cache, x = self._step(params, cache, view, feature)
             logits = eagle_logits(self.config, params, x[:, 0])
             number = generated + 1 + column
-            drawn = sample(distribution, column_keys(keys, column), number, logits, keep_logits=keep_logits)
-            return (cache, drawn.token, x), drawn
+            drawn = sample(law, column_keys(keys, column), number, logits, keep_logits=keep_logits)
+            return (cache, drawn.token, x, law.after(drawn.token).adjustments), drawn
 
         feature = self._features(cache, sequences.block_table, frontier_at[:, None] - 1)
-        carry = (cache, sequences.token_at(frontier_at), feature)
-        (cache, _, _), drawn = jax.lax.scan(draft_one, carry, jnp.arange(speculation.gamma))
+        carry: Any = (cache, sequences.token_at(frontier_at), feature, distribution.adjustments)
+        (cache, *_), drawn = jax.lax.scan(draft_one, carry, jnp.arange(speculation.gamma))
         return Drafts(*jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), drawn[:3])), cache
 
     @jax.named_scope("propose")

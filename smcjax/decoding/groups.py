@@ -73,3 +73,5 @@ class Info:
     done: Bool[Array, " G"]  # no longer running
     tokens: Int[Array, "G N C"]  # each row's block before resampling; what lies behind the row's end is not part of it
     length: Int[Array, "G N"]  # after resampling
+    # `smcjax.decoding.scores.Scores` [G, N, C] of `tokens`; None where the program is not asked for them.
+    scores: Any = dataclasses.field(default=None, kw_only=True)

@@ -68,14 +68,14 @@ def plan_steps(
     """Plans steps of 1 to `columns` tokens a row over the tables of `view`, whose own tokens are not read."""
     attention = plan_attention(config, params, view, columns=columns)
     by_kernel = uses_kernels() and not is_packed(params.unembed)
-    by_kernel &= distribution.truncation is None and not keep_logits
+    by_kernel &= distribution.follows_logits and not keep_logits
     by_kernel &= supports_sampled_head(
         rows=view.block_table.shape[0], hidden=config.hidden_size, vocab=config.vocab_size, dtype=params.embed.dtype
     )
     shapes = [fused_step_shape(config, params, view, width) for width in range(1, columns + 1)]
     fitting = [shape for shape in shapes if shape is not None]
     fused = None
-    if distribution.truncation is None and fitting:
+    if distribution.follows_logits and fitting:
         fused = plan_fused_steps(config, params, view, fitting)
     words = pack_bits(distribution.stops) if by_kernel or fused is not None else None
     return Plan(attention, fused, keep_logits, words, by_kernel)

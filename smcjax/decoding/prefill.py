@@ -29,14 +29,15 @@ def prefill_chunk(
     last_hidden: Float[Array, "G E"],
     cached: Int[Array, " G"] | None = None,
     watch: Watch | None = None,
-) -> tuple[KVCache, Float[Array, "G E"]]:
+) -> tuple[KVCache, Float[Array, "G E"], Float[Array, "G chunk E"]]:
     """Writes the KV of prompt positions `start` … `start + chunk − 1`; `leaders` are the groups' first rows.
 
     `start` is one for all groups or one each; a group whose prompt ends before it writes nothing. The KV of each
     group's first `cached` positions (None: 0) is there already and is not written again. `watch` is that of
     `smcjax.model.decoder.hidden_states`.
 
-    Returns the cache and `last_hidden` with the rows whose last prompt token lies in this chunk filled in.
+    Returns the cache, `last_hidden` with the rows whose last prompt token lies in this chunk filled in, and the hidden
+    states of all the chunk's positions.
     """
     view = chunk_view(leaders, start, chunk, cached, page_size=cache.page_size)
     plans = plan_attention(config, params, view, columns=chunk)
@@ -45,7 +46,7 @@ def prefill_chunk(
     last = leaders.length - 1 - start
     found = (last >= 0) & (last < chunk)
     candidate = jnp.take_along_axis(hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where(found[:, None], candidate, last_hidden)
+    return cache, jnp.where(found[:, None], candidate, last_hidden), hidden
 
 
 def chunk_view(

@@ -44,6 +44,9 @@ class Program[D: Decoding]:
         truncates: whether a request uses top_k or top_p: sorting a vocabulary at every step is not for the others.
         controls: whether a request of `SMC(control=0)` has a control of its own: whole laws of drafts are not for the
             others.
+        adjusts: whether the state's requests bring `Requests.adjustments`.
+        scores: whether reports bring the `Scores` of new tokens (`smcjax.decoding.scores`).
+        scores_prompts: whether reports of prefill bring those of the prompt's tokens.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
@@ -56,6 +59,9 @@ class Program[D: Decoding]:
     implementation: str = "auto"
     truncates: bool = False
     controls: bool = False
+    adjusts: bool = False
+    scores: bool = False
+    scores_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.proposer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ class Requests:
     stops: Bool[Array, "G V"]  # token ids that end a row
     control: Float[Array, " G"]  # c of SMC; below 0: the decoder's
     key: Key[Array, " G"]
+    # `smcjax.decoding.adjustments.Adjustments` of the logits; None: no request has any, and no program asks.
+    adjustments: Any = None
 
     @classmethod
     def alike(

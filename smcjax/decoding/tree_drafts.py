@@ -11,7 +11,6 @@ tokens; those of a greedy request always are, since all draws would be one.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -121,12 +120,25 @@ def grow(
                 page_size=page_size,
             )
             logits = behind(level)
-        law = functools.partial(processed_logits, distribution, number + depth)
-        laws.append(jax.vmap(law, in_axes=1, out_axes=1)(logits))
+        laws.append(_laws(distribution, number + depth, logits, distribution.before(tokens, tree.drafts_to(parents))))
         children = [child for parent in parents for child in tree.children[parent]]
         chosen = _children(speculation, tree, parents, keys, laws[-1], distribution.greedy)
         tokens = tokens.at[:, jnp.asarray(children)].set(chosen)
     return tokens, jnp.concatenate(laws, axis=1)
+
+
+def _laws(
+    distribution: SamplingDistribution,
+    number: Int[Array, " R"],
+    logits: Float[Array, "R parents V"],
+    earlier: Int[Array, "R parents most"] | None,
+) -> Float[Array, "R parents V"]:
+    """Processed logits behind some nodes of one depth, `earlier` being the drafts up to each of them."""
+
+    def law(logits: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        return processed_logits(distribution.behind(earlier), number, logits)
+
+    return jax.vmap(law, in_axes=1, out_axes=1)(logits, earlier)
 
 
 def _children(

@@ -68,14 +68,14 @@ class AsyncLLM:
         once closed or draining. The request comes to the engine by `start`, or with the first chunk that is asked for,
         which raises the last two as well. Who stops iterating (by `aclose`, a cancelled task, or letting go of the
         iterator) aborts it. `request_id` is its name for `abort` and in its output, any text that no other request in
-        flight has. With `trace` chunks bring each cycle (`StreamChunk.cycle`), and the output of a population its
-        history, as with SMC(trace=True).
+        flight has. With `trace`, here or in `sampling_params`, chunks bring each cycle (`StreamChunk.cycle`), and the
+        output of a population its history, as with SMC(trace=True).
 
         Any thread may call this, so that no event loop has to wait for a long text to be cut into tokens.
         """
         self._require_room()
         request = self.llm.request(prompt, params_for_each(sampling_params, 1)[0])
-        return ChunkStream(self, dataclasses.replace(request, trace=trace), request_id)
+        return ChunkStream(self, dataclasses.replace(request, trace=trace or request.trace), request_id)
 
     def chat(
         self,

@@ -20,14 +20,13 @@ def first_cycle(request: Request, tokens: np.ndarray) -> Cycle:
 
 
 def later_cycle(request: Request, index: int, info: Any, rows: RowsAfter) -> Cycle:
-    """Cycle `index`, from a decoder's `Info` of it, one group as host arrays, and its rows afterwards."""
+    """Cycle `index` of rows without weights, from a decoder's `Info` of it, one group as host arrays.
+
+    `rows` are those after the cycle. A population's are made by `CycleHistory`.
+    """
     lengths = np.asarray(info.length - len(request.token_ids), np.int32)
     blocks = [_up_to_stop(block, request.stop_ids) for block in info.tokens.tolist()]
-    if not hasattr(info, "ess"):
-        return Cycle(index, blocks, lengths, rows.ancestors, rows.finished)
-    log_weights = np.array(info.log_weight, np.float32)
-    resampled = bool(info.resampled)
-    return Cycle(index, blocks, lengths, rows.ancestors, rows.finished, log_weights, float(info.ess), resampled)
+    return Cycle(index, blocks, lengths, rows.ancestors, rows.finished)
 
 
 def _up_to_stop(block: list[int], stop_ids: tuple[int, ...]) -> list[int]:

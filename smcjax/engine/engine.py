@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from smcjax.device import on_cpu
 from smcjax.engine.clock import Clock
-from smcjax.engine.cycles import first_cycle, later_cycle
+from smcjax.engine.extras import ProgramChoice, extras_now, extras_of
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
@@ -31,6 +31,7 @@ from smcjax.engine.programs import Progress
 from smcjax.engine.requests import Request, make_batch
 from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
+from smcjax.engine.running import Running
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import StablePrefixStream
@@ -40,21 +41,6 @@ from smcjax.tokenizer import Tokenizer
 logger = logging.getLogger("smcjax")
 
 
-@dataclasses.dataclass(eq=False)
-class _Running:
-    """The host's record of an admitted group."""
-
-    group: Group
-    certain: StablePrefixStream | None  # of requests that stream
-    stops: StopStrings | None  # of requests that have any
-    times: Times
-    preemptions: int = 0
-    aborted: bool = False
-    refused: str | None = None  # why it cannot be answered
-    last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
-    infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
-
-
 @dataclasses.dataclass(frozen=True)
 class _Reported:
     """Results under way to the host, and whose they are: entry i of the arrays is the group's."""
@@ -62,7 +48,7 @@ class _Reported:
     round: int  # the step that enqueued it
     kind: str  # "first", "cycle", "population"
     value: Any
-    groups: list[tuple[int, _Running]]
+    groups: list[tuple[int, Running]]
     free: tuple[Mark, Any] | None  # the number of free pages after it
 
 
@@ -107,11 +93,11 @@ class Engine:
         self.torn = False
         self._clock = Clock()
         self._arrivals: dict[str, float] = {}  # of all that have not ended, by that clock
-        self._running: dict[str, _Running] = {}
-        self._preempted: dict[str, _Running] = {}  # as they were when they left
+        self._running: dict[str, Running] = {}
+        self._preempted: dict[str, Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
-        self._plain_only: dict[int, str] = {}  # batch sizes without programs for what few requests ask for, and why
+        self._choice = ProgramChoice()
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.seconds_waited = 0.0  # for results that the device had not finished
@@ -262,7 +248,7 @@ class Engine:
             self._report("population", runner.leave(group.lane), {})
         if schedule.idle:
             return
-        program, refusal = self._ready_program(schedule.size)
+        program, refusal = self._ready_program(schedule)
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -274,6 +260,8 @@ class Engine:
             runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
+        if program.adjusts:
+            runner.adjust({group.lane: group.request for group in self._scheduler.groups})
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:
@@ -281,51 +269,48 @@ class Engine:
             for readings in schedule.prefill:
                 chunks = [Chunk(g.lane, at, length, g.cached, stored[g.lane]) for g, at, length in readings]
                 first = runner.prefill(program, chunks)
-                self._report("first", (first, None), {i: g for i, (g, *_) in enumerate(readings) if g.started})
+                groups = {i: reading.group for i, reading in enumerate(readings)}
+                if program.scores_prompts:
+                    scored = {i: g for i, g in groups.items() if g.request.params.prompt_logprobs is not None}
+                    self._report("prompt", (first.prompt, None), scored)
+                first = dataclasses.replace(first, prompt=None)
+                self._report("first", (first, None), {i: g for i, g in groups.items() if g.started})
         if schedule.cycle:
             self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
-            self._refuse_special(refusal)
+            self._refuse_extras(refusal)
 
-    def _ready_program(self, size: int) -> tuple[Any, str | None]:
-        """The compiled program for those in a batch of this size; and why it is not one for what few ask for, if
-        somebody does and it is not."""
-        program = self.runner.program
-        asked = [group.request.params for group in self._scheduler.groups if self._is_special(group.request)]
-        if asked and size not in self._plain_only:
-            truncates = any(params.truncates for params in asked)
-            special = dataclasses.replace(program, truncates=truncates, controls=not truncates)  # no decoder has both
-            try:
-                self._compile([size], special)
-                return special, None
-            except ValueError as error:  # it needs more memory than the device has
-                self._plain_only[size] = f"{'top_k and top_p' if truncates else 'control'} cannot be used here: {error}"
-        self._compile([size], program)
-        return program, self._plain_only[size] if asked else None
+    def _ready_program(self, schedule: Schedule) -> tuple[Any, str | None]:
+        """The compiled program with the extras that a round asks for; and why it is without them, if it is."""
+        extras = extras_now(schedule, map(self._extras, self._scheduler.groups))
+        return self._choice.ready(self.runner.program, schedule.size, extras, self._compile)
 
-    def _is_special(self, request: Request) -> bool:
-        """True for requests with top_k, top_p or a control that the usual program does not honour."""
-        return request.params.truncates or (bool(request.params.control) and not self._decoder.ragged)
+    def _extras(self, group: Group) -> set[str]:
+        return extras_of(group, streams=group.request.request_id in self._streams, ragged=self._decoder.ragged)
 
-    def _refuse_special(self, error: str) -> None:
-        """Ends the requests that the usual program does not honour; the others go on without them."""
-        for group in [group for group in self._scheduler.groups if self._is_special(group.request)]:
+    def _refuse_extras(self, error: str) -> None:
+        """Ends the requests that ask for extras; the others go on without them."""
+        for group in [group for group in self._scheduler.groups if self._extras(group)]:
             running = self._running[group.request.request_id]
             running.refused = error
             self._scheduler.withdraw(group.request.request_id)
             self._leave(running)
 
-    def _admitted(self, group: Group) -> _Running:
+    def _admitted(self, group: Group) -> Running:
         """Makes the record of a group that joins. A preempted group begins again; its reader and clock go on."""
         name = group.request.request_id
         if name in self._preempted:
-            return dataclasses.replace(self._preempted.pop(name), group=group, infos=[], last_cycle=None)
+            return self._preempted.pop(name).again(group)
         request, tokenizer = group.request, self._tokenizer
         certain = StablePrefixStream(request, tokenizer) if name in self._streams else None
         stops = StopStrings(request, tokenizer) if request.params.stop_strings and tokenizer is not None else None
-        return _Running(group, certain, stops, Times(self._arrivals[name], began=self._clock.at()))
+        times = Times(self._arrivals[name], began=self._clock.at())
+        running = Running(group, self._decoder, certain, stops, times)
+        if certain is not None and request.trace:
+            running.history = self._decoder.history(len(request.token_ids))
+        return running
 
     def _compile(self, sizes: Sequence[int], program: Any, progress: Progress | None = None) -> None:
         """Compiles the missing programs of these sizes; the clocks of requests stand still meanwhile.
@@ -350,7 +335,7 @@ class Engine:
         marked = None if free is None else (self._scheduler.mark(), free)
         self._reported.append(_Reported(self._round, kind, value, whose, marked))
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
         running.times.ended = self._clock.at()
         self._report("population", self.runner.leave(running.group.lane), {0: running.group})
@@ -380,57 +365,40 @@ class Engine:
             self._count(output)
         return outputs
 
-    def _follow(self, kind: str, running: _Running, value: Any) -> None:
+    def _follow(self, kind: str, running: Running, value: Any) -> None:
         """Follows one group by a report, of a chunk of prefill or a cycle: streams, stop strings, its end."""
         if kind == "cycle" and not value.ran:
             return
-        if kind == "cycle":
-            running.infos.append(value)
+        running.take(kind, value)
+        if kind == "prompt":
+            return
+        name = running.request.request_id
+        if running.certain is not None and name in self._streams:
+            chunk = running.news(kind, value)
+            if chunk is not None:
+                self._streams[name].append(chunk)
         if running.times.ended:  # what was under way when it left is part of its population; nobody reads on
             return
         if kind == "first" and not running.times.first_seen:
             running.times.first_seen = self._clock.at()
-        if running.certain is not None:
-            self._stream(running.certain, running.group.request, kind, value, len(running.infos))
         if value.done:
             self._conclude(running)
-        elif running.stops is not None and running.last_cycle is None and self._settled(running, kind, value):
+        elif running.stops is not None and running.last_cycle is None and running.settled(kind, value):
             running.last_cycle = len(running.infos) + 1
             self._conclude_settled(running)
 
-    def _conclude(self, running: _Running) -> None:
+    def _conclude(self, running: Running) -> None:
         """Takes a group out, whose population is to be its answer."""
         self._scheduler.withdraw(running.group.request.request_id)
         self._leave(running)
 
-    def _conclude_settled(self, running: _Running) -> None:
+    def _conclude_settled(self, running: Running) -> None:
         """Takes a group out whose last cycle is enqueued, neither earlier nor later."""
         if running.last_cycle is not None and running.group.cycles >= running.last_cycle:
             assert running.group.cycles == running.last_cycle
             self._conclude(running)
 
-    def _settled(self, running: _Running, kind: str, value: Any) -> bool:
-        """True where every row that may still answer holds a stop string now, or has ended."""
-        assert running.stops is not None
-        if kind == "first":
-            return running.stops.begin(value.tokens.tolist())
-        lengths = value.length - len(running.group.request.token_ids)
-        rows = self._decoder.rows_after(value)
-        return running.stops.advance(*(x.tolist() for x in (value.tokens, lengths, *rows)))
-
-    def _stream(self, certain: StablePrefixStream, request: Request, kind: str, value: Any, cycles: int = 0) -> None:
-        if kind == "first":
-            text, token_ids = certain.begin(value.tokens)
-            cycle = first_cycle(request, value.tokens) if request.trace else None
-        else:
-            rows = self._decoder.rows_after(value)
-            lengths = value.length - len(request.token_ids)
-            text, token_ids = certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
-            cycle = later_cycle(request, cycles, value, rows) if request.trace else None
-        if (text or token_ids or cycle) and request.request_id in self._streams:
-            self._streams[request.request_id].append(StreamChunk(text, token_ids, finished=False, cycle=cycle))
-
-    def _output(self, running: _Running, population: Any) -> RequestOutput:
+    def _output(self, running: Running, population: Any) -> RequestOutput:
         request = running.group.request
         output = assemble(
             request,
@@ -444,6 +412,7 @@ class Engine:
             aborted=running.aborted,
             refused=running.refused,
         )
+        output = running.completed(output, int(population.selected[0]))
         if output.smc is not None and output.smc.warning is not None:
             logger.warning("Request %s: %s.", request.request_id, output.smc.warning)
         if running.certain is not None:
@@ -451,7 +420,9 @@ class Engine:
             if len(answer.token_ids) < len(running.certain.token_ids) and (running.aborted or output.error is not None):
                 # It had begun again, or failed: what its reader has got is what there is.
                 text, token_ids = running.certain.text, running.certain.token_ids
-                answer = dataclasses.replace(answer, text=text, token_ids=list(token_ids), logprobs=None)
+                answer = dataclasses.replace(
+                    answer, text=text, token_ids=list(token_ids), logprobs=None, top_logprobs=None
+                )
                 start, control = len(request.token_ids), request.params.control
                 report = self._decoder.report(running.infos, start, len(token_ids), control=control)
                 metrics = dataclasses.replace(
@@ -476,7 +447,16 @@ class Engine:
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
         """Adds the last chunk to the request's stream, if anybody reads it."""
         if output.request_id in self._streams:
-            self._streams[output.request_id].append(StreamChunk(text, token_ids, finished=True, output=output))
+            answer, said = output.outputs[0], len(output.outputs[0].token_ids) - len(token_ids)
+            chunk = StreamChunk(
+                text,
+                token_ids,
+                finished=True,
+                output=output,
+                logprobs=None if answer.logprobs is None else answer.logprobs[said:],
+                top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs[said:],
+            )
+            self._streams[output.request_id].append(chunk)
 
     def _count(self, output: RequestOutput) -> None:
         del self._arrivals[output.request_id]

@@ -24,7 +24,16 @@ from smcjax.engine.loading import Models, load_models, make_decoder, models_for,
 from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
-from smcjax.engine.requests import Prompt, Request, limit_of, listed, params_for_each, tokenize, told_apart
+from smcjax.engine.requests import (
+    Prompt,
+    Request,
+    check_token_ids,
+    limit_of,
+    listed,
+    params_for_each,
+    tokenize,
+    told_apart,
+)
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
@@ -295,8 +304,9 @@ class LLM:
         """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
 
         Certain is what all particles that may still be selected begin with: after a resampling that is often much,
-        without one it is as far as they happen to agree. A reader who stops iterating aborts the request. Raises
-        ValueError at once for a request that cannot run.
+        without one it is as far as they happen to agree. With `SamplingParams(trace=True)` each cycle comes with a
+        chunk too. A reader who stops iterating aborts the request. Raises ValueError at once for a request that cannot
+        run.
         """
         request = self.request(prompt, params_for_each(sampling_params, 1)[0])
         chunks = Chunks(self, request.request_id)
@@ -388,6 +398,7 @@ class LLM:
         vocab_size = self.models.target.vocab_size
         text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
         params, named = told_apart(params, self.tokenizer, vocab_size)
+        check_token_ids(params, vocab_size)
         self._decoder.check(params)
         stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
@@ -409,6 +420,7 @@ class LLM:
             stop_ids=stop_ids,
             seed=seed,
             worst_case_pages=pages,
+            trace=params.trace,
         )
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+
+class TokenLogprob(NamedTuple):
+    """A token that might stand at a position, with its log-probability there."""
+
+    token_id: int
+    logprob: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +25,8 @@ class CompletionOutput:
     token_ids: list[int]  # with the EOS or stop token that ended them
     finish_reason: str  # "stop" | "length" | "error" | "abort"
     logprobs: list[float] | None = None  # log p_T of each token, when asked for
+    # Per token the likeliest ones at its place, in order, as many as were asked for, or as are possible there.
+    top_logprobs: list[list[TokenLogprob]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Particle:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
 class Trace:
-    """One entry per cycle C that the request took part in."""
+    """One entry per cycle C ≥ 1 that the request took part in: those of its `Cycle`s."""
 
     ess: np.ndarray  # [C] float32
     resampled: np.ndarray  # [C] bool
@@ -40,6 +50,8 @@ class Trace:
     finished: np.ndarray  # [C, N] bool, after the cycle
     texts: list[str] | None = None  # [N] final texts, where there is a tokenizer
     selected: int = 0  # the row that answered
+    tokens: Sequence[list[list[int]]] = ()  # [C][N] what each row went on with, before resampling
+    log_evidences: np.ndarray | None = None  # [C] float64, log Ẑ as if the request ended after the cycle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +129,9 @@ class RequestOutput:
     metrics: RequestMetrics
     smc: SMCOutput | None = None
     error: str | None = None  # why, where finish_reason is "error"
+    # log p of the prompt's tokens, and the likeliest ones at their places, when asked for; None for the first token.
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
@@ -127,7 +142,7 @@ class Cycle:
     `blocks[a][: lengths[i] - (length of row a before it)]`.
     """
 
-    index: int  # 0, 1, 2 …; begins again at 0 where the request was preempted
+    index: int  # 0, 1, 2 …; a request that was preempted goes on where its reader was
     blocks: list[list[int]]  # [N] tokens that each row was given, before resampling, up to its first stop token
     lengths: np.ndarray  # [N] int32, generated tokens after the cycle
     ancestors: np.ndarray  # [N] int32, the row itself where nothing was resampled
@@ -135,6 +150,7 @@ class Cycle:
     log_weights: np.ndarray | None = None  # [N] float32, before resampling; None: of cycle 0, or without a population
     ess: float | None = None  # likewise
     resampled: bool = False
+    log_evidence: float | None = None  # log Ẑ as if the request ended after the cycle; None as above
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,4 +161,9 @@ class StreamChunk:
     token_ids: list[int]
     finished: bool  # the last one
     output: RequestOutput | None = None  # the whole of it, with the last one
-    cycle: Cycle | None = None  # the cycle that brought it, of requests that are traced
+    logprobs: list[float] | None = None  # of `token_ids`, when asked for; up to rounding those of the whole answer
+    top_logprobs: list[list[TokenLogprob]] | None = None
+    # As in `RequestOutput`, with one chunk, as soon as the prompt is read.
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    cycle: Cycle | None = None  # of requests that are traced: each cycle comes with one chunk, in order

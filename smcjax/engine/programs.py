@@ -222,14 +222,14 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(described, tree)
 
 
-def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any) -> Job:
-    """A decoding step of (params, state), which donates its state.
+def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any, *others: Any) -> Job:
+    """A decoding step of (params, state, …), which donates its state. All but `params` are abstract.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
     timing of single products does not see (docs/kernels.md). Int8 weights that XLA multiplies need Triton to be
     converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
-    job = Job(function, (1,), (abstract(params), state))
+    job = Job(function, (1,), (abstract(params), state, *others))
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
         by_kernels = uses_kernels()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from smcjax.engine.batch import Batch
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.sampling_params import MOST_BIASED, SamplingParams
 from smcjax.plain import is_unicode, short
 from smcjax.tokenizer import Tokenizer
 
@@ -135,6 +135,32 @@ def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -
             f"{max_model_len}; lower min_tokens."
         )
     return limit
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError for parameters about tokens that the model lacks."""
+    unknown = [token for token in params.logit_bias or () if token >= vocab_size]
+    if unknown:
+        raise ValueError(f"logit_bias holds {unknown[0]}; ids of this model are 0 to {vocab_size - 1}.")
+
+
+def make_adjustments(requests: Mapping[int, Request], size: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """The fields of `smcjax.decoding.adjustments.Adjustments` for `size` groups, of these requests by their lanes."""
+    fields = {
+        "repetition": np.ones(size, np.float32),
+        "frequency": np.zeros(size, np.float32),
+        "presence": np.zeros(size, np.float32),
+        "biased": np.full((size, MOST_BIASED), vocab_size, np.int32),  # no token's
+        "bias": np.zeros((size, MOST_BIASED), np.float32),
+    }
+    for group, request in requests.items():
+        params, bias = request.params, request.params.logit_bias or {}
+        fields["repetition"][group] = params.repetition_penalty
+        fields["frequency"][group] = params.frequency_penalty
+        fields["presence"][group] = params.presence_penalty
+        fields["biased"][group, : len(bias)] = list(bias)
+        fields["bias"][group, : len(bias)] = list(bias.values())
+    return fields
 
 
 def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:

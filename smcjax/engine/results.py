@@ -76,7 +76,7 @@ def assemble(
         completion = _completion(request, sequences[selected], tokenizer)
     if aborted and error is None:
         completion = dataclasses.replace(completion, finish_reason="abort")
-    if request.params.logprobs and completion.finish_reason != "error":
+    if request.params.logprobs is not None and completion.finish_reason != "error":
         logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     kept = len(completion.token_ids)

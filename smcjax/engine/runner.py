@@ -22,13 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from smcjax.decoding.adjustments import Adjustments
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
+from smcjax.decoding.scores import Scores, first_scores
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.device import on_cpu
 from smcjax.engine.batch import Batch
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
+from smcjax.engine.requests import Request, make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.settings import own_settings
 from smcjax.kv import TRASH, drop, keep
@@ -50,6 +53,8 @@ class PrefillReport:
 
     tokens: Int[Array, "P N"]  # the first token of each row
     done: Bool[Array, " P"]  # ended by it
+    scores: Scores | None = None  # [P, N], of the first tokens
+    prompt: Scores | None = None  # [P, chunk], of the prompts' tokens behind the chunk's
 
 
 class Chunk(NamedTuple):
@@ -65,7 +70,8 @@ class Chunk(NamedTuple):
 class Runner:
     """One decoder's programs and state.
 
-    Methods take a `program` where there may be two: the decoder, or the same with `truncates` or `controls` set.
+    Methods take a `program` where there may be several: the decoder, or the same with fields set that some requests ask
+    for (`smcjax.engine.extras`).
     """
 
     def __init__(self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs) -> None:
@@ -78,6 +84,8 @@ class Runner:
         self._memory: Any = None
         self.state: Any = None
         self.cached: Any = None  # [S] the pages that cache slots keep
+        self._adjustments: Any = None  # of the requests in the lanes, for programs that adjust
+        self._adjusted: tuple[Any, ...] = ()  # whose these are: lanes of the batch, and who is where
         self.chunks = self._chunk_lengths()
 
     def _new_memory(self) -> Any:
@@ -123,8 +131,10 @@ class Runner:
 
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
-        delete((self._memory, self.state, self.cached))  # while all of it can be found, should this be interrupted
+        # While all of it can be found, should this be interrupted.
+        delete((self._memory, self.state, self.cached, self._adjustments))
         self._memory, self.state, self.cached, self.size = None, None, None, 0
+        self._adjustments, self._adjusted = None, ()
 
     def close(self) -> None:
         """Deletes weights and KV from the device, whoever else still refers to them."""
@@ -164,6 +174,18 @@ class Runner:
         arrays, prefix = jax.device_put((dataclasses.asdict(batch), slots))
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
+    def adjust(self, requests: Mapping[int, Request]) -> None:
+        """Sends the adjustments of the requests in all lanes, by lane, where others are there than the last time."""
+        whose = (self.size, *((lane, request.request_id) for lane, request in requests.items()))
+        if whose != self._adjusted:
+            adjustments = make_adjustments(requests, self.size, self.program.target.vocab_size)
+            self._adjustments = jax.device_put(Adjustments(**adjustments))  # type: ignore[arg-type]
+            self._adjusted = whose
+
+    def _extra(self, program: Any) -> tuple[Any, ...]:
+        """The last arguments of a program that reads more than the others."""
+        return (self._adjustments,) if program.adjusts else ()
+
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
         """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
 
@@ -180,7 +202,7 @@ class Runner:
                 slots[i, page - chunk.start_at // program.page_size] = slot
         call = self.programs[program, self.size, count, length, "prefill"]
         asked = jax.device_put((lanes, start_at, cached, slots))
-        (self.state, self.cached), first = call(self.params, self.state, self.cached, *asked)
+        (self.state, self.cached), first = call(self.params, self.state, self.cached, *asked, *self._extra(program))
         return first
 
     def _pages_of(self, length: int) -> int:
@@ -189,7 +211,8 @@ class Runner:
 
     def step(self, program: Any) -> tuple[Any, jax.Array]:
         """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
-        self.state, info, free = self.programs[program, self.size, "step"](self.params, self.state)
+        call = self.programs[stepping(program), self.size, "step"]
+        self.state, info, free = call(self.params, self.state, *self._extra(program))
         return info, free
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
@@ -209,7 +232,7 @@ class Runner:
         """
         jobs: dict[Any, Job] = {}
         for size in sizes:
-            if (program, size, "step") not in self.programs:
+            if (program, size, 1, self.chunks.alone, "prefill") not in self.programs:
                 jobs |= self.jobs(size, program)
         for size in sizes:
             for other in {*sizes, *others} - {size}:
@@ -235,21 +258,25 @@ class Runner:
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
         )
 
-        def step(params: Any, state: Any) -> Any:
-            state, info = program.step(params, state)
-            return state, info, state.memory.pool.num_free
+        extra: tuple[Any, ...] = ()
+        if program.adjusts:
+            extra = (abstract(Adjustments(**make_adjustments({}, size, vocab_size))),)  # type: ignore[arg-type]
+
+        def step(params: Any, state: Any, *adjustments: Any) -> Any:
+            state, info = program.step(params, _adjusted(state, *adjustments))
+            return _adjusted(state), info, state.memory.pool.num_free
 
         jobs: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
             ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
             (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
-            (program, size, "step"): step_job(step, program, self.params, state),
+            (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra),
         }
         for count, length in {(1, self.chunks.alone), (1, self.chunks.together), (size, self.chunks.together)}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
-            arguments = (params, state, cached, lanes, lanes, lanes, stored)
+            arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
             jobs[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         return jobs
 
@@ -290,18 +317,26 @@ class Runner:
             start_at: jax.Array,
             cached: jax.Array,
             slots: jax.Array,
+            *adjustments: Any,
         ) -> tuple[Any, PrefillReport]:
-            groups = take(state, lanes)
+            groups = take(_adjusted(state, *adjustments), lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
-            groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
+            prompt = None
+            if program.scores_prompts:
+                groups, hidden, prompt = program.prefill_scored(params, groups, start_at, chunk, hidden, cached)
+            else:
+                groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
             groups, cache = self._store(groups, cache, start_at, slots)
             prompt_length = groups.requests.prompt_length
             ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
-            groups = program.start(params, dataclasses.replace(groups, running=ends), hidden)
+            before = dataclasses.replace(groups, running=ends)
+            groups = program.start(params, before, hidden)
+            scores = first_scores(program, params, before, groups, hidden) if program.scores else None
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
-            return (put(state, lanes, groups), cache), PrefillReport(tokens=first, done=ends & ~groups.running)
+            report = PrefillReport(first, ends & ~groups.running, scores, prompt)
+            return (put(state, lanes, _adjusted(groups)), cache), report
 
         return prefill
 
@@ -320,8 +355,20 @@ class Runner:
         return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
 
 
+def stepping(program: Any) -> Any:
+    """The program of whose cycles `program`'s are: prompts make no difference to them."""
+    return dataclasses.replace(program, scores_prompts=False) if program.scores_prompts else program
+
+
+def _adjusted(state: Any, adjustments: Adjustments | None = None) -> Any:
+    """The state with these adjustments of its requests: only within a program, as no other one knows of them."""
+    if adjustments is state.requests.adjustments:
+        return state
+    return dataclasses.replace(state, requests=dataclasses.replace(state.requests, adjustments=adjustments))
+
+
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:
     """Makes a decoder's requests of a `Batch`, given as a dictionary of its arrays. Traced."""
-    fields = [field.name for field in dataclasses.fields(Requests) if field.name != "key"]
+    fields = [field.name for field in dataclasses.fields(Requests) if field.name in arrays]
     keys = jax.vmap(key_of)(arrays["seed"])
     return Requests(**{name: arrays[name] for name in fields}, key=keys)

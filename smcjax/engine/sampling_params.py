@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from smcjax.plain import use_plain_numbers
+from smcjax.decoders import MOST_ALTERNATIVES
+from smcjax.plain import short, use_plain_numbers
 
 MAX_SEED = 2**32 - 1
+MOST_BIASED = 1024  # tokens of a request's logit_bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Per-request sampling. Nothing here ever recompiles a program, but for top_k/top_p and control, once.
+    """Per-request sampling. Nothing here recompiles a program, but for extras, once each.
+
+    Extras are top_k and top_p, penalties and logit_bias, control, logprobs, and prompt_logprobs.
 
     Attributes:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.
@@ -24,7 +29,16 @@ class SamplingParams:
         stop_token_ids: token ids that end a sequence, besides EOS.
         ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.
-        logprobs: 1 returns log p_T of the generated tokens.
+        logprobs: n from 0 to 20 returns log p_T of the answer's tokens and, at each position, of the n likeliest tokens
+            there; p_T is the target's law that the token is drawn from, at temperature 1 where the request is greedy.
+        prompt_logprobs: n from 0 to 20 returns the same of the prompt's tokens but the first, under the target's own
+            law: temperature 1, nothing cut off or adjusted.
+        presence_penalty: from −2 to 2; taken from the logits of tokens that are in the answer so far.
+        frequency_penalty: from −2 to 2; taken from a token's logit for each time that it is in the answer so far.
+        repetition_penalty: above 0, at most 100; logits of tokens that are in the prompt or the answer so far are
+            divided by it where they are above 0, else multiplied. 1: none.
+        logit_bias: what to add to the logits of single tokens, from −100 to 100, by token id; at most 1,024 of them.
+        trace: keeps the population's history for the result, and streams a `Cycle` with each cycle.
         control: c in [0, 1] in place of `SMC(control=…)`, by which drafts of this request are rejected; None: the
             decoder's. Other decoders refuse it.
         n: refused; a population is asked for with SMC(n_particles=…).
@@ -40,6 +54,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    trace: bool = False
     control: float | None = None
     n: None = None
 
@@ -73,10 +93,37 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):
             raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, or None, got {self.seed!r}.")
-        if self.logprobs is not None and not (_is_int(self.logprobs, 0) and self.logprobs <= 1):
-            raise ValueError(f"logprobs must be None or 1 (of the chosen tokens only), got {self.logprobs!r}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value, 0) and value <= MOST_ALTERNATIVES):
+                raise ValueError(
+                    f"{name} must be a whole number from 0 to {MOST_ALTERNATIVES}, or None, got {value!r}."
+                )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_real(value) or not -2 <= value <= 2:
+                raise ValueError(f"{name} must be a number from -2 to 2, got {value!r}.")
+        if not _is_real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 100:
+            raise ValueError(
+                f"repetition_penalty must be a number above 0 and at most 100, got {self.repetition_penalty!r}."
+            )
         if self.control is not None and not (_is_real(self.control) and 0 <= self.control <= 1):
             raise ValueError(f"control must be a number from 0 to 1, or None for the decoder's, got {self.control!r}.")
+        if self.logit_bias is not None:
+            self._check_bias()
+        if not isinstance(self.trace, bool):
+            raise ValueError(f"trace must be True or False, got {self.trace!r}.")
+
+    def _check_bias(self) -> None:
+        """Refuses biases of what is no token, or out of range."""
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_int(token, 0) and _is_real(value) and -100 <= value <= 100 for token, value in bias.items()
+        ):
+            raise ValueError(f"logit_bias must map token ids to numbers from -100 to 100, got {short(bias)}.")
+        object.__setattr__(self, "logit_bias", dict(bias))  # the caller's own may change
+        if len(bias) > MOST_BIASED:
+            raise ValueError(f"logit_bias has {len(bias)} entries, and {MOST_BIASED} are the most; leave some out.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -89,6 +136,18 @@ class SamplingParams:
     def truncates(self) -> bool:
         """True where top_k or top_p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def adjusts(self) -> bool:
+        """True where penalties or biases change the logits."""
+        return bool(self.adjustments)
+
+    @property
+    def adjustments(self) -> tuple[str, ...]:
+        """The names of the penalties and biases that change the logits."""
+        unchanged = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        names = [name for name, value in unchanged.items() if getattr(self, name) != value]
+        return (*names, "logit_bias") if self.logit_bias else tuple(names)
 
 
 def _is_int(value: object, least: int) -> bool:

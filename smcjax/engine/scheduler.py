@@ -255,12 +255,14 @@ class Scheduler:
 
         Its prefill begins where a chunk may that an uncached prompt has too. Where chunks have one length, each token
         is computed in the same place of the same program and comes out the same to the last bit. The last token is
-        computed in any case: what follows it is drawn from its logits.
+        computed in any case: what follows it is drawn from its logits. So is every token of a prompt that is to be
+        scored, as a page that is cached holds no log-probabilities: such a request takes nothing from the cache.
         """
         if self._next is None or self._next[0] is not request:
             self._next = (request, self.cache.keys(request.token_ids))
         keys = self._next[1]
-        held = self.cache.match(keys[: (len(request.token_ids) - 1) // self.cache.page_size])
+        matching = keys[: (len(request.token_ids) - 1) // self.cache.page_size]
+        held = [] if request.params.prompt_logprobs is not None else self.cache.match(matching)
         cached = len(held) * self.cache.page_size
         prefilled = cached // self.chunks.together * self.chunks.together
         return Group(request, -1, prefilled, keys, held, self.cache.hold(held), cached)

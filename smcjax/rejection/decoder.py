@@ -34,6 +34,7 @@ from smcjax.decoding.prefill import leaders_of
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, append, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
@@ -103,6 +104,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         accepted=run.accepted,
         length=state.by_group(state.sequences.length),
         tokens=jnp.broadcast_to(tokens[:, None], (groups, n, tokens.shape[1])),
+        scores=by_group(state, scores(run.logits, logprobs)) if program.scores else None,
     )
     return state, info
 
@@ -114,7 +116,9 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
     state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
     state, logits = score(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
-        logits = _target_logits(state, distribution, logits, range(logits.shape[1]))
+        columns = range(logits.shape[1])
+        earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
+        logits = _target_logits(state, distribution, logits, columns, earlier)
         assert drafts.logits is not None
         verdict = decide(program, state, logits, drafts.logits, drafts.tokens)
         row = jnp.arange(state.running.shape[0]) * n + verdict.candidate
@@ -130,7 +134,8 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     state, drafts, copies = propose_tree(program, params, state, distribution)
     state, logits, kept = score_tree(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
-        logits = _target_logits(state, distribution, logits, shape.depths)
+        earlier = distribution.before(drafts.tokens, shape.drafts_to(range(shape.size)))
+        logits = _target_logits(state, distribution, logits, shape.depths, earlier)
         verdict = decide_tree(program, state, logits, drafts.logits, drafts.tokens)
     state = keep_path(program, state, drafts, kept, verdict.node)
     path = jnp.asarray(shape.paths)[verdict.node]
@@ -147,19 +152,26 @@ def run(program: RejectionProgram, params: PairParams, state: State, num_steps: 
 
 def _distribution(program: RejectionProgram, state: State, rows: int) -> SamplingDistribution:
     """The distribution of the next token of each of `rows` rows a request, in either model."""
-    return distribution_of(state.requests, rows=rows, truncates=program.truncates)
+    return distribution_of(state, rows=rows, truncates=program.truncates)
 
 
 def _target_logits(
-    state: State, distribution: SamplingDistribution, logits: Float[Array, "R C V"], depths: Iterable[int]
+    state: State,
+    distribution: SamplingDistribution,
+    logits: Float[Array, "R C V"],
+    depths: Iterable[int],
+    earlier: Int[Array, "R C most"] | None,
 ) -> Float[Array, "R C V"]:
-    """Processed logits of the target behind each column, which stands so many tokens behind the frontier."""
+    """Processed logits of the target behind each column, which stands so many tokens behind the frontier.
+
+    `earlier` are those tokens, where laws depend on them (`SamplingDistribution.before`).
+    """
     generated = state.sequences.length - state.per_row(state.requests.prompt_length)
 
-    def processed(depth: jax.Array, logits: jax.Array) -> jax.Array:
-        return processed_logits(distribution, generated + 1 + depth, logits)
+    def processed(depth: jax.Array, logits: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        return processed_logits(distribution.behind(earlier), generated + 1 + depth, logits)
 
-    return jax.vmap(processed, in_axes=(0, 1), out_axes=1)(jnp.asarray(tuple(depths)), logits)
+    return jax.vmap(processed, in_axes=(0, 1, 1), out_axes=1)(jnp.asarray(tuple(depths)), logits, earlier)
 
 
 def _law(logits: Float[Array, "*shape V"], greedy: Bool[Array, ""]) -> Float[Array, "*shape V"]:

@@ -27,6 +27,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
+from smcjax.decoding.scores import Scores, by_group, scores
 from smcjax.decoding.sequences import Block, Sequences, append, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import Copies
@@ -51,7 +52,8 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     state, info = resample(program, state, proposal.tokens)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
-    return state, dataclasses.replace(info, ran=ran, done=~state.running)
+    of_rows = None if proposal.scores is None else by_group(state, proposal.scores)
+    return state, dataclasses.replace(info, ran=ran, done=~state.running, scores=of_rows)
 
 
 def run(program: SMCProgram, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
@@ -95,6 +97,7 @@ class Proposal:
     increments: Float[Array, "R C"]  # what each adds to the log weight
     logprobs: Float[Array, "R C"]  # log p_T
     last: Int[Array, " R"] | None = None  # the column behind which the block ends; None: it is whole
+    scores: Scores | None = None  # of all columns, where the program is asked for them
 
 
 @jax.named_scope("verify")
@@ -107,7 +110,7 @@ def verify(
     temperature = state.per_row(state.requests.temperature)
     logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
     if program.ragged:
-        return state, controlled(program, state, logits, drafts)
+        return state, _scored(program, logits, controlled(program, state, logits, drafts))
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
     increments = draft_increment(smc.power, logprobs, drafts.logprobs)
     block = drafts.tokens
@@ -118,7 +121,12 @@ def verify(
         block = jnp.concatenate([block, bonus[:, None]], axis=1)
         increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
         logprobs = jnp.concatenate([logprobs, logprob_at(last, bonus)[:, None]], axis=1)
-    return state, Proposal(tokens=block, increments=increments, logprobs=logprobs)
+    return state, _scored(program, logits, Proposal(tokens=block, increments=increments, logprobs=logprobs))
+
+
+def _scored(program: SMCProgram, logits: Float[Array, "R C V"], proposal: Proposal) -> Proposal:
+    """The proposal with its scores where they are asked for."""
+    return dataclasses.replace(proposal, scores=scores(logits, proposal.logprobs)) if program.scores else proposal
 
 
 def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Proposal:
@@ -229,6 +237,7 @@ def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tu
         log_weight=log_weight,
         length=state.by_group(resampled.sequences.length),
         finished=state.by_group(resampled.sequences.finished),
+        weighed=state.by_group(state.sequences.length),
         done=~resampled.running,
         tokens=state.by_group(tokens),
         control=state.control,

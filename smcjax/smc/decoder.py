@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from smcjax.decoders import ALARM, SMC
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
 from smcjax.smc import cycle, lifecycle
+from smcjax.smc.history import History, trace_of
 from smcjax.smc.state import Info, State
 
 
@@ -24,6 +26,10 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         """A particle is alive while its weight is above 0, and after a resampling in any case."""
         alive = np.full(len(info.length), bool(info.resampled)) | ~np.isneginf(info.log_weight)
         return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
+
+    def history(self, prompt_length: int) -> History:
+        """A follower of one group's cycles."""
+        return History(prompt_length)
 
     def report(
         self,
@@ -56,16 +62,6 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             f"{smc.raised_control:.2f} for the other {raised - 1}"
         )
 
-    def _trace(self, infos: Sequence[Info], prompt_length: int) -> dict[str, np.ndarray]:
-        def stacked(name: str, dtype: type, *shape: int) -> np.ndarray:
-            rows = [getattr(info, name) for info in infos]
-            return np.stack(rows).astype(dtype) if rows else np.zeros((0, *shape), dtype)
-
-        return {
-            "ess": stacked("ess", np.float32),
-            "resampled": stacked("resampled", np.bool_),
-            "ancestors": stacked("ancestors", np.int32, self.rows),
-            "log_weights": stacked("log_weight", np.float32, self.rows),
-            "lengths": stacked("length", np.int32, self.rows) - prompt_length,
-            "finished": stacked("finished", np.bool_, self.rows),
-        }
+    def _trace(self, infos: Sequence[Info], prompt_length: int) -> dict[str, Any]:
+        history = self.history(prompt_length)
+        return trace_of([history.add(info) for info in infos], self.rows)

@@ -35,4 +35,5 @@ class Info(groups.Info):
     ancestors: Int[Array, "G N"]  # the row itself where nothing was resampled
     log_weight: Float[Array, "G N"]  # before resampling
     finished: Bool[Array, "G N"]  # after resampling
+    weighed: Int[Array, "G N"]  # lengths before resampling
     control: Float[Array, " G"]  # of the next cycle

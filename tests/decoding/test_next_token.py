@@ -116,6 +116,15 @@ def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> Non
     assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, truncates=True), PairParams(PARAMS), 1)
 
 
+def test_scores_leave_the_fused_step_as_it_is() -> None:
+    """The kernel draws, and the logits that it does not write are made once more, for their largest."""
+    program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")
+    text = lowered(autoregressive, dataclasses.replace(program, scores=True), PairParams(PARAMS), 1)
+    assert KERNEL in text
+    assert "chlo.top_k" in text
+    assert "chlo.top_k" not in lowered(autoregressive, program, PairParams(PARAMS), 1)
+
+
 def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reference in its place: stops within the minimum, greedy rows, temperatures, keys as `sample` has them."""
     monkeypatch.setattr(distribution, "sampled_head", sampled_head_reference)

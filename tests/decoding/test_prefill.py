@@ -47,7 +47,7 @@ def paged_logits(config: ModelConfig, params: Any, prompts: list[list[int]], chu
     assert_pages_sound(sequences.block_table, pool)
     hidden = jnp.full((len(prompts), config.hidden_size), jnp.nan)
     for start in range(0, padded.shape[1], chunk):
-        cache, hidden = _chunk(config, params, cache, sequences, jnp.asarray(start), chunk, hidden)
+        cache, hidden, _ = _chunk(config, params, cache, sequences, jnp.asarray(start), chunk, hidden)
     return np.asarray(unembed(params, hidden))
 
 

@@ -401,7 +401,7 @@ def test_names_abort_and_leave_the_others(pair: Pair) -> None:
     async def session() -> None:
         async with make(pair) as served:
             whole = await read(served, 9)
-            running = served.generate("ab", dataclasses.replace(params(9), logprobs=1), request_id="mine")
+            running = served.generate("ab", dataclasses.replace(params(9), logprobs=0), request_id="mine")
             begun = await anext(running)
             beside = asyncio.create_task(read(served, 9))
             assert served.abort("mine")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
+from smcjax.engine.extras import ProgramChoice
 from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.page_budget import FreePages
 from smcjax.engine.runner import Runner
@@ -198,7 +199,7 @@ def test_programs_that_do_not_fit_end_who_asked_for_them(
         patch.setattr(Runner, "compile", compile_some)
         asked = [params(1), params(0, 0.1)]
         answered, refused = uncontrolled.generate([prompt(1), prompt(0)], asked, use_tqdm=False)
-    engine._plain_only.clear()
+    engine._choice = ProgramChoice()
     assert refused.error == "control cannot be used here: it needs more than there is; lower max_num_seqs."
     assert fingerprint(answered) == fingerprint(own[1][0])
 

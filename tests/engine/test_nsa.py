@@ -55,7 +55,7 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
 ) -> None:
     """Harmless for requests that share nothing; those behind one cached prefix write to its pages."""
     target = write_model(tmp_path / "target", 272, 1, **OF_SPARSE)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
 
     def logprobs(num_pages: int, caching: bool) -> np.ndarray:
         """Programs for another number of pages are other ones, and compiled anew."""

@@ -153,7 +153,7 @@ def test_nothing_about_a_request_recompiles(llm: LLM, plain: LLM, monkeypatch: p
                     min_tokens=i % 2,
                     stop_token_ids=list(range(i)),
                     ignore_eos=i % 2 == 0,
-                    logprobs=shift % 2,
+                    logprobs=None if shift % 2 else 0,
                 )
                 for i in range(4)
             ]

@@ -13,9 +13,10 @@ from hypothesis import given
 
 from smcjax import LLM, SMC, SamplingParams, StreamChunk
 from smcjax.engine import streaming
-from smcjax.engine.engine import Engine
 from smcjax.engine.requests import Request
-from smcjax.engine.results import _completion, first_stop
+from smcjax.engine.results import Times, _completion, first_stop
+from smcjax.engine.running import Running
+from smcjax.engine.scheduler import Group
 from smcjax.engine.streaming import StablePrefixStream
 from smcjax.smc import SMCDecoder
 from smcjax.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def test_rows_without_weight_have_no_say() -> None:
 @pytest.mark.parametrize("resampled", [False, True])
 def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool) -> None:
     """The weights that a cycle reports are those from before its resampling, which gives every row the same again."""
-    certain, chunks = StablePrefixStream(request(), BYTES), list[StreamChunk]()
+    certain = StablePrefixStream(request(), BYTES)
     certain.begin(np.array([*b"aa"]))
     cycle = SimpleNamespace(
         length=np.array([2, 2]) + len(request().token_ids),
@@ -106,9 +107,9 @@ def test_rows_lost_their_weight_only_where_nothing_was_resampled(resampled: bool
     )
     model = tiny_config()
     decoder = SMCDecoder(SMC(2, 1), model, model, 16)
-    engine: Any = SimpleNamespace(_decoder=decoder, _streams={request().request_id: chunks})
-    Engine._stream(engine, certain, request(), "cycle", cycle)
-    assert "".join(chunk.text for chunk in chunks) == ("" if resampled else "b")
+    running = Running(Group(request(), 0), decoder, certain, None, Times(0.0, 0.0))
+    chunk = running.news("cycle", cycle)
+    assert (chunk.text if chunk else "") == ("" if resampled else "b")
 
 
 def stream(llm: LLM, prompt: object, params: SamplingParams) -> list[StreamChunk]:

@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(1, 4000, length).tolist()} for length in LENGTHS]
-    return prompts, [SamplingParams(max_tokens=24, seed=seed, logprobs=1) for seed in range(len(LENGTHS))]
+    return prompts, [SamplingParams(max_tokens=24, seed=seed, logprobs=0) for seed in range(len(LENGTHS))]
 
 
 def logprobs(output: RequestOutput) -> np.ndarray:

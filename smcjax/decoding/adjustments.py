@@ -1,0 +1,88 @@
+"""Penalties of tokens that were there before, and a bias of single tokens: a request's own changes of the logits.
+
+    ℓ ← ℓ + bias                                            of the tokens that `logit_bias` names
+    ℓ ← ℓ/r where ℓ > 0, else ℓ·r                           of tokens in the prompt or the answer so far
+    ℓ ← ℓ − frequency·(times in the answer so far) − presence·(1 where it is in there)
+
+before the temperature, in vLLM's order. The law of a token so depends on which tokens lie before it, and each draft is
+before those that follow it: a decoder must say what lies behind the committed tokens (`SamplingDistribution.behind`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.decoding.groups import Groups
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adjustments:
+    """The parameters of G requests."""
+
+    repetition: Float[Array, " G"]  # r; 1: none
+    frequency: Float[Array, " G"]
+    presence: Float[Array, " G"]
+    biased: Int[Array, "G B"]  # token ids; ids of V and beyond are no token's
+    bias: Float[Array, "G B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowAdjustments:
+    """The same for R rows, and what lies before each row's next token."""
+
+    repetition: Float[Array, " R"]
+    frequency: Float[Array, " R"]
+    presence: Float[Array, " R"]
+    bias: Float[Array, "R V"]
+    in_prompt: Bool[Array, "R V"]
+    counts: Int[Array, "R V"]  # of each token in the answer so far
+
+    def behind(self, tokens: Int[Array, "R T"]) -> RowAdjustments:
+        """The adjustments behind T more tokens a row; ids of V and beyond stand for none."""
+        row = jnp.arange(tokens.shape[0])[:, None]
+        return dataclasses.replace(self, counts=self.counts.at[row, tokens].add(1, mode="drop"))
+
+    def __call__(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """Changes a model's own logits."""
+        repetition, frequency, presence = (x[:, None] for x in (self.repetition, self.frequency, self.presence))
+        logits = logits + self.bias
+        punished = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(self.in_prompt | (self.counts > 0), punished, logits)
+        return logits - frequency * self.counts - presence * (self.counts > 0)
+
+
+def row_adjustments(groups: Groups, rows: int) -> RowAdjustments | None:
+    """Each request's adjustments for `rows` rows, which have the tokens of its first row; None where there are none."""
+    requests = groups.requests
+    asked = requests.adjustments
+    if asked is None:
+        return None
+    size, vocabulary = requests.stops.shape
+    each = groups.sequences.length.shape[0] // size
+    tokens, length = groups.sequences.tokens[::each], groups.sequences.length[::each]
+    group, place = jnp.arange(size)[:, None], jnp.arange(tokens.shape[1])
+    of_prompt = place < requests.prompt_length[:, None]
+    of_answer = ~of_prompt & (place < length[:, None])
+    nothing = jnp.zeros((size, vocabulary), jnp.int32)
+    in_prompt = nothing.at[group, jnp.where(of_prompt, tokens, vocabulary)].add(1, mode="drop") > 0
+    counts = nothing.at[group, jnp.where(of_answer, tokens, vocabulary)].add(1, mode="drop")
+    bias = jnp.zeros((size, vocabulary), jnp.float32).at[group, asked.biased].add(asked.bias, mode="drop")
+    of_groups = RowAdjustments(asked.repetition, asked.frequency, asked.presence, bias, in_prompt, counts)
+    return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), of_groups)
+
+
+def tokens_before(
+    tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]], vocab_size: int
+) -> Int[Array, "R C most"]:
+    """For each of C columns those of the rows' tokens that lie before it, by their places; `vocab_size` fills up."""
+    most = max(map(len, columns))
+    places = [[*places, *[tokens.shape[1]] * (most - len(places))] for places in columns]
+    padded = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=vocab_size)
+    return padded[:, jnp.asarray(places, jnp.int32).reshape(len(columns), most)]
