@@ -274,6 +274,11 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
         """The prompt as the model reads it."""
         return self._request.token_ids
 
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text; None where it came as token ids."""
+        return self._request.prompt
+
     def start(self) -> None:
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.
 

@@ -19,7 +19,7 @@ from smcjax.server.models import VirtualModel
 from smcjax.server.population import Cycles, population_of
 from smcjax.server.sampling import sampling_params, seed_of
 from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
-from smcjax.server.shapes import Shapes
+from smcjax.server.shapes import Shapes, Told
 from smcjax.server.state import Served
 
 
@@ -38,7 +38,6 @@ class Answers:
         self.id = f"{shapes.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._ask, self._shapes, self._model = ask, shapes, model
-        self._texts = served.token_texts(model)
         self._routed, self._streams = routed, streams
         self._metrics = served.metrics
         self._tokenizer = model.llm.llm.tokenizer
@@ -47,11 +46,28 @@ class Answers:
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
         traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
         self._record: Record | None = served.records.open(self.id) if traced else None
+        texts, echo = served.token_texts(model), isinstance(ask, CompletionAsk) and ask.echo
+        self._told_of = [
+            Told(
+                index,
+                texts,
+                stream.prompt_token_ids,
+                echo=self._prompt_text(stream) if echo else None,
+                prompt_logprobs=ask.prompt_logprobs is not None,
+            )
+            for index, stream in enumerate(streams)
+        ]
         self._cycles = [Cycles(self._tokenizer, stream.prompt_token_ids) for stream in streams]
 
     def __len__(self) -> int:
         """The number of choices."""
         return len(self._streams)
+
+    def _prompt_text(self, stream: ChunkStream) -> str:
+        """The prompt's own text, or the tokenizer's of its tokens."""
+        if stream.prompt is not None or self._tokenizer is None:
+            return stream.prompt or ""
+        return self._tokenizer.decode(stream.prompt_token_ids)
 
     async def close(self) -> None:
         """Gives up what has not ended."""
@@ -69,7 +85,7 @@ class Answers:
         finally:
             await self.close()
         outputs = [output for output in self._outputs if output is not None]
-        choices = [self._shapes.choice(index, output, self._texts) for index, output in enumerate(outputs)]
+        choices = [self._shapes.choice(*one) for one in zip(self._told_of, outputs, strict=True)]
         head = self._head(self._shapes.reply_object)
         return {**head, "choices": choices, "usage": self._usage(), **self._smc(*outputs)}
 
@@ -153,13 +169,13 @@ class Answers:
     async def stream(self) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a streamed reply. Ends all that is under way when it is closed."""
         options = self._ask.stream_options or StreamOptions()
-        begun: set[int] = set()
         head = self._head(self._shapes.chunk_object)
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for choice, chunk, event in chunks:
-                    pieces = self._shapes.pieces(choice, chunk, self._texts, first=choice not in begun)
-                    begun.add(choice)
+                    told = self._told_of[choice]
+                    pieces = self._shapes.pieces(told, chunk)
+                    told.first = False
                     for piece in pieces:
                         reply = {**head, "choices": [piece]}
                         if piece is pieces[-1]:

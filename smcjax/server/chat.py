@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from smcjax.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
-from smcjax.server.population import number
+from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.server.logprobs import as_objects, by_id, scored, scored_prompt
 from smcjax.server.schemas import ChatAsk
-from smcjax.server.shapes import Shapes
-from smcjax.server.tokens import TokenTexts
+from smcjax.server.shapes import Shapes, Told
 
 
 class ChatShapes(Shapes):
@@ -20,44 +19,31 @@ class ChatShapes(Shapes):
     reply_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, output: RequestOutput, texts: TokenTexts) -> dict[str, Any]:
+    def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
         """A whole answer."""
         answer = output.outputs[0]
+        tokens, prompt = scored(answer), scored_prompt(output, output.prompt_token_ids)
+        asked = told.prompt_logprobs and prompt is not None
         return {
-            "index": index,
+            "index": told.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _logprobs(answer, texts),
+            "logprobs": None if tokens is None else as_objects(tokens, told.texts),
             "finish_reason": answer.finish_reason,
+            **({"prompt_logprobs": by_id(prompt, told.texts)} if asked and prompt is not None else {}),
         }
 
-    def pieces(self, index: int, chunk: StreamChunk, texts: TokenTexts, *, first: bool) -> list[dict[str, Any]]:
-        """The role with the choice's first chunk; the end in a piece of its own, with all log-probabilities."""
-        pieces = []
-        if first:
-            pieces.append(_piece(index, {"role": "assistant", "content": ""}))
-        if chunk.text:
-            pieces.append(_piece(index, {"content": chunk.text}))
+    def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece."""
+        pieces, tokens = [], scored(chunk)
+        if told.first:
+            pieces.append(_piece(told.index, {"role": "assistant", "content": ""}))
+        if chunk.text or tokens:
+            logprobs = as_objects(tokens, told.texts) if tokens else None
+            pieces.append(_piece(told.index, {"content": chunk.text}, logprobs=logprobs))
         if chunk.output is not None:
-            answer = chunk.output.outputs[0]
-            pieces.append(_piece(index, {}, logprobs=_logprobs(answer, texts), finish=answer.finish_reason))
-        return pieces or [_piece(index, {})]
+            pieces.append(_piece(told.index, {}, finish=chunk.output.outputs[0].finish_reason))
+        return pieces or [_piece(told.index, {})]
 
 
 def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _logprobs(answer: CompletionOutput, texts: TokenTexts) -> dict[str, Any] | None:
-    """The tokens of an answer with their log-probabilities; None where these were not asked for."""
-    if answer.logprobs is None:
-        return None
-    content = [
-        {
-            "token": texts.text_of(token),
-            "logprob": number(logprob),
-            "bytes": list(texts.bytes_of(token)),
-            "top_logprobs": [],
-        }
-        for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
-    ]
-    return {"content": content, "refusal": None}

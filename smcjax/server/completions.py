@@ -4,49 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from smcjax.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
-from smcjax.server.population import numbers
+from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.server.logprobs import Scored, as_lists, by_id, length_of, scored, scored_prompt
 from smcjax.server.schemas import CompletionAsk
-from smcjax.server.shapes import Shapes
-from smcjax.server.tokens import TokenTexts
+from smcjax.server.shapes import Shapes, Told
 
 
 class CompletionShapes(Shapes):
-    """Text, with log-probabilities in lists beside each other."""
+    """Text, with log-probabilities in lists beside each other; with `echo` behind that of the prompt."""
 
     path = "/v1/completions"
     ask = CompletionAsk
     prefix = "cmpl"
     reply_object = chunk_object = "text_completion"
 
-    def choice(self, index: int, output: RequestOutput, texts: TokenTexts) -> dict[str, Any]:
+    def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
         """A whole answer."""
-        answer = output.outputs[0]
+        answer, echo = output.outputs[0], told.echo or ""
+        text = echo + answer.text
+        begin, tokens = len(echo), scored(answer)
+        prompt = scored_prompt(output, output.prompt_token_ids)
+        if tokens is not None and told.echo is not None and prompt is not None:
+            tokens, begin = [*prompt, *tokens], len(echo) - sum(length_of(one.token, told.texts) for one in prompt)
         return {
-            "index": index,
-            "text": answer.text,
-            "logprobs": _logprobs(answer, texts),
+            "index": told.index,
+            "text": text,
+            "logprobs": None if tokens is None else as_lists(tokens, told.texts, max(begin, 0), len(text)),
             "finish_reason": answer.finish_reason,
+            **_prompt(told, prompt),
         }
 
-    def pieces(self, index: int, chunk: StreamChunk, texts: TokenTexts, *, first: bool) -> list[dict[str, Any]]:
-        """One piece of text, the last one with why it is, and with the log-probabilities of all tokens."""
-        if chunk.output is not None:
-            return [{**self.choice(index, chunk.output, texts), "text": chunk.text}]
-        return [{"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None}]
+    def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """One piece of text with the log-probabilities of its tokens, the last one with why it is the last."""
+        echo = (told.echo or "") if told.first else ""
+        text, tokens, begin = echo + chunk.text, scored(chunk), told.tokens_end
+        prompt = scored_prompt(chunk, told.prompt_token_ids)
+        if tokens is not None and told.echo is not None and prompt is not None:
+            tokens = [*prompt, *tokens]
+            begin = max(begin - sum(length_of(one.token, told.texts) for one in prompt), 0)
+        ends = chunk.output is not None
+        length = told.length + len(text)
+        piece = {
+            "index": told.index,
+            "text": text,
+            "logprobs": as_lists(tokens, told.texts, begin, length if ends else None) if tokens else None,
+            "finish_reason": chunk.output.outputs[0].finish_reason if chunk.output is not None else None,
+            **_prompt(told, prompt),
+        }
+        told.length = length
+        told.tokens_end += sum(length_of(token, told.texts) for token in chunk.token_ids)
+        return [piece]
 
 
-def _logprobs(answer: CompletionOutput, texts: TokenTexts) -> dict[str, Any] | None:
-    """The tokens of an answer with their log-probabilities; None where these were not asked for."""
-    if answer.logprobs is None:
-        return None
-    offsets, at = [], 0
-    for token in answer.token_ids:
-        offsets.append(min(at, len(answer.text)))
-        at += len(texts.bytes_of(token).decode(errors="ignore"))
-    return {
-        "tokens": [texts.text_of(token) for token in answer.token_ids],
-        "token_logprobs": numbers(answer.logprobs),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
+def _prompt(told: Told, prompt: list[Scored] | None) -> dict[str, Any]:
+    """{"prompt_logprobs": …} where the request asked for these by that name, else {}."""
+    return {"prompt_logprobs": by_id(prompt, told.texts)} if told.prompt_logprobs and prompt is not None else {}

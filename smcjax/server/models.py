@@ -64,7 +64,10 @@ class Models:
 
     @property
     def exact(self) -> VirtualModel | None:
-        """The virtual model that answers at temperature 0, with top_k and with top_p: the first without weights."""
+        """The virtual model that answers at temperature 0, with top_k, top_p, penalties and biases.
+
+        It is the first one without weights.
+        """
         return next((model for model in self.all if not model.decoding.weighted), None)
 
     def named(self, name: str | None) -> VirtualModel:
@@ -85,6 +88,8 @@ class Models:
             return self.exact, "temperature is 0, which an exact decoder answers"
         if params.truncates:
             return self.exact, "top_k or top_p cuts the distribution, which an exact decoder honours"
+        if params.adjusts:
+            return self.exact, f"{params.adjustments[0]} changes the distribution, which an exact decoder honours"
         return asked, None
 
     @property

@@ -1,15 +1,16 @@
 """From a request's fields to `SamplingParams`: what is passed on, what is refused by name, and seeds of choices.
 
-Whatever the engine learns (alternatives to the chosen tokens, log-probabilities of prompts, penalties, biases) is to
-be passed on in `sampling_params`, and to leave `_NOT_YET`.
+What the engine does not know is refused by name (`_NOT_YET`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.plain import short
 from smcjax.server.errors import APIError
 from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk
 
@@ -17,17 +18,10 @@ COMPLETION_TOKENS = 16  # of a completion whose request says nothing
 
 # Fields that are refused, by the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "min_p": (None, 0),
-    "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
-    "echo": (False,),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -45,19 +39,18 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
         if value not in values:
             message = f"{name} is not supported by this server; leave it out."
             raise APIError(400, message, param=name, code="unsupported")
-    if isinstance(ask, CompletionAsk) and ask.logprobs:
-        raise APIError(
-            400,
-            f"logprobs is {ask.logprobs}, and this server knows those of the chosen tokens alone; use logprobs=0.",
-            param="logprobs",
-            code="unsupported",
-        )
+    logprobs = _logprobs(ask)
     given: dict[str, Any] = {
         "temperature": ask.temperature,
         "top_p": ask.top_p,
         "top_k": ask.top_k,
         "stop": ask.stop or None,
         "stop_token_ids": ask.stop_token_ids,
+        "presence_penalty": ask.presence_penalty,
+        "frequency_penalty": ask.frequency_penalty,
+        "repetition_penalty": ask.repetition_penalty,
+        "logit_bias": _bias(ask.logit_bias),
+        "control": None if ask.smc is None else ask.smc.control,
     }
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
@@ -65,15 +58,29 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
         min_tokens=ask.min_tokens,
         ignore_eos=ask.ignore_eos,
         seed=seed,
-        logprobs=1 if wants_logprobs(ask) else None,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
     )
 
 
-def wants_logprobs(ask: Ask) -> bool:
-    """True where the reply is to hold log-probabilities."""
+def _logprobs(ask: Ask) -> int | None:
+    """How many alternatives to each chosen token the reply is to hold; None: no log-probabilities at all."""
     if isinstance(ask, CompletionAsk):
-        return ask.logprobs is not None
-    return isinstance(ask, ChatAsk) and bool(ask.logprobs)
+        return ask.logprobs
+    assert isinstance(ask, ChatAsk)
+    if ask.top_logprobs and not ask.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs to be true; set it.", param="top_logprobs")
+    return (ask.top_logprobs or 0) if ask.logprobs else None
+
+
+def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Biases by token id, which JSON writes as text."""
+    for token in bias or ():
+        if not (token.isascii() and token.isdigit()):
+            raise APIError(
+                400, f"logit_bias has the key {short(token)}, and keys are token ids; mend it.", param="logit_bias"
+            )
+    return {int(token): value for token, value in bias.items()} if bias else None
 
 
 def _max_tokens(ask: Ask) -> int | None:

@@ -31,6 +31,7 @@ class SMCAsk(_Fields):
     particles: bool = True  # all particles with text, tokens and weights
     trace: bool = False  # the history, as `smcjax viz` reads it; its events stay at /v1/smc/requests/{id}/events
     events: bool = False  # in streams, each cycle as it ends
+    control: Annotated[Number, Field(ge=0, le=1)] | None = None  # of this request, in place of the decoder's
 
 
 class Ask(_Fields):
@@ -56,13 +57,13 @@ class Ask(_Fields):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Refused but for the values that ask for nothing.
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
-    min_p: Number | None = None
     prompt_logprobs: int | None = None
+    # Refused but for the values that ask for nothing.
+    min_p: Number | None = None
     response_format: dict[str, Any] | None = None
 
     @property

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.server.schemas import ChatAsk, CompletionAsk
 from smcjax.server.tokens import TokenTexts
+
+
+@dataclasses.dataclass
+class Told:
+    """One choice of a reply, and how much of it a stream has told.
+
+    Attributes:
+        index: its place in the reply.
+        texts: looks tokens up.
+        prompt_token_ids: of its prompt.
+        echo: the prompt's text where the request wants it in front of the answer's, else None.
+        prompt_logprobs: whether the request asks for these by that name.
+        first: whether nothing has been told yet.
+        length: characters told, the prompt's included.
+        tokens_end: where the text of the next token begins, by the texts of the tokens before it.
+    """
+
+    index: int
+    texts: TokenTexts
+    prompt_token_ids: list[int]
+    echo: str | None = None
+    prompt_logprobs: bool = False
+    first: bool = True
+    length: int = 0
+    tokens_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens_end = len(self.echo or "")
 
 
 class Shapes(abc.ABC):
@@ -27,9 +56,9 @@ class Shapes(abc.ABC):
     chunk_object: ClassVar[str]
 
     @abc.abstractmethod
-    def choice(self, index: int, output: RequestOutput, texts: TokenTexts) -> dict[str, Any]:
+    def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
         """The entry of `choices` that is a whole answer."""
 
     @abc.abstractmethod
-    def pieces(self, index: int, chunk: StreamChunk, texts: TokenTexts, *, first: bool) -> list[dict[str, Any]]:
-        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one."""
+    def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """The entries of `choices` that a chunk becomes, one a streamed reply; at least one. Moves `told` on."""

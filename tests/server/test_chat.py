@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -46,6 +47,7 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
         "max_tokens": 30,
         "n": choices,
         "logprobs": True,
+        "top_logprobs": 2,
     }
     reply = client.chat.completions.create(**fields)
     chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
@@ -58,9 +60,12 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
         assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
         assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
-        assert pieces[-1].logprobs is not None
+        told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content or []]
         assert choice.logprobs is not None
-        assert pieces[-1].logprobs.content == choice.logprobs.content
+        whole = choice.logprobs.content or []
+        assert [(one.token, one.bytes) for one in told] == [(one.token, one.bytes) for one in whole]
+        np.testing.assert_allclose([one.logprob for one in told], [one.logprob for one in whole], atol=1e-4)
+        assert all(len(one.top_logprobs) == 2 for one in told)
 
 
 def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
@@ -81,7 +86,7 @@ def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "not supported"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"messages": []}, "messages", "messages is empty"),
         ({"messages": [{"role": "user"}]}, "messages", "has no 'content'"),

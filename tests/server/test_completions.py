@@ -77,7 +77,9 @@ def test_seeds() -> None:
     assert all(0 <= (seed_of(seed, choice) or 0) < 2**32 for seed in (-5, 0, 2**63) for choice in range(4))
 
 
-@pytest.mark.parametrize("body", [{}, {"n": 2}, {"stop": ["k", "qq", "zx"]}, {"temperature": 0.0, "logprobs": 0}])
+@pytest.mark.parametrize(
+    "body", [{}, {"n": 2}, {"stop": ["k", "qq", "zx"]}, {"temperature": 0.0, "logprobs": 2, "echo": True}]
+)
 @pytest.mark.parametrize("prompt", ["ab", ["a", "bc"]])
 def test_chunks_make_up_the_reply(client: openai.OpenAI, body: dict[str, Any], prompt: Any) -> None:
     fields: dict[str, Any] = {"model": "pair", "prompt": prompt, "seed": 2, "max_tokens": 40, **body}
@@ -94,8 +96,19 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, body: dict[str, Any], p
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
         assert "".join(piece.text for piece in pieces) == choice.text
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
-        assert pieces[-1].logprobs == choice.logprobs
+        assert joined([piece.logprobs for piece in pieces]) == joined([choice.logprobs])
         assert not any(stop in choice.text for stop in body.get("stop", ()))
+
+
+def joined(parts: list[Any]) -> tuple[list[str], list[int], list[float], list[list[str]]]:
+    """Log-probabilities of pieces, one behind the other; numbers rounded as far as two programs agree."""
+    there = [part for part in parts if part is not None]
+    return (
+        [token for part in there for token in part.tokens],
+        [offset for part in there for offset in part.text_offset],
+        [round(x, 3) for part in there for x in part.token_logprobs if x is not None],
+        [sorted(top or ()) for part in there for top in part.top_logprobs or ()],
+    )
 
 
 def test_a_stream_ends_once(http: httpx.Client) -> None:
@@ -146,18 +159,74 @@ def test_logprobs_of_chosen_tokens(server: Running, client: openai.OpenAI) -> No
     assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
 
 
+def test_alternatives_are_the_likeliest(client: openai.OpenAI) -> None:
+    """At temperature 0 the chosen token is the first of them."""
+    reply = client.completions.create(model=EXACT_NAME, prompt="ab", max_tokens=8, temperature=0, logprobs=3)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    for token, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert list(top)[0] == token
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert max(top.values()) == pytest.approx(chosen, abs=1e-4)
+
+
+def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
+    """As lm-eval asks: log-probabilities of a text under the target's own law."""
+    reply = client.completions.create(
+        model=EXACT_NAME, prompt="abcab", max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1)
+    wanted = server.llm(EXACT_NAME).generate("abcab", params, use_tqdm=False)[0]
+    choice = reply.choices[0]
+    assert choice.text == "abcab" + wanted.outputs[0].text
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert wanted.prompt_logprobs is not None
+    scores = [*wanted.prompt_logprobs[1:], *(wanted.outputs[0].logprobs or [])]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
+    tokens = choice.logprobs.tokens
+    shown = len("".join(tokens[-6:-1]))
+    assert choice.logprobs.text_offset[-1] == shown == 5
+
+
+def test_prompt_logprobs_by_id(http: httpx.Client) -> None:
+    body = {"model": EXACT_NAME, "prompt": "abc", "max_tokens": 1, "prompt_logprobs": 2}
+    entries = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None
+    assert all(2 <= len(entry) <= 3 for entry in entries[1:])
+    assert [next(reversed(entry.values()))["decoded_token"] for entry in entries[-3:]] == ["a", "b", "c"]
+
+
+def test_a_bias_goes_to_an_exact_decoder_and_decides(server: Running, http: httpx.Client) -> None:
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    token = tokenizer.vocab["k"]
+    body = {"model": SMC_NAME, "prompt": "ab", "max_tokens": 5, "ignore_eos": True, "logit_bias": {str(token): 100}}
+    reply = http.post("/v1/completions", json=body).json()
+    assert (reply["model"], reply["choices"][0]["text"]) == (EXACT_NAME, "kkkkk")
+    assert "logit_bias changes the distribution" in reply["smc"]["routed"]
+
+
+def test_a_request_brings_its_own_control(http: httpx.Client) -> None:
+    body = {"model": SMC_NAME, "prompt": "ab", "max_tokens": 12, "smc": {"control": 1}}
+    reply = http.post("/v1/completions", json=body).json()
+    assert reply["smc"]["control"] == 1
+    assert reply["smc"]["log_evidence"] == pytest.approx(0, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"logprobs": 1}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"smc": {"control": 2}}, "control"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
