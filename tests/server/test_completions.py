@@ -165,7 +165,7 @@ def test_alternatives_are_the_likeliest(client: openai.OpenAI) -> None:
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None
     for token, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert list(top)[0] == token
+        assert next(iter(top)) == token
         assert list(top.values()) == sorted(top.values(), reverse=True)
         assert max(top.values()) == pytest.approx(chosen, abs=1e-4)
 
@@ -194,7 +194,7 @@ def test_prompt_logprobs_by_id(http: httpx.Client) -> None:
     entries = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
     assert entries[0] is None
     assert all(2 <= len(entry) <= 3 for entry in entries[1:])
-    assert [next(reversed(entry.values()))["decoded_token"] for entry in entries[-3:]] == ["a", "b", "c"]
+    assert [next(iter(entry.values()))["decoded_token"] for entry in entries[1:]] == ["b", "c"]
 
 
 def test_a_bias_goes_to_an_exact_decoder_and_decides(server: Running, http: httpx.Client) -> None:
@@ -226,7 +226,7 @@ def test_a_request_brings_its_own_control(http: httpx.Client) -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"smc": {"control": 2}}, "control"),
+        ({"smc": {"control": 2}}, "smc.control"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
