@@ -20,6 +20,7 @@ logger = logging.getLogger("smcjax")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1  # after which a client that was turned away may come again
+OBJECTS = ("smc", "stream_options")  # fields of a request that are objects
 
 
 class APIError(Exception):
@@ -101,15 +102,21 @@ def _of_fields(error: ValidationError) -> APIError:
     """The first field that is wrong, and how."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in first["loc"]]
-    param = place[0] if place else None
+    param = _field(first)
     if first["type"] == "extra_forbidden":
         name = ".".join(place)
         return APIError(400, f"{short(name)} is no field of this request; leave it out.", param=short(name).strip("'"))
     if first["type"] == "missing":
         return APIError(400, f"{param} is missing; give it.", param=param)
-    said = " or ".join(dict.fromkeys(_rule(one) for one in error.errors() if str(one["loc"][0]) == param))
+    said = " or ".join(dict.fromkeys(_rule(one) for one in error.errors() if _field(one) == param))
     name = param or "the body"
     return APIError(400, f"{name} must be {said}, got {short(first['input'])}; mend it.", param=param)
+
+
+def _field(error: Any) -> str | None:
+    """The field that an error is about, of an object in the body by both names; behind them pydantic names types."""
+    place = [str(part) for part in error["loc"]]
+    return ".".join(place[: 2 if place[0] in OBJECTS else 1]) if place else None
 
 
 def _rule(error: Any) -> str:
