@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+from smcjax.engine.engine import Engine
 from smcjax.engine.outputs import StreamChunk
 
-if TYPE_CHECKING:
-    from smcjax.engine.llm import LLM
+
+class Served(Protocol):
+    """What a claim needs of an `LLM`, whose own methods say more."""
+
+    @property
+    def turn(self) -> AbstractContextManager[Any, Any]: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def give_up(self, request_ids: Sequence[str]) -> None: ...
+
+    def let_go(self) -> None: ...
+
+    def advance_for(self, engine: Engine, awaited: set[str]) -> None: ...
 
 
 class Claim:
@@ -17,7 +32,7 @@ class Claim:
 
     held = False
 
-    def __init__(self, llm: LLM, request_ids: Sequence[str]) -> None:
+    def __init__(self, llm: Served, request_ids: Sequence[str]) -> None:
         self._llm, self._request_ids = llm, request_ids
         self.held = True
 
@@ -41,7 +56,7 @@ class Claim:
 class Chunks(Claim, Iterator[StreamChunk]):
     """The stream of one request."""
 
-    def __init__(self, llm: LLM, request_id: str) -> None:
+    def __init__(self, llm: Served, request_id: str) -> None:
         super().__init__(llm, [request_id])
         self._ready: deque[StreamChunk] = deque()
 
