@@ -9,7 +9,6 @@ first tokens of the particles themselves are drawn earlier (`first_cycle`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import time
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 
 from smcjax.bench.cycle import Models
+from smcjax.bench.latency import latencies
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
@@ -30,8 +30,6 @@ from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Request
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import SamplingParams
-
-PERCENTILES = (95, 99)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,16 +181,7 @@ def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
         ],
         "e2el": [one.ended - one.arrived for one in ended],
     }
-    for name, seconds in samples.items():
-        ms = 1e3 * np.array(seconds)
-        numbers: dict[str, Callable[[], Any]] = {
-            "mean": ms.mean,
-            "median": functools.partial(np.median, ms),
-            "std": ms.std,
-        }
-        numbers |= {f"p{p}": functools.partial(np.percentile, ms, p) for p in PERCENTILES}
-        result |= {f"{of}_{name}_ms": float(number()) if seconds else None for of, number in numbers.items()}
-    return result
+    return result | latencies(samples)
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:

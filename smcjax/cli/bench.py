@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli import bench_engine
+from smcjax.cli import bench_engine, bench_serve
 from smcjax.cli.bench_options import (
     BATCH,
     CYCLES,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders")
+    benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders|serve")
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -86,6 +86,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     acceptance.add_argument("--plot", metavar="FILE", help="tokens/s over acceptance: .svg, .png or .pdf")
     acceptance.set_defaults(run=run_acceptance)
     bench_engine.add_parsers(benchmarks)
+    bench_serve.add_parser(benchmarks)
 
 
 def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: bool = True) -> None:
