@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from smcjax import __version__
 from smcjax.server.access import ID, Keys, RequestIds
 from smcjax.server.errors import add_handlers, json_response, unavailable
 from smcjax.server.models import VirtualModel
+from smcjax.server.openapi import EVENTS, PLAIN, add_document
 from smcjax.server.routes import answering
 from smcjax.server.sse import EventStream
 from smcjax.server.state import Served
@@ -25,7 +27,6 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-READ = ["GET", "HEAD"]
 
 
 def make_app(served: Served) -> FastAPI:
@@ -36,6 +37,7 @@ def make_app(served: Served) -> FastAPI:
     for router in (answering(served), _of_models(served), _of_the_server(served)):
         app.include_router(router)
     _add_page(app)
+    add_document(app)
     settings = served.settings  # what is added last stands outermost
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)
@@ -50,6 +52,17 @@ def make_app(served: Served) -> FastAPI:
         )
     app.add_middleware(RequestIds, served=served)
     return app
+
+
+def _read[F: Callable[..., Any]](router: APIRouter, path: str, **options: Any) -> Callable[[F], F]:
+    """Adds a function for GET, which the document names, and for HEAD."""
+
+    def add(function: F) -> F:
+        router.get(path, **options)(function)
+        router.head(path, include_in_schema=False)(function)
+        return function
+
+    return add
 
 
 def _of_models(served: Served) -> APIRouter:
@@ -67,17 +80,17 @@ def _of_models(served: Served) -> APIRouter:
             "smc": model.description(),
         }
 
-    @router.api_route("/v1/models", methods=READ)
+    @_read(router, "/v1/models")
     async def list_models() -> Response:
         """Lists the virtual models, the pair's own name first."""
         return json_response({"object": "list", "data": [entry(name, models.named(name)) for name in models.names]})
 
-    @router.api_route("/v1/models/{name:path}", methods=READ)
+    @_read(router, "/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         """Describes one virtual model."""
         return json_response(entry(name, models.named(name)))
 
-    @router.api_route("/v1/smc/requests/{name}/events", methods=READ)
+    @_read(router, "/v1/smc/requests/{name}/events", responses=EVENTS, response_class=Response)
     async def events(name: str) -> Response:
         """Replays the cycles of a request that asked for a trace, and follows it while it runs."""
         return EventStream(served.records.named(name).follow(), ping_seconds=served.settings.ping_seconds)
@@ -88,19 +101,19 @@ def _of_models(served: Served) -> APIRouter:
 def _of_the_server(served: Served) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/health", methods=READ)
+    @_read(router, "/health")
     async def health() -> Response:
         """Says whether the server takes requests."""
         if served.stopping:
             return unavailable("the server is shutting down.").response()
         return json_response({"status": "ok"})
 
-    @router.api_route("/version", methods=READ)
+    @_read(router, "/version")
     async def version() -> Response:
         """Says which smcjax this is."""
         return json_response({"version": __version__})
 
-    @router.api_route("/metrics", methods=READ)
+    @_read(router, "/metrics", responses=PLAIN, response_class=Response)
     async def metrics() -> Response:
         """Gives figures for Prometheus."""
         return Response(await served.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -120,7 +133,7 @@ class _Page(StaticFiles):
 def _add_page(app: FastAPI) -> None:
     page = _Page(directory=PAGE)
 
-    @app.api_route("/", methods=READ, include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
         return await page.get_response("index.html", request.scope)
 

@@ -9,6 +9,7 @@ from smcjax.server.body import read_body
 from smcjax.server.chat import ChatShapes
 from smcjax.server.completions import CompletionShapes
 from smcjax.server.errors import json_response
+from smcjax.server.openapi import JSON_OR_EVENTS, body_of
 from smcjax.server.shapes import Shapes
 from smcjax.server.sse import EventStream, whole, with_end
 from smcjax.server.state import Served
@@ -24,11 +25,16 @@ def answering(served: Served) -> APIRouter:
 
 def _add(router: APIRouter, served: Served, shapes: Shapes) -> None:
     settings = served.settings
-    # The body is read here, so that whatever is wrong with it is said in the server's own shape.
-    schema = {"requestBody": {"content": {"application/json": {"schema": shapes.ask.model_json_schema()}}}}
 
-    @router.post(shapes.path, name=shapes.reply_object, openapi_extra=schema)
+    @router.post(
+        shapes.path,
+        name=shapes.reply_object,
+        openapi_extra=body_of(shapes.ask),
+        responses=JSON_OR_EVENTS,
+        response_class=Response,
+    )
     async def answer(request: Request) -> Response:
+        # The body is read here, so that whatever is wrong with it is said in the server's own shape.
         ask = await read_body(request, shapes.ask, limit=settings.max_body, seconds=settings.body_seconds)
 
         async def reply() -> Response:
