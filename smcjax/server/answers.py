@@ -16,7 +16,7 @@ from smcjax.engine.sampling_params import SamplingParams
 from smcjax.server.errors import APIError, refusal, unavailable
 from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel
-from smcjax.server.population import Cycles, population_of
+from smcjax.server.population import Cycles, end_of, population_of
 from smcjax.server.sampling import sampling_params, seed_of
 from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
 from smcjax.server.shapes import Shapes, Told
@@ -127,6 +127,8 @@ class Answers:
             output = self._outputs[choice] = chunk.output
             self._metrics.ended(self._model, output, time.perf_counter() - self._began)
             _require_answer(output)
+            if self._record is not None:
+                self._record.add({"choice": choice, "end": end_of(output)})
         return event
 
     def _usage(self) -> dict[str, Any]:

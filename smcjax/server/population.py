@@ -51,6 +51,15 @@ def population_of(output: RequestOutput, ask: SMCAsk, tokenizer: Tokenizer | Non
     return found
 
 
+def end_of(output: RequestOutput) -> dict[str, Any]:
+    """What replayed cycles end with: the answer's row and the rows' weights; row 0 where there is no population."""
+    smc = output.smc
+    if smc is None:
+        return {"selected": 0, "log_evidence": None, "weights": None}
+    weights = numbers(normalized(smc.log_weights))
+    return {"selected": smc.selected, "log_evidence": number(smc.log_evidence), "weights": weights}
+
+
 def _text(output: RequestOutput, token_ids: list[int], known: str | None, tokenizer: Tokenizer | None) -> str | None:
     if known is not None or tokenizer is None:
         return known

@@ -63,7 +63,9 @@ def test_the_trace_opens_and_tells_the_same(http: httpx.Client, tmp_path: Path) 
     np.testing.assert_allclose(trace.ess, reply["smc"]["ess"])
     for _ in range(2):
         with http.stream("GET", f"/v1/smc/requests/{reply['id']}/events") as response:
-            events = [json.loads(event) for event in events_of(response)]
+            *events, end = [json.loads(event) for event in events_of(response)]
+        assert end["end"]["selected"] == reply["smc"]["selected"]
+        assert end["end"]["weights"] == [one["weight"] for one in reply["smc"]["particles"]]
         assert [event["cycle"] for event in events] == list(range(trace.cycles + 1))
         for name in ("ancestors", "lengths", "finished", "resampled", "ess"):
             np.testing.assert_allclose([event[name] for event in events[1:]], getattr(trace, name))
@@ -92,7 +94,9 @@ def test_cycles_are_streamed_when_asked_for(http: httpx.Client) -> None:
         assert last["particles"] == asked(http, smc=smc)["smc"]["particles"]
         if told:
             kept = http.get(f"/v1/smc/requests/{chunks[0]['id']}/events").text
-            assert [json.loads(line[6:]) for line in kept.split("\n") if line.startswith("data: ")] == cycles
+            *replayed, end = [json.loads(line[6:]) for line in kept.split("\n") if line.startswith("data: ")]
+            assert replayed == cycles
+            assert end["end"]["log_evidence"] == last["log_evidence"]
 
 
 def test_several_choices_have_a_population_each(http: httpx.Client) -> None:
