@@ -96,8 +96,8 @@ def http(server: Running) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.fixture
-def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def slow_steps() -> Iterator[None]:
     """Every engine step takes a twentieth of a second longer."""
     step: Callable[[Engine], Any] = Engine.step
 
@@ -105,7 +105,15 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.05)
         return step(engine)
 
-    monkeypatch.setattr(Engine, "step", slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", slow)
+        yield
+
+
+@pytest.fixture
+def slowly() -> Iterator[None]:
+    with slow_steps():
+        yield
 
 
 def events_of(response: httpx.Response) -> list[str]:

@@ -26,8 +26,8 @@ export function drawStrips(tree, { seen, top, from, width }) {
   title(tree, "log evidence so far", from, essBottom + 2);
   rule(tree, evidenceTop + HEIGHT, from, width);
   if (!known.length) return;
-  const high = Math.max(0, ...known);
-  const low = Math.min(high - 1, ...known);
+  const high = Math.max(...known);
+  const low = Math.min(high - 1, ...known); // so that nothing looks like much
   const y = (value) => evidenceTop + 4 + ((HEIGHT - 8) * (high - value)) / (high - low);
   pen.strokeStyle = colours.muted;
   pen.lineWidth = 1.6;
