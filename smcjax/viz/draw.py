@@ -76,16 +76,22 @@ def excerpt(text: str, columns: int, lines: int) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------- drawing
 
-# Okabe and Ito's hues, told apart under every common colour blindness; vermilion is kept for the answer alone.
-FAMILY = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#6F5BA7")
+# Okabe and Ito's hues first, told apart under every common colour blindness, then others between them; vermilion is
+# kept for the answer alone. Families lie apart, so that place tells them where hue does not.
+FAMILY = (
+    "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#6F5BA7",
+    "#7B8C1C", "#8A5440", "#0A8088", "#A31F6B", "#3A46A8", "#7CC36A",
+)  # fmt: skip
 ANSWER, TRUNK, FAINT, RULE, INK, MUTED, PANEL = (
     "#D55E00", "#59636F", "#CDD3DA", "#AEB6C0", "#20262E", "#5F6873", "#F4F6F9",
 )  # fmt: skip
 IMPOSSIBLE, UNKNOWN = "#F0A878", "#20262E"
 WEIGHTS = LinearSegmentedColormap.from_list("weights", ["#EDF3F8", "#9CC5DF", "#2F7FB8", "#08305C"])
 SMALL, BASE, LARGE = 8.0, 9.0, 12.0
+FONT = "DejaVu Sans"
+FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"  # of an SVG: where the first is missing, Verdana is as wide
 STYLE: dict[str, Any] = {
-    "font.family": ["DejaVu Sans"],
+    "font.family": [FONT],
     "font.size": BASE,
     "text.color": INK,
     "text.parse_math": False,  # a prompt may hold dollars
@@ -119,9 +125,18 @@ def draw(trace: TraceFile, path: str | os.PathLike[str]) -> None:
     # "default" first: the user's own matplotlibrc must not change the picture.
     with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a script that the font lacks shows as boxes
-        metadata = {"Date": None} if kind == "svg" else None
+        metadata = {"Date": None, "Title": _name(trace)} if kind == "svg" else None
         _figure(trace).savefig(buffer, format=kind, dpi=160, metadata=metadata, facecolor="white")
-    write_atomically(path, buffer.getvalue())
+    drawn = buffer.getvalue()
+    if kind == "svg":
+        drawn = drawn.replace(f"'{FONT}'".encode(), FONTS.encode())
+    write_atomically(path, drawn)
+
+
+def _name(trace: TraceFile) -> str:
+    """The picture's title, which browsers show and screen readers say."""
+    prompt = excerpt(trace.prompt, 80, 1) if trace.prompt else []
+    return f"Genealogy of {trace.n_particles} particles" + (f": {prompt[0]}" if prompt else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 
 import httpx
+import numpy as np
 import pytest
 
 from smcjax.server.app import PAGE
+from smcjax.viz.draw import ANSWER, FAMILY
 from tests.server.conftest import Running
 
 FILES = sorted(path.name for path in PAGE.iterdir())
+CONES = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+OPPONENTS = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -87,3 +93,26 @@ def test_what_the_page_names_is_there() -> None:
             assert path in FILES, f"{name} names {path}"
         for element in re.findall(r"\bat\(\"([\w-]+)\"\)", text):
             assert f'id="{element}"' in html, f"{name} names #{element}"
+
+
+def themes(text: str) -> list[list[str]]:
+    """The colours of the families, and that of the answer, in each theme of the stylesheet."""
+    found = [re.findall(r"--(?:family-\d+|answer): (#\w{6});", block) for block in text.split("{")]
+    return [colours for colours in found if colours]
+
+
+def nearest(colours: Sequence[str]) -> float:
+    """The least distance of two colours in OKLab, where 0.02 can just be told apart side by side."""
+    rgb = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    lab = np.cbrt(linear @ np.array(CONES).T) @ np.array(OPPONENTS).T
+    return min(float(np.linalg.norm(one - other)) for one, other in itertools.combinations(lab, 2))
+
+
+def test_families_can_be_told_apart() -> None:
+    """In each theme of the page, and in the picture of `smcjax viz`."""
+    found = themes((PAGE / "colours.css").read_text())
+    assert [len(colours) for colours in found] == [13, 13, 13]
+    for colours in [*found, [*FAMILY, ANSWER]]:
+        assert nearest(colours) > 0.08
+    assert nearest(["#b8568f", "#c2408c"]) < 0.08  # a control

@@ -219,7 +219,12 @@ def test_svg(tmp_path: Path, name: str) -> None:
     texts = svg_texts(path)
     assert any(f"N = {trace.n_particles} particle" in text and f"{trace.cycles} cycle" in text for text in texts)
     assert {"particle", "ESS", "cycle", "the answer"} <= set(texts)
-    assert ANSWER.lower() in path.read_text().lower()
+    written = path.read_text()
+    assert ANSWER.lower() in written.lower()
+    assert "'DejaVu Sans', Verdana, system-ui, sans-serif" in written
+    assert (ElementTree.fromstring(written).findtext(f"{SVG}title") or "").startswith(
+        f"Genealogy of {trace.n_particles} particles"
+    )
     if trace.texts is not None and trace.texts[trace.selected].strip():
         assert any(text.startswith(f"particle {trace.selected} answered") for text in texts)
     if trace.prompt == "a prompt":

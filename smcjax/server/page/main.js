@@ -16,6 +16,7 @@ let running = null; // the AbortController of what is under way
 let shown = 0; // columns
 let live = true; // the newest column is shown
 let pointed = null; // the row that the reader points at
+let playing = null; // the timer of a run that is shown again
 let certain = ""; // the answer as far as it is told
 let turns = []; // a chat's messages
 
@@ -47,6 +48,7 @@ function show() {
   const ended = history.isEnd(shown);
   const traced = pointed !== null && pointed < history.particles ? pointed : ended ? history.selected : null;
   tree.show(history, shown, traced);
+  if (playing) tree.follow();
   showFacts(history, shown);
   showTexts(history, shown, point);
   at("tentative").textContent = running ? tentative() : "";
@@ -232,8 +234,6 @@ function describeModel() {
 
 // ------------------------------------------------------------------------------------------------ showing again
 
-let playing = null;
-
 function play() {
   if (playing) {
     stopPlaying();
@@ -241,12 +241,14 @@ function play() {
   }
   live = false;
   if (shown >= history.columns.length) shown = 1;
-  at("scroller").scrollLeft = 0;
   at("play").textContent = "❚❚";
   at("play").setAttribute("aria-label", "Pause");
   playing = setInterval(() => {
     shown = Math.min(shown + 1, history.columns.length);
-    if (shown === history.columns.length) stopPlaying();
+    if (shown === history.columns.length) {
+      stopPlaying();
+      requestAnimationFrame(() => tree.follow());
+    }
     refresh();
   }, FRAME);
   refresh();

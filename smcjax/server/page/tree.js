@@ -109,7 +109,8 @@ export class Tree {
     const ratio = devicePixelRatio || 1;
     const width = scroller.clientWidth;
     const tree = history ? TOP + history.particles * this.row + 8 : 0;
-    const height = history ? tree + STRIPS : 0;
+    const strips = history?.particles > 1 ? STRIPS : 0; // a lone sequence has neither of them
+    const height = history ? tree + strips : 0;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
@@ -127,7 +128,7 @@ export class Tree {
     for (const t of seen) this._boxes(t);
     if (this.line) this._lineage();
     for (const t of seen) this._heading(t, tree);
-    drawStrips(this, { seen, top: tree, from, width });
+    if (strips) drawStrips(this, { seen, top: tree, from, width });
   }
 
   /** The columns between two places, one more on either side. */
@@ -140,19 +141,23 @@ export class Tree {
     return found;
   }
 
+  /** The pen of lines to a node. */
+  _look(t, row) {
+    const lives = this.living[t][row];
+    this.pen.globalAlpha = lives ? 0.8 : 0.6;
+    this.pen.strokeStyle = lives ? this.families[this.history.columns[t].colours[row]] : this.colours.faint;
+    this.pen.lineWidth = lives ? 1.6 : 1;
+  }
+
   /** What leads into column t. */
   _edges(t) {
     if (t === 0) return;
     const { pen, history } = this;
     const { ancestors } = history.columns[t - 1];
-    const column = history.columns[t];
     const x0 = this.places[t - 1].x + this.places[t - 1].width;
     const x1 = this.places[t].x;
     ancestors.forEach((source, row) => {
-      const lives = this.living[t][row];
-      pen.globalAlpha = lives ? 0.8 : 0.6;
-      pen.strokeStyle = lives ? this.families[column.colours[row]] : this.colours.faint;
-      pen.lineWidth = lives ? 1.6 : 1;
+      this._look(t, row);
       this._curve(x0, this._y(source), x1, this._y(row));
     });
     pen.globalAlpha = 1;
@@ -200,9 +205,7 @@ export class Tree {
     pen.textBaseline = "middle";
     for (let row = 0; row < history.particles; row++) {
       if (this._over(t, row)) {
-        pen.strokeStyle = living[t][row] ? this.families[column.colours[row]] : this.colours.faint;
-        pen.lineWidth = 1.2;
-        pen.globalAlpha = 0.6;
+        this._look(t, row);
         this._curve(x, this._y(row), x + width, this._y(row));
         continue;
       }
