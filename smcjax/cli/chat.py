@@ -1,15 +1,24 @@
-"""`smcjax chat`: a conversation in the terminal. An empty line or end of input ends it."""
+"""`smcjax chat`: a conversation in the terminal, or a line of piped input each. Everything said before is remembered.
+
+/reset forgets the conversation, /help lists these words, /exit and the end of input end it. In a terminal lines can be
+edited and recalled, answers appear as they become certain, and Ctrl-C ends an answer or a line, not the conversation.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
+from typing import TYPE_CHECKING
 
+from smcjax.cli.answers import Doubt, answer, summary
 from smcjax.cli.failures import refuses
-from smcjax.cli.generate import summary
+from smcjax.cli.interrupts import ends_answer, ends_line
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
+    add_quiet_option,
     add_sampling_options,
     check_models,
     decoding_from,
@@ -17,14 +26,26 @@ from smcjax.cli.options import (
     sampling_from,
 )
 from smcjax.cli.parser import whole
-from smcjax.cli.stdin import read_line, require_stdin
+from smcjax.cli.stdin import edit_lines, read_line, require_stdin
+from smcjax.cli.wording import in_options
 from smcjax.engine.sampling_params import MAX_SEED
+
+if TYPE_CHECKING:
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.sampling_params import SamplingParams
+
+HELP = """\
+/reset  forget what was said
+/help   this list
+/exit   end the conversation; so does the end of input (Ctrl-D)
+Ctrl-C  end the answer that is being written; twice, the program"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("chat", help="converse in the terminal", description=__doc__)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
+    add_quiet_option(parser)
     add_sampling_options(parser, max_tokens=256)
     add_decoding_options(parser, gamma=8)
     add_model_options(parser)
@@ -45,22 +66,70 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."
             )
-        messages: list[dict[str, str]] = []
-        while line := read_line():
-            messages.append({"role": "user", "content": line})
-            try:
-                output = llm.chat(messages, params, use_tqdm=False)[0]
-            except ValueError as error:  # too long by now, say: the conversation goes on without this line
-                if not refuses(error):
-                    raise
-                messages.pop()
-                print(f"smcjax: error: {error}", file=sys.stderr)
-                continue
-            if output.error is not None:
-                print(f"smcjax: error: {output.error}", file=sys.stderr)
+        return _Conversation(args, llm, params).run()
+
+
+class _Conversation:
+    """What was said, and who says it."""
+
+    def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self._options, self._quiet = vars(args).keys(), args.quiet
+        self._interactive = sys.stdin.isatty()
+        self._doubt = Doubt(bundled=args.model is None, power=args.power or 1.0)
+        self._messages: list[dict[str, str]] = []
+
+    def run(self) -> int:
+        """Converses until it is told to end, and returns the exit code."""
+        if self._interactive:
+            edit_lines()
+            self._remark("/help lists what else can be typed.")
+        while (line := self._line()) is not None and line != "/exit":
+            if line == "/reset":
+                self._messages.clear()
+                self._remark("The conversation begins anew.")
+            elif line == "/help":
+                print(HELP, file=sys.stderr)
+            elif re.fullmatch(r"/\w+", line):
+                print(f"smcjax: error: {line} is no command; /help lists them.", file=sys.stderr)
+            elif line and not self._reply(line):
                 return 1
-            text = output.outputs[0].text.strip("\n")
-            messages.append({"role": "assistant", "content": text})
-            print(text, flush=True)
+        return 0
+
+    def _line(self) -> str | None:
+        """The next line; one that is interrupted is empty. Only in a terminal is there a reader who may go on."""
+        if not self._interactive:
+            return read_line()
+        try:
+            with ends_line():
+                return read_line()
+        except KeyboardInterrupt:
+            print("\n(/exit or Ctrl-D ends the conversation)", file=sys.stderr)
+            return ""
+
+    def _reply(self, line: str) -> bool:
+        """Answers a line, and returns False where the request failed as it ran."""
+        self._messages.append({"role": "user", "content": line})
+        try:
+            with ends_answer() if self._interactive else contextlib.nullcontext() as stopped:
+                text, output = answer(self._llm, self._llm.chat_prompt(self._messages), self._params, stopped=stopped)
+        except ValueError as error:  # too long by now, say: the conversation goes on without this line
+            if not refuses(error):
+                raise
+            self._messages.pop()
+            print(f"smcjax: error: {in_options(str(error), self._options)}", file=sys.stderr)
+            return True
+        if output is not None and output.error is not None:
+            print(f"smcjax: error: {output.error}", file=sys.stderr)
+            return False
+        self._messages.append({"role": "assistant", "content": text})
+        if output is None:
+            self._remark("(interrupted)")
+        elif not self._quiet:
             print(summary(output), file=sys.stderr)
-    return 0
+            self._doubt.consider(output)
+        return True
+
+    def _remark(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr)

@@ -10,6 +10,10 @@ FILTERING = "JAX_TRACEBACK_FILTERING"  # which we set ourselves
 _EXPECTED = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
 
 
+class InputLineError(ValueError):
+    """A line of a file of requests that cannot run; the message names the line, and fields as they stand there."""
+
+
 def refuses(error: BaseException) -> bool:
     """True where the package itself refused an argument. A ValueError of JAX or NumPy is a failure, not wrong usage."""
     return isinstance(error, ValueError) and not isinstance(error, CheckpointError) and _is_ours(error)

@@ -1,4 +1,8 @@
-"""`smcjax generate`: one prompt, one answer, and what it took."""
+"""`smcjax generate`: one prompt, one answer, and what it took; or a file of requests, one a line.
+
+The prompt is an argument, a file, or standard input where that is piped. A terminal shows the answer as it becomes
+certain: what all particles that may still answer begin with.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from smcjax.auto import CHOICES
+from smcjax.auto import CHOICES, Auto
+from smcjax.cli.answers import Doubt, answer, summary
+from smcjax.cli.batch import answer_lines, read_lines, write_results
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
+    add_quiet_option,
     add_sampling_options,
     check_models,
     check_output,
@@ -18,20 +25,33 @@ from smcjax.cli.options import (
     sampling_from,
 )
 from smcjax.cli.parser import text, whole
-from smcjax.cli.stdin import read_prompt
+from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
+from smcjax.decoders import Decoding
 from smcjax.engine.sampling_params import MAX_SEED
-from smcjax.plain import short
 
 if TYPE_CHECKING:
-    from smcjax.engine.outputs import RequestOutput
+    from smcjax.engine.sampling_params import SamplingParams
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    parser = subparsers.add_parser("generate", help="answer a prompt", description=__doc__)
-    parser.add_argument("prompt", type=text, help="the text to continue; - reads it from standard input")
+    parser = subparsers.add_parser("generate", help="answer a prompt, or a file of them", description=__doc__)
+    parser.add_argument(
+        "prompt", type=text, nargs="?", help="the text to continue; - reads standard input, as does none where piped"
+    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="a file whose text is the prompt")
+    parser.add_argument(
+        "--input-file",
+        metavar="FILE",
+        help='JSONL, a request a line: "prompt" or "messages", and optionally "id" and sampling fields; -: stdin',
+    )
+    parser.add_argument("--output-file", metavar="FILE", help="JSONL, a result a line, in order (standard output)")
+    parser.add_argument(
+        "--max-num-seqs", type=whole(1, 4096), metavar="G", help="requests of --input-file in a batch (8)"
+    )
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of all randomness (0)")
     parser.add_argument("--trace", metavar="FILE", help="write ESS, weights and ancestors of every cycle as JSON")
+    add_quiet_option(parser)
     add_sampling_options(parser, max_tokens=128)
     add_decoding_options(parser, gamma=8)
     add_model_options(parser)
@@ -39,29 +59,83 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads, generates, prints the text on stdout and the figures on stderr."""
+    """Checks everything, loads, generates, prints the text on stdout and the figures on stderr."""
+    _check_sources(args)
     if args.trace is not None:
         _check_trace(args.trace, args.decoding)
+    if args.output_file is not None:
+        check_output("--output-file", args.output_file)
     decoding = decoding_from(args, trace=args.trace is not None)
-    params = sampling_from(args, decoding, seed=args.seed)
+    # Requests of a file have seeds that follow one another, unless they bring their own.
+    params = sampling_from(args, decoding, seed=args.seed if args.input_file is None else None)
     check_models(args)
-    prompt = read_prompt() if args.prompt == "-" else args.prompt
+    if args.input_file is not None:
+        return _run_lines(args, decoding, params)
+    prompt = _prompt(args)
 
     from smcjax.engine.llm import LLM
 
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **llm_arguments(args)) as llm:
-        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        _, output = answer(llm, prompt, params)
+    assert output is not None  # nobody has stopped it
     if output.error is not None:
         print(f"smcjax: error: {output.error}", file=sys.stderr)
         return 1
-    print(output.outputs[0].text.strip("\n"), flush=True)
-    print(summary(output), file=sys.stderr)
+    if not args.quiet:
+        print(summary(output), file=sys.stderr)
+        Doubt(bundled=args.model is None, power=args.power or 1.0).consider(output)
     if args.trace is not None:
         from smcjax.viz.trace_file import save_trace
 
         save_trace(args.trace, output)
-        print(f"trace: {args.trace}  (draw it: smcjax viz {args.trace})", file=sys.stderr)
+        if not args.quiet:
+            print(f"trace: {args.trace}  (draw it: smcjax viz {args.trace})", file=sys.stderr)
     return 0
+
+
+def _run_lines(args: argparse.Namespace, decoding: Decoding | Auto, params: SamplingParams) -> int:
+    """Answers a file of requests. Returns 1 where one failed as it ran; the results say which."""
+    lines = read_lines(args.input_file, params, decoding)
+
+    from smcjax.engine.llm import LLM
+
+    batch = min(args.max_num_seqs or 8, len(lines))
+    progress = not args.quiet and sys.stderr.isatty()  # a file is no place for a bar that redraws itself
+    with LLM(args.model, decoding=decoding, max_num_seqs=batch, seed=args.seed, **llm_arguments(args)) as llm:
+        outputs = answer_lines(llm, args.input_file, lines, progress=progress)
+    write_results(args.output_file, lines, outputs)
+    failed = [line.number for line, output in zip(lines, outputs, strict=True) if output.error is not None]
+    if not args.quiet:
+        tokens = sum(output.metrics.generated_tokens for output in outputs)
+        print(f"[{len(outputs)} requests · {tokens} tokens · {len(failed)} failed]", file=sys.stderr)
+        doubt = Doubt(bundled=args.model is None, power=args.power or 1.0)
+        for line, output in zip(lines, outputs, strict=True):
+            doubt.consider(output, f"the prompt of line {line.number}")
+    if failed:
+        print(f"smcjax: error: line {failed[0]} failed, of {len(failed)}; its result says why.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    """Refuses two places that a prompt may come from, none, and options that only a file of requests has."""
+    places = {"prompt": args.prompt, "--prompt-file": args.prompt_file, "--input-file": args.input_file}
+    given = [place for place, value in places.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} are given, each with what to answer; leave one of them out.")
+    if not given and not stdin_is_piped():
+        raise ValueError("there is no prompt; give one, or - for standard input, --prompt-file or --input-file.")
+    if args.input_file is None:
+        for option, value in (("--output-file", args.output_file), ("--max-num-seqs", args.max_num_seqs)):
+            if value is not None:
+                raise ValueError(f"{option} goes with --input-file, which is not given; leave it out.")
+    elif args.trace is not None:
+        raise ValueError("--trace is of one prompt, got --input-file; leave one of them out.")
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt_file is not None:
+        return read_prompt_file(args.prompt_file)
+    return read_prompt() if args.prompt in (None, "-") else args.prompt
 
 
 def _check_trace(path: str, decoding: str) -> None:
@@ -69,27 +143,3 @@ def _check_trace(path: str, decoding: str) -> None:
     if not CHOICES[decoding].weighted:
         raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
     check_output("--trace", path)
-
-
-def summary(output: RequestOutput) -> str:
-    """One line of figures about an answer."""
-    metrics, answer = output.metrics, output.outputs[0]
-    parts = [
-        f"{metrics.generated_tokens} tokens ({answer.finish_reason})",
-        f"{metrics.tokens_per_second:.1f} tokens/s",
-        f"{metrics.cycles} cycles",
-    ]
-    if metrics.mean_accepted_length is not None:
-        parts.append(f"{metrics.mean_accepted_length:.2f} drafts accepted a cycle")
-    if output.smc is not None:
-        mean_ess = "–" if metrics.mean_ess is None else f"{metrics.mean_ess:.2f}"
-        parts += [
-            f"mean ESS {mean_ess} of {len(output.smc.particles)}",
-            f"{metrics.resamples} resamplings",
-            f"log evidence {output.smc.log_evidence:.2f}",
-        ]
-        if output.smc.control:
-            parts.append(f"control {output.smc.control:.2f}")
-        if output.smc.vote is not None:
-            parts.append(f"vote {100 * output.smc.vote.share:.0f}% for {short(output.smc.vote.answer)}")
-    return "[" + " · ".join(parts) + "]"

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from smcjax import __version__
 from smcjax.cli import bench, chat, doctor, evaluate, generate, serve, viz
-from smcjax.cli.failures import refuses, sentence
+from smcjax.cli.failures import InputLineError, refuses, sentence
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser
+from smcjax.cli.wording import in_options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = make_parser().parse_args(argv)
         logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-        logging.getLogger("smcjax").setLevel(logging.INFO)
+        logging.getLogger("smcjax").setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.INFO)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to lose an answer
         _require_directory()
@@ -57,8 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed is None:
         return code
     if not isinstance(failed, BrokenPipeError):  # whose reader has gone: nobody is left to tell
-        print(f"smcjax: error: {sentence(failed)}", file=sys.stderr)
+        print(f"smcjax: error: {_worded(failed, args)}", file=sys.stderr)
     return 2 if refuses(failed) else 1
+
+
+def _worded(error: Exception, args: argparse.Namespace | None) -> str:
+    """The error's sentence; where it refuses an argument, by the name of the command's option."""
+    text = sentence(error)
+    if args is None or not refuses(error) or isinstance(error, InputLineError):
+        return text
+    return in_options(text, vars(args).keys())
 
 
 def _require_directory() -> None:

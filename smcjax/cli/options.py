@@ -208,6 +208,11 @@ def add_debug_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="errors with their traceback")
 
 
+def add_quiet_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --quiet, which leaves answers and errors."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="no figures, warnings or progress")
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
     """Adds options for the sampling parameters of a request."""
     group = parser.add_argument_group("sampling")

@@ -1,8 +1,13 @@
-"""Reading standard input for commands."""
+"""Prompts from standard input, from a file, and line by line from whoever converses."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+
+from smcjax.files import MIB
+
+PROMPT_BYTES = 64 * MIB  # at most; a tokenizer takes minutes for that
 
 
 def require_stdin() -> None:
@@ -11,29 +16,74 @@ def require_stdin() -> None:
         raise OSError("standard input is closed, so there is nothing to read; redirect it from a file or a terminal.")
 
 
-def read_line() -> str:
-    """The next line, "" at the end of input. The prompt, like all that is not an answer, goes to stderr."""
-    if sys.stdin.isatty():
+def stdin_is_piped() -> bool:
+    """True where standard input is open and no terminal."""
+    return sys.stdin is not None and not sys.stdin.isatty()
+
+
+def edit_lines() -> None:
+    """Lets `read_line` have the arrow keys and the lines before, where there is a terminal and a readline for it."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+
+
+def read_line() -> str | None:
+    """The next line without the space around it, None at the end of input.
+
+    A terminal is shown "> ": by readline where lines are edited, which must know of it, else on standard error, as all
+    that is not an answer.
+    """
+    edited = sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stdin.isatty() and not edited:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return input().strip()
+        return input("> " if edited else "").strip()
     except EOFError:
-        return ""
+        return None
     except UnicodeDecodeError as error:
-        raise _no_text(error) from None
+        raise _no_text(error, "the input") from None
+
+
+def read_stdin(named: str) -> str:
+    """All of standard input. Raises ValueError for what is no text, in a sentence about `named`."""
+    require_stdin()
+    try:
+        return sys.stdin.buffer.read().decode(sys.stdin.encoding)
+    except UnicodeDecodeError as error:
+        raise _no_text(error, named) from None
 
 
 def read_prompt() -> str:
-    """All of the input, without the line ends that an `echo` adds. Raises ValueError for what is no prompt."""
-    require_stdin()
-    try:
-        prompt = sys.stdin.buffer.read().decode(sys.stdin.encoding).rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise _no_text(error) from None
+    """The prompt on standard input, without the line ends that an `echo` adds. Raises ValueError for none."""
+    prompt = read_stdin("the input").rstrip("\r\n")
     if not prompt:
-        raise ValueError("the prompt is -, which reads standard input, and that is empty; give at least one character.")
+        raise ValueError("the prompt comes from standard input, and that is empty; give at least one character.")
     return prompt
 
 
-def _no_text(error: UnicodeDecodeError) -> ValueError:
-    return ValueError(f"the input must be {error.encoding} text, got byte {error.start} of another kind.")
+def read_file(option: str, path: str, most: int = PROMPT_BYTES) -> str:
+    """The text of a file in UTF-8. Raises ValueError, naming the option, for one that cannot be read or is no text."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read ({error.strerror}); name another file.") from None
+    if len(content) > most:
+        raise ValueError(f"{option} {path} is longer than {most // MIB} MiB; name a shorter file.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_text(error, f"{option} {path}") from None
+
+
+def read_prompt_file(path: str) -> str:
+    """The prompt in a file, without the line ends that editors add. Raises ValueError for none."""
+    prompt = read_file("--prompt-file", path).rstrip("\r\n")
+    if not prompt:
+        raise ValueError(f"--prompt-file {path} is empty; give at least one character.")
+    return prompt
+
+
+def _no_text(error: UnicodeDecodeError, named: str) -> ValueError:
+    return ValueError(f"{named} must be {error.encoding} text, got byte {error.start} of another kind.")

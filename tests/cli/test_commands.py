@@ -1,4 +1,4 @@
-"""generate, chat, eval and bench do what they say: answers on stdout, everything else on stderr."""
+"""generate, eval and bench do what they say: answers on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_a_request_asks_for_is_passed_on(
         raise ValueError("enough")
 
     monkeypatch.setattr(LLM, "generate", answer)
-    monkeypatch.setattr(LLM, "chat", answer)
+    monkeypatch.setattr(LLM, "generate_stream", answer)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n"), encoding="utf-8"))
     options = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 9, "min_tokens": 5}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -78,7 +78,7 @@ def test_the_prompt_may_come_from_standard_input(
         asked.append(prompt)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(LLM, "generate", answer)
+    monkeypatch.setattr(LLM, "generate_stream", answer)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("né\nhé\n".encode()), encoding="utf-8"))
     assert smcjax("generate", "-", *models, *SMALL).err.endswith("smcjax: error: enough\n")
     assert asked == ["né\nhé"]
@@ -90,8 +90,8 @@ def test_smc_refuses_to_cut_off_before_anything_is_loaded(
 ) -> None:
     result = smcjax(*command, *models, *SMALL, "--top-p", "0.9")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("smcjax: error: top_k is 0 and top_p 0.9")
-    assert "use decoding=Rejection() or Autoregressive()" in result.err
+    assert result.err.startswith("smcjax: error: --top-k is 0 and --top-p 0.9")
+    assert "use --decoding rejection or autoregressive, which honour" in result.err
 
 
 def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: Path) -> None:
@@ -104,61 +104,6 @@ def test_generate_writes_a_trace(smcjax: Command, models: list[str], tmp_path: P
     assert trace.cycles >= 1
     assert trace.texts is not None
     assert trace.texts[trace.selected].strip("\n") == result.out.rstrip("\n")
-
-
-def chat(
-    smcjax: Command, monkeypatch: pytest.MonkeyPatch, text: bytes, models: list[str]
-) -> tuple[int, list[str], str]:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
-    result = smcjax("chat", *models, *SMALL, "--max-tokens", "3")
-    return result.code, result.out.splitlines(), result.err
-
-
-def test_chat_answers_every_line_with_what_went_before(
-    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
-) -> None:
-    asked, answer = [], LLM.chat
-
-    def heard(self: LLM, messages: list[dict[str, str]], *args: Any, **options: Any) -> Any:
-        asked.append([dict(message) for message in messages])
-        return answer(self, messages, *args, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LLM, "chat", heard)
-        code, lines, err = chat(smcjax, monkeypatch, b"hi\nyes\n", models)
-    assert code == 0
-    assert len(lines) == 2
-    assert err.count("tokens (") == 2
-    said = [("user", "hi"), ("assistant", lines[0]), ("user", "yes")]
-    messages = [{"role": role, "content": content} for role, content in said]
-    assert asked == [messages[:1], messages]
-    assert chat(smcjax, monkeypatch, b"hi\n\nnever read\n", models)[1] == lines[:1]
-
-
-def test_chat_survives_a_line_that_is_too_long(
-    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
-) -> None:
-    code, lines, err = chat(smcjax, monkeypatch, b"x" * 60 + b"\nhi\n", models)
-    assert code == 0
-    assert len(lines) == 1
-    assert "smcjax: error: request 0: the prompt has" in err
-
-
-def test_chat_refuses_bytes_that_are_no_text(
-    smcjax: Command, monkeypatch: pytest.MonkeyPatch, models: list[str]
-) -> None:
-    code, lines, err = chat(smcjax, monkeypatch, b"caf\xe9\n", models)
-    assert (code, lines) == (2, [])
-    assert "smcjax: error: the input must be utf-8 text, got byte 3" in err
-
-
-def test_chat_needs_a_template(smcjax: Command, monkeypatch: pytest.MonkeyPatch, pair: Pair, tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / name).symlink_to(Path(pair.target) / name)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    result = smcjax("chat", "--model", str(tmp_path), "--decoding", "autoregressive", "--max-model-len", "48")
-    assert (result.code, result.out) == (2, "")
-    assert "chat template" in result.err
 
 
 @pytest.mark.slow

@@ -1,0 +1,122 @@
+"""Answers as people see them: text as it becomes certain, one line of figures, and a doubt where there is cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from smcjax.plain import short
+
+if TYPE_CHECKING:
+    from smcjax.engine.llm import LLM
+    from smcjax.engine.outputs import RequestOutput
+    from smcjax.engine.requests import Prompt
+    from smcjax.engine.sampling_params import SamplingParams
+
+# Nats a token of log evidence below which a prompt is not of the bundled pair's kind (docs/usage.md says why).
+FOREIGN = -0.75
+
+
+class Shown:
+    """Prints the pieces of a text without the line ends around it: each at once on a terminal, else all at the end."""
+
+    def __init__(self) -> None:
+        self._at_once = sys.stdout.isatty()
+        self._pieces: list[str] = []
+        self._held = ""  # line ends, behind which nothing has come yet
+
+    @property
+    def text(self) -> str:
+        """The text so far, as printed."""
+        return "".join(self._pieces)
+
+    def add(self, piece: str) -> None:
+        """Takes the next piece."""
+        piece = self._held + piece if self._pieces else piece.lstrip("\n")
+        body = piece.rstrip("\n")
+        self._held = piece[len(body) :] if body or self._pieces else ""
+        if body:
+            self._pieces.append(body)
+            if self._at_once:
+                print(body, end="", flush=True)
+
+    def end(self) -> None:
+        """Ends the line, before which a text that waits is printed."""
+        print("" if self._at_once else self.text, flush=True)
+
+
+def answer(
+    llm: LLM, prompt: Prompt, params: SamplingParams, *, stopped: threading.Event | None = None
+) -> tuple[str, RequestOutput | None]:
+    """Prints the answer to a prompt and returns it, with its request's output.
+
+    The output is None for an answer that was given up because `stopped` was set; its text is what was certain by then.
+    A request that fails prints what was shown of it only where that was on a terminal.
+    """
+    if stopped is not None:  # to look at it after every cycle, also of those that make no text certain
+        params = dataclasses.replace(params, trace=True)
+    shown, output = Shown(), None
+    chunks = llm.generate_stream(prompt, params)
+    for chunk in chunks:
+        shown.add(chunk.text)
+        output = chunk.output
+        if output is None and stopped is not None and stopped.is_set():
+            break
+    chunks.close()  # type: ignore[attr-defined]
+    if output is None or output.error is None or shown.text:
+        shown.end()
+    return shown.text, output
+
+
+def summary(output: RequestOutput) -> str:
+    """One line of figures about an answer."""
+    metrics, answer = output.metrics, output.outputs[0]
+    parts = [
+        f"{metrics.generated_tokens} tokens ({answer.finish_reason})",
+        f"{metrics.tokens_per_second:.1f} tokens/s",
+        f"{metrics.cycles} cycles",
+    ]
+    if metrics.mean_accepted_length is not None:
+        parts.append(f"{metrics.mean_accepted_length:.2f} drafts accepted a cycle")
+    if output.smc is not None:
+        mean_ess = "–" if metrics.mean_ess is None else f"{metrics.mean_ess:.2f}"
+        parts += [
+            f"mean ESS {mean_ess} of {len(output.smc.particles)}",
+            f"{metrics.resamples} resamplings",
+            f"log evidence {output.smc.log_evidence:.2f}",
+        ]
+        if output.smc.control:
+            parts.append(f"control {output.smc.control:.2f}")
+        if output.smc.vote is not None:
+            parts.append(f"vote {100 * output.smc.vote.share:.0f}% for {short(output.smc.vote.answer)}")
+    return "[" + " · ".join(parts) + "]"
+
+
+def evidence_per_token(output: RequestOutput) -> float | None:
+    """Log Ẑ in nats a token of the answer; None without a population."""
+    if output.smc is None:
+        return None
+    return output.smc.log_evidence / max(1, output.metrics.generated_tokens)
+
+
+class Doubt:
+    """Says once, on standard error, that a prompt is none of the bundled pair's kind."""
+
+    def __init__(self, *, bundled: bool, power: float = 1.0) -> None:
+        # At another power the evidence is that of another constant than 1.
+        self._silent = not bundled or power != 1.0
+
+    def consider(self, output: RequestOutput, named: str = "this prompt") -> None:
+        """Warns where the evidence of an answer says so; `named` is the prompt in the sentence."""
+        evidence = evidence_per_token(output)
+        if self._silent or evidence is None or not evidence < FOREIGN:
+            return
+        self._silent = True
+        print(
+            f"smcjax: warning: {named} does not look like a word problem, which is all that the bundled pair knows "
+            f"(log evidence {evidence:.2f} a token, and {FOREIGN:g} or more is usual); choose another pair with "
+            "--model and --draft-model.",
+            file=sys.stderr,
+        )

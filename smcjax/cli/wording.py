@@ -1,0 +1,61 @@
+"""Errors of the library in the words of the command line: options where it names arguments.
+
+    power is 2 and the draft …; use decoding=Rejection(), or lower draft_temperature
+    --power is 2 and the draft …; use --decoding rejection, or lower --draft-temperature
+
+A name with an underscore is nobody's English and is replaced wherever it stands; `power` or `order` are words too, and
+are replaced where a sentence treats them as arguments: first in it, with a value, or in what it says to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_WHOLE = r"(?<![\w/.=-]){}(?![\w/(-])"
+# Options of another name than the argument.
+_RENAMED = {"n_candidates": "n_particles", "order": "tree_order"}
+_RENAMED_SPARSE = {"mode": "sparse_mode", "group": "sparse_group", "order": "sparse_order", "schedule": "refresh"}
+_ABOUT_SPARSE = re.compile(r"^(mode|group|order|schedule|sparse)\b(?!.*tree's)")
+_DECODERS = {"SMC": "smc", "Rejection": "rejection", "Autoregressive": "autoregressive", "Auto": "auto"}
+_CALL = re.compile(rf"\b(?:decoding=)?({'|'.join(_DECODERS)})\((\w+=[\w.]+)?\)")
+_SENTENCES = {  # of arguments that are several options together
+    "sparse has mode": "--sparse-mode is",
+    "give sparse a shared mode": "give --sparse-mode a shared mode",
+    "sparse is about": "--sparse-mode and --refresh are about",
+    "True or False for each sparse layer, as (True, False, True)": "1 or 0 for each sparse layer, as 1 0 1",
+}
+_NONE = {", or None, got": ", got", ", or None to": ", or be left out to"}  # where an option is given or is not
+
+
+def in_options(text: str, options: Collection[str]) -> str:
+    """The sentence with `options`, names such as "max_tokens" of a command that has --max-tokens, in place of names."""
+    renamed = {name: option for name, option in _RENAMED.items() if option in options}
+    if "sparse_mode" in options:
+        renamed |= _RENAMED_SPARSE if _ABOUT_SPARSE.match(text) else {}
+        for theirs, ours in _SENTENCES.items():
+            text = text.replace(theirs, ours)
+    for theirs, ours in _NONE.items():
+        text = text.replace(theirs, ours)
+    if "decoding" in options:
+        text = _CALL.sub(_called, text)
+        text = re.sub(r"(--decoding \w+) or --decoding ", r"\1 or ", text)
+    for name in sorted({*options, *renamed}):
+        option = "--" + renamed.get(name, name).replace("_", "-")
+        text = re.sub(rf"(?<![\w-]){name}=True\b", option, text)
+        text = re.sub(rf"(?<![\w-]){name}='?(\w+(?:\.\d+)?)'?", rf"{option} \1", text)
+        if "_" in name:
+            text = re.sub(_WHOLE.format(name), option, text)
+        else:
+            text = re.sub(rf"^{name}(?= (must|is|are|has|holds|needs|/) )", option, text)
+            text = re.sub(
+                rf"(?<!\w)(leave|lower|raise|set|give|and|or|to share|/) {name}(?=[,.;]| out\b| is | [\d']| without)",
+                rf"\1 {option}",
+                text,
+            )
+    return text
+
+
+def _called(match: re.Match[str]) -> str:
+    """`Rejection(gamma=4)` as options."""
+    return f"--decoding {_DECODERS[match[1]]}" + (f" with {match[2]}" if match[2] else "")
