@@ -22,7 +22,7 @@ from smcjax.cli.options import (
     add_sampling_options,
     check_models,
     decoding_from,
-    llm_arguments,
+    one_shot_arguments,
     sampling_from,
 )
 from smcjax.cli.parser import whole
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
-    with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **llm_arguments(args)) as llm:
+    with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **one_shot_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(
                 f"--model must have a tokenizer with a chat template, got {args.model}; use smcjax generate."

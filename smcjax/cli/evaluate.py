@@ -18,8 +18,9 @@ from smcjax.cli.options import (
     check_models,
     check_task,
     decoding_from,
-    llm_arguments,
+    one_shot_arguments,
     sampling_from,
+    shows_progress,
 )
 from smcjax.cli.parser import whole
 from smcjax.engine.sampling_params import MAX_SEED
@@ -59,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
         decoding=decoding,
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
         seed=args.seed,
-        **llm_arguments(args),
+        **one_shot_arguments(args),
     ) as llm:
         asked = questions(args.task, args.seed, args.num_problems, context=args.context)
-        evaluation = evaluate(llm, asked, params, seed=args.seed)
+        evaluation = evaluate(llm, asked, params, seed=args.seed, use_tqdm=shows_progress(args))
         chosen = llm.decoding
     report = evaluation.report()
     print(

@@ -21,8 +21,9 @@ from smcjax.cli.options import (
     check_models,
     check_output,
     decoding_from,
-    llm_arguments,
+    one_shot_arguments,
     sampling_from,
+    shows_progress,
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
-    with LLM(args.model, decoding=decoding, max_num_seqs=1, **llm_arguments(args)) as llm:
+    with LLM(args.model, decoding=decoding, max_num_seqs=1, **one_shot_arguments(args)) as llm:
         _, output = answer(llm, prompt, params)
     assert output is not None  # nobody has stopped it
     if output.error is not None:
@@ -100,9 +101,8 @@ def _run_lines(args: argparse.Namespace, decoding: Decoding | Auto, params: Samp
     from smcjax.engine.llm import LLM
 
     batch = min(args.max_num_seqs or 8, len(lines))
-    progress = not args.quiet and sys.stderr.isatty()  # a file is no place for a bar that redraws itself
-    with LLM(args.model, decoding=decoding, max_num_seqs=batch, seed=args.seed, **llm_arguments(args)) as llm:
-        outputs = answer_lines(llm, args.input_file, lines, progress=progress)
+    with LLM(args.model, decoding=decoding, max_num_seqs=batch, seed=args.seed, **one_shot_arguments(args)) as llm:
+        outputs = answer_lines(llm, args.input_file, lines, progress=shows_progress(args))
     write_results(args.output_file, lines, outputs)
     failed = [line.number for line, output in zip(lines, outputs, strict=True) if output.error is not None]
     if not args.quiet:

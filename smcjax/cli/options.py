@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import stat
+import sys
 from typing import Any
 
 from smcjax.auto import CHOICES, Auto
@@ -213,6 +214,11 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no figures, warnings or progress")
 
 
+def shows_progress(args: argparse.Namespace) -> bool:
+    """True where somebody watches standard error: bars redraw themselves, and a file would keep every state."""
+    return sys.stderr.isatty() and not getattr(args, "quiet", False)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
     """Adds options for the sampling parameters of a request."""
     group = parser.add_argument_group("sampling")
@@ -288,6 +294,14 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding 
     if trace:
         given["trace"] = True
     return CHOICES[args.decoding](**given)
+
+
+def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `LLM` for a command that ends by itself.
+
+    Where nobody watches, programs are compiled when they are first needed: compiling all at the start shows a bar.
+    """
+    return {**llm_arguments(args), "compile_at_start": None if shows_progress(args) else False}
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
