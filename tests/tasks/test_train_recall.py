@@ -33,7 +33,7 @@ def test_losses_are_means_by_weight() -> None:
     config = train_recall.model_config(train_recall.RECIPES["dense"], smoke=True)
     params = train_recall.starting_params(config, jax.random.key(3))
     rows = jnp.asarray(data.make_rows(1, 2, 256, "train", 1), jnp.int32)
-    found = train_recall.losses(config, params, rows, False, args)
+    found = train_recall.losses(config, params, rows, train_recall.Stage(256, 0.0), args)
     logits = recall_measure.logits_of(config, params, rows, attend_by("xla", config))
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), rows[:, 1:, None], axis=-1)[..., 0]
     answers = np.asarray(recall_measure.in_answers(rows))[:, :-1]
