@@ -114,7 +114,13 @@ def decoding_of(described: str) -> Decoding:
             known = ", ".join(sorted({*OPTIONS[name]} - {"tree"})) or "none"
             raise ValueError(f"--also has {short(part)}, and the options of {name} are {known}; leave it out.")
         fields[OPTIONS[name][option]] = _plain(value)
-    return DECODINGS[name](**fields)
+    try:
+        return DECODINGS[name](**fields)
+    except ValueError as error:
+        said = str(error)
+        for given, argument in _SHORT.items():
+            said = said.replace(argument, given)
+        raise ValueError(f"--also {short(described)} is no decoder: {said}") from None
 
 
 def _plain(value: str) -> bool | int | float | str:

@@ -116,7 +116,10 @@ def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[
         (["--api-key-file", str(empty)], "holds no key"),
         (["--also", "beam:n=3"], "--also must begin with smc, rejection, autoregressive, got 'beam:n=3'"),
         (["--also", "smc:x=3"], "--also has 'x=3', and the options of smc are"),
-        (["--also", "smc:n=0"], "n_particles must be a whole number from 1 to 1024, got 0"),
+        (
+            ["--also", "smc:n=0"],
+            "--also 'smc:n=0' is no decoder: n must be a whole number from 1 to 1024, got 0",
+        ),
         (["--port", "70000"], "must be a whole number from 0 to 65535"),
         (["--decoding", "autoregressive", "-N", "4"], "--n-particles is an option of"),
     ):
