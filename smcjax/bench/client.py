@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from smcjax.bench.latency import latencies
+from smcjax.bench.latency import latencies, median_and_p99, throughputs
 from smcjax.tasks.questions import questions
 
 TIMEOUT_SECONDS = 600.0  # without a byte: the first request may wait for compilation
@@ -175,14 +175,8 @@ def figures(load: ClientLoad, model: str, requests: Sequence[Answered]) -> dict[
         "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
         "max_concurrency": load.max_concurrency,
         "num_prompts": load.num_prompts,
-        "duration": duration,
-        "completed": len(ended),
         "failed": sum(one.error is not None for one in requests),
-        "total_input_tokens": inputs,
-        "total_output_tokens": tokens,
-        "request_throughput": len(ended) / duration,
-        "output_throughput": tokens / duration,
-        "total_token_throughput": (tokens + inputs) / duration,
+        **throughputs(duration, len(ended), inputs, tokens),
         **latencies(
             {
                 "ttft": [one.received[0] - one.sent for one in ended],
@@ -206,10 +200,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
-        pairs = (
-            "–" if one[f"p99_{name}_ms"] is None else f"{one[f'median_{name}_ms']:,.0f}, {one[f'p99_{name}_ms']:,.0f}"
-            for name in ("ttft", "itl", "e2el")
-        )
+        pairs = (median_and_p99(one, name) for name in ("ttft", "itl", "e2el"))
         cells = (
             one["model"],
             f"{one['request_rate']}",

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from smcjax.bench.cycle import Models
-from smcjax.bench.latency import latencies
+from smcjax.bench.latency import latencies, median_and_p99, throughputs
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
@@ -161,13 +161,7 @@ def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
         "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
         "max_num_seqs": load.max_num_seqs,
         "num_prompts": load.num_prompts,
-        "duration": duration,
-        "completed": len(ended),
-        "total_input_tokens": inputs,
-        "total_output_tokens": tokens,
-        "request_throughput": len(ended) / duration,
-        "output_throughput": tokens / duration,
-        "total_token_throughput": (tokens + inputs) / duration,
+        **throughputs(duration, len(ended), inputs, tokens),
     }
     samples = {
         "ttft": [one.received[0][0] - one.arrived for one in ended],
@@ -192,10 +186,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
-        pairs = (
-            "–" if one[f"p99_{name}_ms"] is None else f"{one[f'median_{name}_ms']:,.0f}, {one[f'p99_{name}_ms']:,.0f}"
-            for name in ("ttft", "first_cycle", "itl", "queue", "e2el")
-        )
+        pairs = (median_and_p99(one, name) for name in ("ttft", "first_cycle", "itl", "queue", "e2el"))
         cells = (
             f"{one['request_rate']}",
             f"{one['request_throughput']:.2f}",

@@ -12,9 +12,10 @@ import sys
 from smcjax.cli.bench_options import COUNT
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, text, whole
+from smcjax.cli.serve import KEY_VARIABLE
 from smcjax.engine.sampling_params import MAX_SEED
 
-KEY_VARIABLES = ("SMCJAX_API_KEY", "OPENAI_API_KEY")
+KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 
 
 def add_parser(benchmarks: argparse._SubParsersAction) -> None:

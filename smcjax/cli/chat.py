@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Conversation:
-    """What was said, and who says it."""
+    """Keeps what was said so far, and by whom."""
 
     def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
         self._llm, self._params = llm, params

@@ -15,7 +15,7 @@ _MARK = b"\0"  # no signal has this number
 
 
 class _Use(enum.Enum):
-    """What a Ctrl-C does."""
+    """Decides what a Ctrl-C does."""
 
     END = enum.auto()  # ends the process
     ANSWER = enum.auto()  # ends the answer; once more, the process

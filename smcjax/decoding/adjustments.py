@@ -35,7 +35,7 @@ class Adjustments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowAdjustments:
-    """The same for R rows, and what lies before each row's next token."""
+    """Adjusts the logits of R rows by their requests' parameters and what lies before each row's next token."""
 
     repetition: Float[Array, " R"]
     frequency: Float[Array, " R"]

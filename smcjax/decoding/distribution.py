@@ -53,7 +53,7 @@ class SamplingDistribution:
         return self if self.adjustments is None else self.behind(token[:, None])
 
     def before(self, tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]]) -> Int[Array, "R C most"] | None:
-        """What `behind` takes for each of C columns, of which `columns` names the places of the tokens before it.
+        """Returns the tokens that `behind` takes for each of C columns; `columns` names the places before each.
 
         None where no distribution depends on them.
         """

@@ -12,7 +12,7 @@ from smcjax.engine.outputs import StreamChunk
 
 
 class Served(Protocol):
-    """What a claim needs of an `LLM`, whose own methods say more."""
+    """Names the parts of an `LLM` that a claim needs; its own methods say more."""
 
     @property
     def turn(self) -> AbstractContextManager[Any, Any]: ...

@@ -24,16 +24,13 @@ WORDS = {
 
 
 def extras_of(group: Group, *, streams: bool, ragged: bool = False) -> set[str]:
-    """The extras that a group asks for, those of its prompt among them; `ragged`: drafts can be rejected anyway.
-
-    The log-probabilities of an answer's own tokens are there in any case once it has ended; before, they are one.
-    """
+    """The extras that a group asks for, those of its prompt among them; `ragged`: drafts can be rejected anyway."""
     params = group.request.params
     asked = {
         "truncates": params.truncates,
         "controls": bool(params.control) and not ragged,
         "adjusts": params.adjusts,
-        "scores": bool(params.logprobs) or (streams and params.logprobs is not None),
+        "scores": params.scores(streams=streams),
         "scores_prompts": params.prompt_logprobs is not None,
     }
     return {name for name, value in asked.items() if value}

@@ -173,7 +173,7 @@ def prepared_models(
 
 
 def models_for(decoding: Decoding, models: Models, page_size: int) -> Models:
-    """What `decoding` needs of models that another decoder runs on, whose arrays are shared.
+    """Returns what `decoding` needs of models that another decoder runs on, whose arrays are shared.
 
     Raises ValueError where they have no draft that it can use, or attention that pages or `sparse` do not fit.
     """

@@ -50,12 +50,8 @@ class Running:
         return dataclasses.replace(self, group=group, infos=[], last_cycle=None, first=None, prompt=[], history=history)
 
     def take(self, kind: str, value: Any) -> None:
-        """Keeps what results will be made of. A report's scores are another's who shares the batch, unless asked for.
-
-        They are asked for with the likeliest tokens, or by a reader, who gets an answer's own as it comes.
-        """
-        params = self.request.params
-        asked = bool(params.logprobs) or (self.certain is not None and params.logprobs is not None)
+        """Keeps what results will be made of. Scores in a report that are for others in the batch are left out."""
+        asked = self.request.params.scores(streams=self.certain is not None)
         if kind == "prompt":
             self.prompt.append(value)
         elif kind == "first":

@@ -137,6 +137,13 @@ class SamplingParams:
         """True where top_k or top_p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1
 
+    def scores(self, *, streams: bool) -> bool:
+        """True where the program has to bring the answer's log-probabilities as it goes.
+
+        Those of the answer's own tokens are there in any case once it has ended; a stream's reader wants them before.
+        """
+        return bool(self.logprobs) or (streams and self.logprobs is not None)
+
     @property
     def adjusts(self) -> bool:
         """True where penalties or biases change the logits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.server.logprobs import as_objects, by_id, scored, scored_prompt
+from smcjax.server.logprobs import as_objects, scored, scored_prompt
 from smcjax.server.schemas import ChatAsk
 from smcjax.server.shapes import Shapes, Told
 
@@ -23,13 +23,12 @@ class ChatShapes(Shapes):
         """A whole answer."""
         answer = output.outputs[0]
         tokens, prompt = scored(answer), scored_prompt(output, output.prompt_token_ids)
-        asked = told.prompt_logprobs and prompt is not None
         return {
             "index": told.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": None if tokens is None else as_objects(tokens, told.texts),
             "finish_reason": answer.finish_reason,
-            **({"prompt_logprobs": by_id(prompt, told.texts)} if asked and prompt is not None else {}),
+            **told.prompt_field(prompt),
         }
 
     def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.server.logprobs import Scored, as_lists, by_id, length_of, scored, scored_prompt
+from smcjax.server.logprobs import as_lists, length_of, scored, scored_prompt
 from smcjax.server.schemas import CompletionAsk
 from smcjax.server.shapes import Shapes, Told
 
@@ -31,7 +31,7 @@ class CompletionShapes(Shapes):
             "text": text,
             "logprobs": None if tokens is None else as_lists(tokens, told.texts, max(begin, 0), len(text)),
             "finish_reason": answer.finish_reason,
-            **_prompt(told, prompt),
+            **told.prompt_field(prompt),
         }
 
     def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
@@ -49,13 +49,8 @@ class CompletionShapes(Shapes):
             "text": text,
             "logprobs": as_lists(tokens, told.texts, begin, length if ends else None) if tokens else None,
             "finish_reason": chunk.output.outputs[0].finish_reason if chunk.output is not None else None,
-            **_prompt(told, prompt),
+            **told.prompt_field(prompt),
         }
         told.length = length
         told.tokens_end += sum(length_of(token, told.texts) for token in chunk.token_ids)
         return [piece]
-
-
-def _prompt(told: Told, prompt: list[Scored] | None) -> dict[str, Any]:
-    """{"prompt_logprobs": …} where the request asked for these by that name, else {}."""
-    return {"prompt_logprobs": by_id(prompt, told.texts)} if told.prompt_logprobs and prompt is not None else {}

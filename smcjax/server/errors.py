@@ -66,7 +66,7 @@ def dumps(content: Any) -> str:
 
 
 def refusal(error: Exception, known: frozenset[str] | None = None) -> APIError:
-    """What the client is told of an exception.
+    """Returns the error that a client is told for an exception.
 
     `known` are the names of the request's fields while these are checked, when a ValueError is a sentence about one.
     An exception that says nothing to clients is logged, and the client learns that it happened.

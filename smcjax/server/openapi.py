@@ -35,7 +35,7 @@ _ERROR = {
 
 
 def body_of(ask: type[Ask]) -> dict[str, Any]:
-    """What a route that reads such a body says of it."""
+    """Describes the body of a route that reads such requests."""
     schema = {"$ref": f"{_SCHEMAS}{ask.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

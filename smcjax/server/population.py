@@ -52,7 +52,7 @@ def population_of(output: RequestOutput, ask: SMCAsk, tokenizer: Tokenizer | Non
 
 
 def end_of(output: RequestOutput) -> dict[str, Any]:
-    """What replayed cycles end with: the answer's row and the rows' weights; row 0 where there is no population."""
+    """The last event of a replay: the answer's row and the rows' weights; row 0 where there is no population."""
     smc = output.smc
     if smc is None:
         return {"selected": 0, "log_evidence": None, "weights": None}

@@ -18,7 +18,7 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    """What a stream holds beside the answer."""
+    """Asks for more in a stream than the answer."""
 
     include_usage: bool = False  # one more chunk at the end, with no choices
     continuous_usage_stats: bool = False  # the usage so far in every chunk

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.server.logprobs import Scored, by_id
 from smcjax.server.schemas import ChatAsk, CompletionAsk
 from smcjax.server.tokens import TokenTexts
 
@@ -37,6 +39,10 @@ class Told:
 
     def __post_init__(self) -> None:
         self.tokens_end = len(self.echo or "")
+
+    def prompt_field(self, prompt: Sequence[Scored] | None) -> dict[str, Any]:
+        """{"prompt_logprobs": …} of a choice whose request asks for these by that name, else {}."""
+        return {"prompt_logprobs": by_id(prompt, self.texts)} if self.prompt_logprobs and prompt is not None else {}
 
 
 class Shapes(abc.ABC):

@@ -77,7 +77,10 @@ async def _send(send: Send, text: str) -> None:
 
 
 async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises ClientGone, and cancels it, once the client has left; `receive` has given the body."""
+    """Returns the result of `work`, of a request whose body `receive` has given.
+
+    Raises ClientGone, and cancels the work, once the client has left.
+    """
     task, gone = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""The state that the routes of one server share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smcjax.server.tokens import TokenTexts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a server allows.
+    """The limits of a server, and who may ask.
 
     Attributes:
         keys: those that open it; without any, everybody may ask.

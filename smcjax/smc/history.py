@@ -43,7 +43,7 @@ class History:
 
 
 def trace_of(cycles: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
-    """The same of all cycles C, as the fields of `smcjax.engine.outputs.Trace` of N = `n` particles."""
+    """Stacks the fields of all cycles C into those of `smcjax.engine.outputs.Trace` of N = `n` particles."""
 
     def stacked(name: str, dtype: type, *shape: int) -> np.ndarray:
         return np.array([cycle[name] for cycle in cycles], dtype).reshape(len(cycles), *shape)
