@@ -25,8 +25,9 @@ class Chunk:
     output: Any = None
 
 class Chunks:
-    def __init__(self, said):
-        self.pieces = iter([*said, None])
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.pieces = iter(["\\n\\n", "to ", prompt, ":\\n", "first ", "second", "\\n", None])
     def __iter__(self):
         return self
     def __next__(self):
@@ -54,15 +55,23 @@ class LLM:
     def chat_prompt(self, messages):
         return " + ".join(message["content"] for message in messages)
     def generate_stream(self, prompt, params):
-        return Chunks(["\\n\\n", "to ", prompt, ":\\n", "first ", "second", "\\n"])
+        return Chunks(prompt)
 
 sys.modules["smcjax.engine.llm"] = types.SimpleNamespace(LLM=LLM)
 from smcjax.cli import process
 sys.argv = ["smcjax", *sys.argv[1:]]
 sys.exit(process.main())
 """
-SLOW = "time.sleep(0.6 if piece == 'second' else 0)"
-STUCK = "import hashlib; piece != 'first ' or hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+SLOW = "time.sleep(2 if piece == 'second' else 0)"
+# Each says on the terminal when it has begun, so that a test may interrupt it and nothing before it.
+INTERRUPTED = """if piece == 'second' and self.prompt == 'one':
+                print('(making)', file=sys.stderr, flush=True)
+                from smcjax.cli import interrupts
+                interrupts._State.stopped.wait(60)"""
+STUCK = """if piece == 'first ':
+                print('(stuck)', file=sys.stderr, flush=True)
+                import hashlib
+                hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"""
 
 
 class Terminal:
@@ -123,15 +132,15 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
 
 def test_ctrl_c_ends_an_answer_and_a_line_and_not_the_chat(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("chat")
+    chat = terminal("chat", delay=INTERRUPTED)
     chat.until("> ")
     chat.type("one\n")
-    assert "second" not in chat.until("first ")
+    assert "second" not in chat.until("(making)")
     chat.interrupt()
     assert "second" in chat.until("(interrupted)")  # the piece that was being made, and not what comes behind it
     chat.until("> ")
     chat.type("half a li")
-    time.sleep(0.3)
+    chat.until("half a li")
     chat.interrupt()
     chat.until("/exit or Ctrl-D")
     chat.until("> ")
@@ -148,8 +157,7 @@ def test_a_second_ctrl_c_ends_what_does_not_return_to_python(terminal: Callable[
     chat = terminal("chat", delay=STUCK)
     chat.until("> ")
     chat.type("one\n")
-    chat.until("to one:")
-    time.sleep(0.3)
+    chat.until("(stuck)")
     chat.interrupt()
     time.sleep(0.3)
     assert chat.process.poll() is None  # the first one waits for the end of the cycle
@@ -166,7 +174,7 @@ def test_generate_shows_a_terminal_what_is_certain(terminal: Callable[..., Termi
     generate.until("second\r\n[3 tokens")
     generate.until("warning: this prompt does not look like a word problem")
     assert generate.end() == 0
-    generate = terminal("generate", "hi", "--quiet", evidence=-30.0)
+    generate = terminal("generate", "hi", "--quiet", delay="pass", evidence=-30.0)
     generate.until("first second\r\n")
     assert generate.end() == 0
     with pytest.raises(AssertionError, match="never came, but ''"):  # no figures, no warning
