@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
 from smcjax.model.attention import HeadShape, Projection, Selection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
-from smcjax.model.nsa_groups import nodes_by_groups, rows_by_groups
+from smcjax.model.nsa_groups import nodes_by_groups, rows_by_groups, takes_compressed
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
@@ -242,15 +242,20 @@ class NSA:
 
         With `earlier`, blocks that a layer before this one has selected, these are taken.
         """
-        cache, last = self.written(projection, cache, view), self.last(view)
-        seen = self.read(cache, view)
-        routed = self.route(projection, seen, view.positions, last, earlier)
-        if view.sparse is None or not view.sparse.is_grouped:
-            return self._attend(projection, seen, view.positions, last, routed), cache
+        cache, last, routed = self.written(projection, cache, view), self.last(view), None
+        if not self.takes_together(view, earlier):
+            seen = self.read(cache, view)
+            routed = self.route(projection, seen, view.positions, last, earlier)
+            if not is_grouped(view):
+                return self._attend(projection, seen, view.positions, last, routed), cache
         q, pages = projection.heads()[0], self.pairs(cache)
-        return self.put_together(
-            projection, routed, *rows_by_groups(self, q, pages, view, routed.selected, last)
-        ), cache
+        selected, compressed = (earlier, compressed_of(cache)) if routed is None else (routed.selected, None)
+        slc, win, *cmp = rows_by_groups(self, q, pages, compressed, view, selected, last)
+        return self.put_together(projection, routed or _taken(*cmp, selected, pages), slc, win), cache
+
+    def takes_together(self, view: BatchView | TreeView, earlier: Selection) -> bool:
+        """True where compressed tokens are read with the other branches: no weights of theirs are needed."""
+        return is_grouped(view) and earlier is not None and takes_compressed(self, view.page_size)
 
     def last(self, view: BatchView) -> Int[Array, "R T"]:
         """The last positions that queries see: their own, or a row's last that is there."""
@@ -292,15 +297,19 @@ class NSA:
         earlier: Bool[Array, "R T S blocks"] | None = None,
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over nodes of a tree, and the layer's scratch; `earlier` as in `paged_branches`."""
-        scratch = self.tree_written(projection, cache, scratch, view)
-        seen, positions = self.read_paths(cache, scratch, view), view.positions
-        routed = self.route(projection, seen, positions, positions, earlier)
-        if view.sparse is None or not view.sparse.is_grouped:
-            return self._attend(projection, seen, positions, positions, routed), scratch
+        scratch, positions = self.tree_written(projection, cache, scratch, view), view.positions
+        routed = None
+        if not self.takes_together(view, earlier):
+            seen = self.read_paths(cache, scratch, view)
+            routed = self.route(projection, seen, positions, positions, earlier)
+            if not is_grouped(view):
+                return self._attend(projection, seen, positions, positions, routed), scratch
         q, pages, own = projection.heads()[0], self.pairs(cache), self.pairs(scratch)
-        return self.put_together(
-            projection, routed, *nodes_by_groups(self, q, pages, own, view, routed.selected)
-        ), scratch
+        selected, compressed = routed.selected if routed else earlier, None
+        if routed is None:
+            compressed = compressed_of(cache), compressed_of(scratch)
+        slc, win, *cmp = nodes_by_groups(self, q, pages, own, compressed, view, selected)
+        return self.put_together(projection, routed or _taken(*cmp, selected, pages), slc, win), scratch
 
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
@@ -508,6 +517,21 @@ class NSA:
         precision = product_precision(source.dtype)
         logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
         return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+
+
+def is_grouped(view: BatchView | TreeView) -> bool:
+    """True where the view's queries read selected blocks together."""
+    return view.sparse is not None and view.sparse.is_grouped
+
+
+def compressed_of(arrays: LayerCache) -> tuple[jax.Array, jax.Array]:
+    """A layer's compressed keys and values, of pages or of scratch."""
+    return arrays["compressed_keys"], arrays["compressed_values"]
+
+
+def _taken(output: Float[Array, "R T H D"], selected: Selection, pages: tuple[jax.Array, ...]) -> Routed:
+    """A layer's routing by an earlier one, from the output of its own compressed branch."""
+    return Routed(grouped(output.astype(pages[0].dtype), pages[0].shape[2]), None, selected)
 
 
 def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:

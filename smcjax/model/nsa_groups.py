@@ -5,13 +5,17 @@
     shared_forced   as shared, and to the blocks that it always selects: approximate
 
 Where every group is one query all modes are exact. What approximate modes write to pages depends on the groups.
-Compressed tokens are attended to as without groups, all by all, and their weights select blocks (`NSA.route`); here
-selected blocks and windows are attended to, by tasks of `smcjax.pallas.grouped_attention`.
+
+Selected blocks and windows are attended to in one launch, by tasks of `smcjax.pallas.grouped_attention`. A layer that
+selects attends to compressed tokens before it, as without groups, since their weights are what selects (`NSA.route`).
+One that takes another layer's blocks needs no weights, and has compressed tokens in the same launch, if a page holds
+eight or more of them: units that kernels read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
@@ -21,17 +25,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.grouped_attention import (
+    Branch,
     Part,
+    compressed_slots,
     group_tasks,
-    grouped_attention,
+    grouped_branches,
     masked_attention,
     merged_parts,
+    span_tasks,
     unit_slots,
 )
 from smcjax.pallas.query_groups import QueryGroups
 
 Pages = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # keys and values of the selection, then of the window
-Outputs = tuple[Float[Array, "R M H D"], Float[Array, "R M H D"]]  # of the selection and of the window, f32
+Pair = tuple[jax.Array, jax.Array]  # keys and values
+LEAST_UNIT, MOST_UNIT = 8, 64  # slots of a task that kernels take
 
 
 class Blocks(Protocol):
@@ -47,6 +55,12 @@ class Blocks(Protocol):
     def local_blocks(self) -> int: ...
     @property
     def window(self) -> int: ...
+    @property
+    def kernel_size(self) -> int: ...
+    @property
+    def kernel_stride(self) -> int: ...
+    @property
+    def compressed_rope(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
 
 
@@ -82,57 +96,82 @@ class Grouped:
         kind = self.kind
         return kind.num_blocks + (kind.init_blocks + kind.local_blocks) * (self.mode == "shared_forced")
 
-    def read(
+    def attend(
         self,
         q: Float[Array, "R M H D"],
-        pages: tuple[jax.Array, jax.Array],
+        pages: Pages,
+        compressed: Pair | None,
         table: Int[Array, "R M pages"],
-        sets: Bool[Array, "R M S blocks"],
-        low: Int[Array, "R M"],
+        positions: Int[Array, "R M"],
+        selected: Bool[Array, "R M S blocks"],
         high: Int[Array, "R M"],
-        most_blocks: int,
-    ) -> Part:
-        """Attends to the positions low … high of sets of blocks in pages of keys and values."""
-        page_size, block_size = pages[0].shape[1], self.kind.block_size
+        spread: int,
+    ) -> tuple[Part, ...]:
+        """Attends to selected blocks, to the window and, if `compressed` are there, to compressed tokens; up to `high`.
+
+        `spread` is the distance at most of positions in a group whose queries have one table.
+        """
+        kind, page_size, sets = self.kind, pages[0].shape[1], selected.shape[2]
+        unit, low = unit_slots(page_size, kind.block_size), jnp.maximum(positions - kind.window + 1, 0)
         tasks = group_tasks(
-            sets,
+            self.sets(selected, positions),
             table,
             self.groups,
             page_size=page_size,
-            block_size=block_size,
-            most_blocks=most_blocks,
+            block_size=kind.block_size,
+            most_blocks=self.most_blocks,
             rows=self.rows,
         )
-        unit = unit_slots(page_size, block_size)
-        return grouped_attention(q, *pages, tasks, self.groups, low, high, unit=unit)
+        slots, per_page, most = [(low, high)], [page_size], [kind.window + spread]
+        units = [unit]
+        pools: list[Pair] = [pages[2:]]
+        if compressed is not None:
+            of = {"kernel_size": kind.kernel_size, "kernel_stride": kind.kernel_stride}
+            slots.append(compressed_slots(high, **of))
+            per_page.append(page_size // kind.kernel_stride)
+            most.append(table.shape[2] * per_page[1])
+            units.append(math.gcd(per_page[1], MOST_UNIT))
+            pools.append(compressed)
+        spans = (
+            Branch(
+                *pool,
+                span_tasks(
+                    *bounds,
+                    table,
+                    self.groups,
+                    page_size=size,
+                    unit=of_unit,
+                    sets=sets,
+                    most_slots=most_slots,
+                    rows=self.rows,
+                ),
+                *bounds,
+            )
+            for pool, bounds, size, of_unit, most_slots in zip(pools, slots, per_page, units, most, strict=True)
+        )
+        branches = (Branch(*pages[:2], tasks, jnp.zeros_like(high), high), *spans)
+        return grouped_branches(q, branches, self.groups, units=(unit, *units))
 
-    def read_window(
-        self,
-        q: Float[Array, "R M H D"],
-        pages: tuple[jax.Array, jax.Array],
-        table: Int[Array, "R M pages"],
-        low: Int[Array, "R M"],
-        high: Int[Array, "R M"],
-    ) -> Part:
-        """Attends to the positions low … high, at most the window's, through tasks that all heads have alike."""
-        size, kv_heads = self.kind.block_size, pages[0].shape[2]
-        block = jnp.arange(-(-table.shape[2] * pages[0].shape[1] // size))
-        inside = (block >= low[..., None] // size) & (block <= high[..., None] // size)
-        sets = jnp.broadcast_to(inside[:, :, None], (*low.shape, kv_heads, len(block)))
-        return self.read(q, pages, table, sets, low, high, (self.kind.window - 1 + size - 1) // size + 1)
+
+def takes_compressed(kind: Blocks, page_size: int) -> bool:
+    """True where a layer that does not select has compressed tokens in the launch of its other branches."""
+    per_page = page_size // kind.kernel_stride
+    return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
 
 
 def rows_by_groups(
     kind: Blocks,
     q: Float[Array, "R T H D"],
     pages: Pages,
+    compressed: Pair | None,
     view: BatchView,
     selected: Bool[Array, "R T S blocks"],
     last: Int[Array, "R T"],
-) -> Outputs:
-    """Attends to selected blocks and to the window by groups of all queries of a request: the columns of its rows.
+) -> tuple[jax.Array, ...]:
+    """Attends by groups of all queries of a request, the columns of its rows, which see positions up to `last`.
 
-    Queries see positions up to `last`. Returns outputs whose requests are rows: R·T is R·M of the queries given.
+    Returns the outputs of the selection, of the window and, if `compressed` pages are given, of compressed tokens, f32.
+    Their requests are rows: R·T is R·M of the queries given.
     """
     assert view.sparse is not None
     rows, columns = view.positions.shape
@@ -144,10 +183,8 @@ def rows_by_groups(
 
     q, positions, high, selected = map(by_request, (q, view.positions, last, selected))
     table = by_request(jnp.broadcast_to(view.block_table[:, None], (rows, columns, view.block_table.shape[1])))
-    sets = grouped.sets(selected, positions)
-    slc = grouped.read(q, pages[:2], table, sets, jnp.zeros_like(high), high, grouped.most_blocks)
-    win = grouped.read_window(q, pages[2:], table, jnp.maximum(positions - kind.window + 1, 0), high)
-    return slc.out, win.out
+    parts = grouped.attend(q, pages, compressed, table, positions, selected, high, min(groups.size, columns) - 1)
+    return tuple(part.out for part in parts)
 
 
 def nodes_by_groups(
@@ -155,32 +192,36 @@ def nodes_by_groups(
     q: Float[Array, "R T H D"],
     pages: Pages,
     own: Pages,
+    compressed: tuple[Pair, Pair] | None,
     view: TreeView,
     selected: Bool[Array, "R T S blocks"],
-) -> Outputs:
-    """Attends to selected blocks and to the window by groups of a row's nodes: committed ones by tasks, then the path.
+) -> tuple[Float[Array, "R T H D"], ...]:
+    """Attends by groups of a row's nodes: to committed positions by tasks, then to the path.
 
-    `own` are the nodes' in scratch. A node on the path counts for the selection where its position's block is selected.
+    `own` are the nodes' in scratch; `compressed`, if given, those of compressed tokens in pages and in scratch. A node
+    on the path counts for the selection where its position's block is selected. Returns outputs as `rows_by_groups`.
     """
     assert view.sparse is not None
     groups = QueryGroups.of_tree(view.tree, view.nodes, view.sparse.order, view.sparse.queries)
     grouped, positions = Grouped(kind, groups, view.sparse.mode, rows=1), view.positions
-    sets = grouped.sets(selected, positions)
     table = jnp.broadcast_to(view.block_table[:, None], (*positions.shape, view.block_table.shape[1]))
-    high, low = jnp.minimum(positions, view.committed[:, None] - 1), jnp.maximum(positions - kind.window + 1, 0)
+    high = jnp.minimum(positions, view.committed[:, None] - 1)
 
     on_path = np.zeros((len(view.nodes), view.tree.size), bool)
     np.put_along_axis(on_path, view.paths, True, axis=1)
     at = view.root[:, None] + jnp.asarray(view.tree.depths)  # [R, nodes]
     drafted = (jnp.asarray(on_path) & (at >= view.committed[:, None])[:, None])[:, :, None]
+    sets = grouped.sets(selected, positions)
     block = jnp.broadcast_to((at // kind.block_size)[:, None, None], (*sets.shape[:3], at.shape[1]))
     chosen = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
-    near = drafted & (at[:, None, None] >= low[..., None, None])
-    near = jnp.broadcast_to(near, (*positions.shape, own[2].shape[2], at.shape[1]))
+    near = drafted & (at[:, None, None] > (positions - kind.window)[..., None, None])
+    ends = (at + 1) % kind.kernel_stride == 0
+    born = drafted & (ends & (at >= kind.kernel_size - 1))[:, None, None]
 
-    slc = merged_parts(
-        grouped.read(q, pages[:2], table, sets, jnp.zeros_like(low), high, grouped.most_blocks),
-        masked_attention(q, *own[:2], chosen),
+    in_pages, in_scratch = (None, ()) if compressed is None else (compressed[0], (compressed[1],))
+    parts = grouped.attend(q, pages, in_pages, table, positions, selected, high, view.tree.depth)
+    scratch: tuple[Pair, ...] = (own[:2], own[2:], *in_scratch)
+    return tuple(
+        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, chosen.shape))).out
+        for part, arrays, visible in zip(parts, scratch, (chosen, near, born), strict=False)
     )
-    win = merged_parts(grouped.read_window(q, pages[2:], table, low, high), masked_attention(q, *own[2:], near))
-    return slc.out, win.out

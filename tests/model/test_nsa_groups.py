@@ -14,6 +14,7 @@ import pytest
 
 from smcjax.kv import TRASH, KVCache
 from smcjax.model.decoder import linear
+from smcjax.model.nsa_groups import takes_compressed
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.grouped_attention import group_tasks
 from smcjax.pallas.query_groups import QueryGroups
@@ -171,13 +172,17 @@ def test_golden_logits(name: str, order: str, mode: str, size: int) -> None:
         assert min(strayed) > 1e-2
 
 
-@pytest.mark.parametrize(("name", "order"), FEW)
-def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str) -> None:
+TOGETHER = [(CHAIN, "bfs", 16), (TREE, "dfs", 16), (CHAIN, "dfs", 32)]  # with eight compressed tokens a page or more
+
+
+@pytest.mark.parametrize(("name", "order", "page_size"), [(CHAIN, "bfs", 8), (TREE, "dfs", 2), *TOGETHER])
+def test_layers_take_the_blocks_of_earlier_ones(name: str, order: str, page_size: int) -> None:
     """Each query and head those of the nearest layer before that selects: what the oracle computes along a path.
 
     Control: where every layer selects, logits are others, and so they are by the first layer's blocks in all.
     """
-    case = prefilled(name, {"bfs": 8, "dfs": 2}[order])[0]
+    case = prefilled(name, page_size)[0]
+    assert takes_compressed(kind_of(case.o), page_size) == ((name, order, page_size) in TOGETHER)
     path = case.arrays["commit_path"]
     strict = case.arrays[f"P{case.length}.strict.logits"][path]
     np.testing.assert_allclose(case.path_logits(), strict, atol=1e-3)
