@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import install_import_hook
 
@@ -38,7 +41,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from smcjax.engine.programs import enable_compilation_cache  # noqa: E402
+from smcjax.engine import programs  # noqa: E402
 
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -61,7 +64,7 @@ def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     has_cache = request.config.pluginmanager.has_plugin("cacheprovider")
     place = request.config.cache.mkdir("smcjax") if has_cache else tmp_path_factory.mktemp("smcjax")
     os.environ["XDG_CACHE_HOME"] = str(place)
-    enable_compilation_cache()
+    programs.enable_compilation_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,9 +73,29 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     file = request.path.relative_to(Path(__file__).parent)
     quick = jax.default_backend() == "cpu" and file.as_posix() not in WITH_LLVM_PASSES
     jax.config.update("jax_disable_most_optimizations", quick)
+    shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     yield
+    programs._shared = shared
     gc.collect()
     jax.clear_caches()
+
+
+def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a patch a moment after which programs are compiled anew, since what they are made of may be another."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            programs._shared.clear()
+
+    return call
+
+
+for patching, begin, end in ((pytest.MonkeyPatch, "setattr", "undo"), (unittest.mock._patch, "__enter__", "__exit__")):
+    for name in (begin, end):
+        setattr(patching, name, _forget_programs(getattr(patching, name)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,13 @@ class Job(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None  # XLA's
     hints: Callable[[], Mapping[Matmul, AlgorithmHint]] = dict  # of its products; may take a while
+    # With the arguments' shapes, all that the function computes by: of jobs that are equal in this, the process
+    # compiles one. None: no other job is like it.
+    identity: Hashable = None
+
+
+# The process's executables, while any `Programs` has them: a second engine of the same shapes compiles nothing.
+_shared: MutableMapping[Hashable, Any] = weakref.WeakValueDictionary()
 
 
 def enable_compilation_cache() -> None:
@@ -100,7 +108,10 @@ def _prune(directory: Path, limit: int) -> None:
 
 
 class Programs:
-    """Executables by key. Calling one never compiles; `compile` does, and says so."""
+    """Executables by key. Calling one never compiles; `compile` does, and says so.
+
+    Executables are shared with other `Programs` of the process where jobs have the same identity.
+    """
 
     def __init__(self) -> None:
         self._executables: dict[Hashable, Any] = {}
@@ -162,11 +173,17 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     @own_settings()  # which are a thread's own
     def build(key: Any) -> Any:
         job = missing[key]
+        shared = _identity(job, hints[key])
+        if shared is not None and (executable := _shared.get(shared)) is not None:
+            return executable
         # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
         function = functools.wraps(job.function)(lambda *args: job.function(*args))
         with algorithm_hints(hints[key]):
             lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-        return lowered.compile(job.options)
+        executable = lowered.compile(job.options)
+        if shared is not None:
+            _shared[shared] = executable
+        return executable
 
     made: dict[int, dict[Any, Any]] = {number: {} for number in lacking}
     pool = ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE))
@@ -183,6 +200,16 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     seconds = time.perf_counter() - began
     for number in lacking:
         wanted[number].programs._keep(wanted[number].what, made[number], scratch[number], seconds)
+
+
+def _identity(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Hashable:
+    """All that an executable depends on: the job, and the process's settings of JAX. None: nothing says."""
+    if job.identity is None:
+        return None
+    shapes, structure = jax.tree.flatten(job.arguments)
+    options = frozenset((job.options or {}).items())
+    settings = frozenset((name, str(value)) for name, value in jax.config.values.items())
+    return job.identity, structure, tuple(shapes), job.donate, options, frozenset(hints.items()), settings
 
 
 def _require_memory(what: str, executables: Iterable[Any]) -> int:

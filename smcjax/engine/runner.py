@@ -278,7 +278,7 @@ class Runner:
             stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
             jobs[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
-        return jobs
+        return {key: job._replace(identity=(self.program, size, key)) for key, job in jobs.items()}
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
         _, state = self._abstract_state(old_size)
@@ -290,7 +290,8 @@ class Runner:
             return put(empty, lanes, take(dataclasses.replace(groups, memory=empty.memory), sources))
 
         arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
-        return {((old_size, size), "move"): Job(move, (1,), arguments)}
+        key = ((old_size, size), "move")
+        return {key: Job(move, (1,), arguments, identity=(self.program, key))}
 
     def _empty(self, memory: Any, size: int) -> Any:
         """Makes a state without groups."""

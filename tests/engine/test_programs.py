@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smcjax import SamplingParams
 from smcjax.engine import programs as module
 from smcjax.engine.programs import Job, Programs, Wanted, compile_together
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
 
 VECTOR = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
@@ -38,6 +45,67 @@ def test_each_gets_its_own() -> None:
         np.testing.assert_allclose(program(x), factor * np.asarray(x) * np.asarray(x).sum(), rtol=1e-4)
     assert one.seconds > other.seconds > 0
     compile_together(wanted, lambda *_: pytest.fail("nothing is left"))
+
+
+@pytest.fixture
+def shared() -> Iterator[WeakValueDictionary[Any, Any]]:
+    """The store as users have it; other tests keep what nobody has any more."""
+    before, module._shared = module._shared, WeakValueDictionary()
+    yield module._shared
+    module._shared = before
+
+
+def test_equal_jobs_are_compiled_once(shared: WeakValueDictionary[Any, Any]) -> None:
+    traced: list[str] = []
+
+    def job(name: str, identity: str | None, size: int = 3, **changes: Any) -> Job:
+        def function(x: jax.Array) -> jax.Array:
+            traced.append(name)
+            return x + 1
+
+        return Job(function, (), (jax.ShapeDtypeStruct((size,), jnp.float32),), identity=identity)._replace(**changes)
+
+    one, other = Programs(), Programs()
+    one.compile("one", {"a": job("first", "x")})
+    other.compile(
+        "other",
+        {
+            "alike": job("alike", "x"),
+            "longer": job("longer", "x", 4),
+            "donates": job("donates", "x", donate=(0,)),
+            "other": job("other", "y"),
+            "own": job("own", None),
+        },
+    )
+    assert other["alike"] is one["a"]
+    assert sorted(traced) == ["donates", "first", "longer", "other", "own"]
+    with jax.numpy_rank_promotion("warn"):  # a context's, which the threads that compile do not see
+        other.compile("other", {"again": job("again", "x")})
+    assert other["again"] is one["a"]
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        other.compile("other", {"precise": job("precise", "x")})
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert other["precise"] is not one["a"]
+    assert len(shared) == 5
+    del one, other
+    gc.collect()
+    assert not shared  # nobody has them any more
+
+
+def test_a_second_engine_of_the_same_shapes_compiles_nothing(shared: WeakValueDictionary[Any, Any], pair: Pair) -> None:
+    params = SamplingParams(max_tokens=6, seed=3)
+    with smc_llm(pair) as one, smc_llm(pair) as alike, smc_llm(pair, {"gamma": 2}) as other:
+        answer = one.generate({"prompt_token_ids": [1, 2, 3]}, params)[0]
+        made = set(shared)
+        again = alike.generate({"prompt_token_ids": [1, 2, 3]}, params)[0]
+        assert set(shared) == made
+        assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+        assert getattr(again.smc, "log_evidence", "none") == getattr(answer.smc, "log_evidence", None)
+        other.generate({"prompt_token_ids": [1, 2, 3]}, params)
+        assert len(shared) > len(made)
 
 
 def test_one_that_does_not_fit_leaves_all_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
