@@ -236,7 +236,7 @@ class NSA:
         projection: Projection,
         cache: LayerCache,
         view: BatchView,
-        earlier: Bool[Array, "R T S blocks"] | None = None,
+        earlier: Selection = None,
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over pages, with the blocks that each query has selected by itself; and the pages.
 
@@ -249,9 +249,11 @@ class NSA:
             if not is_grouped(view):
                 return self._attend(projection, seen, view.positions, last, routed), cache
         q, pages = projection.heads()[0], self.pairs(cache)
-        selected, compressed = (earlier, compressed_of(cache)) if routed is None else (routed.selected, None)
-        slc, win, *cmp = rows_by_groups(self, q, pages, compressed, view, selected, last)
-        return self.put_together(projection, routed or _taken(*cmp, selected, pages), slc, win), cache
+        selected = earlier if routed is None else routed.selected
+        compressed = compressed_of(cache) if routed is None else None
+        outputs = rows_by_groups(self, q, pages, compressed, view, selected, last)
+        routed = routed or _taken(outputs[2], selected, pages)
+        return self.put_together(projection, routed, *outputs[:2]), cache
 
     def takes_together(self, view: BatchView | TreeView, earlier: Selection) -> bool:
         """True where compressed tokens are read with the other branches: no weights of theirs are needed."""
@@ -294,7 +296,7 @@ class NSA:
         cache: LayerCache,
         scratch: LayerCache,
         view: TreeView,
-        earlier: Bool[Array, "R T S blocks"] | None = None,
+        earlier: Selection = None,
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over nodes of a tree, and the layer's scratch; `earlier` as in `paged_branches`."""
         scratch, positions = self.tree_written(projection, cache, scratch, view), view.positions
@@ -305,11 +307,11 @@ class NSA:
             if not is_grouped(view):
                 return self._attend(projection, seen, positions, positions, routed), scratch
         q, pages, own = projection.heads()[0], self.pairs(cache), self.pairs(scratch)
-        selected, compressed = routed.selected if routed else earlier, None
-        if routed is None:
-            compressed = compressed_of(cache), compressed_of(scratch)
-        slc, win, *cmp = nodes_by_groups(self, q, pages, own, compressed, view, selected)
-        return self.put_together(projection, routed or _taken(*cmp, selected, pages), slc, win), scratch
+        selected = earlier if routed is None else routed.selected
+        compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
+        outputs = nodes_by_groups(self, q, pages, own, compressed, view, selected)
+        routed = routed or _taken(outputs[2], selected, pages)
+        return self.put_together(projection, routed, *outputs[:2]), scratch
 
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView

@@ -29,6 +29,10 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "store": (None, False),
+    "no_stop_trim": (None, False),
+    "skip_special_tokens": (None, True),
+    "return_hidden_states": (None, False),
+    "continue_final_message": (None, False),
 }
 
 

@@ -62,6 +62,14 @@ class Ask(_Fields):
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     prompt_logprobs: int | None = None
+    # Refused but for the values that ask for nothing, which sglang-router puts into every request.
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_hidden_states: bool | None = None
+    continue_final_message: bool | None = None
+    # No text of a model is told apart as reasoning.
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     # Refused but for the values that ask for nothing.
     min_p: Number | None = None
     response_format: dict[str, Any] | None = None

@@ -220,6 +220,8 @@ def test_a_request_brings_its_own_control(http: httpx.Client) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"return_hidden_states": True}, "return_hidden_states"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
@@ -265,6 +267,16 @@ def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
         "echo": False,
     }
     fields: dict[str, Any] = {"model": "pair", "prompt": "ab", "seed": 9}
+    # What sglang-router 0.3 adds to a request.
+    neutral["extra_body"] = {
+        "no_stop_trim": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "return_hidden_states": False,
+        "continue_final_message": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+    }
     plain, with_neutral = client.completions.create(**fields), client.completions.create(**fields, **neutral)
     assert plain.choices[0].text == with_neutral.choices[0].text
 
