@@ -61,6 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     group.add_argument("--max-waiting", type=whole(0, 1 << 20), default=256, help="further ones that may wait (256)")
     group.add_argument("--max-body", type=whole(1024, 1 << 30), default=8 << 20, help="bytes of a request (8 MiB)")
     group.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of requests that bring none (0)")
+    group.add_argument(
+        "--compile-at-start",
+        action=argparse.BooleanOptionalAction,
+        help="compile all programs before listening is announced, or each when it is needed first (on a CPU so)",
+    )
     add_decoding_options(parser, gamma=8)
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -95,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=args.max_waiting,
             max_num_seqs=args.max_num_seqs,
             seed=args.seed,
+            compile_at_start=args.compile_at_start,
             **llm_arguments(args),
         )
         process.serve(state.Served(loaded, settings), listening)

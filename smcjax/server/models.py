@@ -155,7 +155,7 @@ def load(
     **of_models: Any,
 ) -> Models:
     """Loads the pair once and makes a virtual model of each decoder; `of_models` are further arguments of `LLM`."""
-    shared = {"max_model_len", "page_size", "num_pages", "admission"}
+    shared = {"max_model_len", "page_size", "num_pages", "admission", "compile_at_start"}
     per_llm = {key: value for key, value in of_models.items() if key in shared}
     per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
     # Whoever needs a draft loads it for all.

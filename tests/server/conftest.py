@@ -19,7 +19,7 @@ from smcjax.server import models as virtual
 from smcjax.server.models import Models
 from smcjax.server.process import Server, address_of, bound
 from smcjax.server.state import Served, Settings
-from tests.checkpoints import write_pair
+from tests.checkpoints import Pair, write_pair
 
 MAX_MODEL_LEN = 96
 WAITING = 80
@@ -63,14 +63,18 @@ def running(models: Models, **settings: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def pair_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def models(pair_on_disk: Pair) -> Models:
     """SMC with N = 4 and K = 3, and the target alone, on the same weights."""
-    pair = write_pair(tmp_path_factory.mktemp("pair"))
     return virtual.load(
-        pair.target,
+        pair_on_disk.target,
         [SMC(n_particles=4, gamma=3), Autoregressive()],
         name="pair",
-        draft_model=pair.draft,
+        draft_model=pair_on_disk.draft,
         max_waiting=WAITING,
         max_num_seqs=2,
         max_model_len=MAX_MODEL_LEN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from smcjax.server.models import Models
-from tests.server.conftest import SMC_NAME, WAITING, Running, events_of, idle, running
+from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running
 
 LONG: dict[str, Any] = {"prompt": "ab", "max_tokens": 90, "ignore_eos": True, "seed": 1}
 
@@ -140,6 +141,35 @@ def test_nothing_is_left_behind(server: Running) -> None:
     assert after[0] <= descriptors + 2
     assert after[1] <= threads + 1
     assert server.served.in_flight == 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests(server: Running) -> None:
+    """Memory and descriptors of 10,000 requests are those of the first 2,000; a body that is kept would be 8 MiB."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    body = {"model": EXACT_NAME, "prompt": "ab", "max_tokens": 1, "user": "x" * 1000}
+
+    def resident() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * page
+
+    async def ask(times: int) -> None:
+        async def some(http: httpx.AsyncClient, seeds: range) -> None:
+            for seed in seeds:
+                response = await http.post("/v1/completions", json={**body, "seed": seed, "stream": seed % 2 == 0})
+                assert response.status_code == 200
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            await asyncio.gather(*(some(http, range(first, times, 8)) for first in range(8)))
+
+    asyncio.run(ask(2000))
+    descriptors, before = len(os.listdir("/proc/self/fd")), resident()
+    asyncio.run(ask(8000))
+    assert resident() - before < 6 << 20
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert server.served.in_flight == 0
+    assert idle(server.llm(EXACT_NAME), 1.0)
 
 
 def samples(http: httpx.Client) -> dict[tuple[str, str], float]:

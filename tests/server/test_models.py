@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import openai
 import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.loading import bundled_model
-from smcjax.server.models import Models, base_name, label_of, with_exact
+from smcjax.server.models import Models, base_name, label_of, load, with_exact
 from smcjax.server.tokens import TokenTexts
 from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
+from tests.checkpoints import Pair
 from tests.server.conftest import EXACT_NAME, SMC_NAME
 
 
@@ -54,6 +57,14 @@ def test_two_of_one_name(models: Models) -> None:
     twice = [models.all[0].llm] * 2
     with pytest.raises(ValueError, match=f"two decoders would both be called {SMC_NAME}"):
         Models("pair", twice)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_programs_are_compiled_when_it_is_asked_for(pair_on_disk: Pair, at_start: bool) -> None:
+    options = {"max_num_seqs": 1, "max_model_len": 32, "page_size": 4, "compile_at_start": at_start}
+    loaded = load(pair_on_disk.target, [SMC(2, 2), Autoregressive()], draft_model=pair_on_disk.draft, **options)
+    assert [bool(one.llm.llm.metrics()["compile_seconds"]) for one in loaded.all] == [at_start] * 2
+    asyncio.run(loaded.close())
 
 
 def test_listed(client: openai.OpenAI, http: httpx.Client) -> None:
