@@ -6,9 +6,13 @@
     matrix(params.embed).rows(tokens)
 
 Leaves of `Params` are plain arrays [out, in], or of a packed kind; `matrix` gives both the interface of `Matrix`. A new
-kind (sharded over devices, float8) is a frozen dataclass that is registered as a pytree, stands in `PACKED` and
-implements `Matrix`; everything else goes by that. A sharded one sums over devices in `__call__`, and nowhere else does
-anybody. Kernels read `values` by themselves and take the dtypes of it that they know.
+kind (float8, say) is a frozen dataclass that is registered as a pytree, stands in `PACKED` and implements `Matrix`;
+everything else goes by that. Kernels read `values` by themselves and take the dtypes of it that they know.
+
+Matrices that several devices hold together (`smcjax.model.parallel`) come in three kinds. One that is split by rows,
+whose reader has its part of the outputs, is what it is on one device. `RowParallel` is split by columns and
+`VocabularyParallel` by rows that everybody needs; both are seen only within `jax.shard_map`, and all that devices say
+to each other is said here: `_sum_over` and `_gather_over`.
 
 Int8 keeps half the bytes of bfloat16, with one scale a row and arithmetic as before:
 
@@ -151,12 +155,102 @@ class Int8(Matrix):
         return wide.astype(self.dtype if out is None else out)
 
 
-PACKED = (Int8,)  # kinds that are leaves of `Params` by themselves
+def _sum_over(axis: str, x: jax.Array) -> jax.Array:
+    """The sum of all devices' x along a mesh axis: the same bits on each of them."""
+    total: jax.Array = jax.lax.psum(x, axis)
+    return total
+
+
+def _gather_over(axis: str, x: jax.Array) -> jax.Array:
+    """All devices' x along a mesh axis, side by side along the last dimension."""
+    whole: jax.Array = jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+    return whole
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParallel(Matrix):
+    """A `Matrix` of which each device along a mesh axis has some columns, and of x the entries that these read.
+
+    Named as in Megatron-LM, where W is stored [in, out]. Products are summed in the dtype of the result.
+    """
+
+    part: Any  # the device's own columns: an array, or a packed kind
+    axis: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def values(self) -> Any:
+        """The device's stored numbers [out, in/n]."""
+        return matrix(self.part).values
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the part."""
+        return matrix(self.part).dtype
+
+    def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
+        """The sum over devices of x · Wᵀ, as `Matrix` says; `add_to`, which all have, is added once."""
+        y = _sum_over(self.axis, matrix(self.part)(x, out=out))
+        return y if add_to is None else add_to + y
+
+    def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
+        """Whole rows of W, as `Matrix` says."""
+        return _gather_over(self.axis, matrix(self.part).rows(ids, out=out))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VocabularyParallel(Matrix):
+    """A `Matrix` with a row a token, of which each device along a mesh axis has as many: embedding or LM head.
+
+    Rows behind the last token fill up the last devices' parts.
+    """
+
+    part: Any  # the device's own rows: an array, or a packed kind
+    axis: str = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})  # V
+
+    @property
+    def values(self) -> Any:
+        """The device's stored numbers [⌈V/n⌉, in]."""
+        return matrix(self.part).values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole matrix's [V, in]."""
+        return (self.num_tokens, *matrix(self.part).shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the part."""
+        return matrix(self.part).dtype
+
+    def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
+        """x · Wᵀ of all tokens, on every device, as `Matrix` says."""
+        y = _gather_over(self.axis, matrix(self.part)(x, out=out))[..., : self.num_tokens]
+        return y if add_to is None else add_to + y
+
+    def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
+        """Rows of W, as `Matrix` says: exactly those that the one device has whose rows they are."""
+        part = matrix(self.part)
+        own = ids - jax.lax.axis_index(self.axis) * part.shape[0]
+        is_own = (own >= 0) & (own < part.shape[0])
+        found = part.rows(jnp.where(is_own, own, 0), out=out)
+        return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)))
+
+
+PACKED = (Int8, RowParallel, VocabularyParallel)  # kinds that are leaves of `Params` by themselves
+ON_ONE_DEVICE = (Dense, Int8)  # kinds whose `values` are the whole matrix, as kernels take it
 
 
 def is_packed(leaf: Any) -> bool:
     """True for a leaf of `Params` that keeps its matrix otherwise than as one plain array."""
     return isinstance(leaf, PACKED)
+
+
+def is_whole(leaf: Any) -> bool:
+    """True for a leaf of `Params` whose stored numbers are those of the whole matrix."""
+    return isinstance(matrix(leaf), ON_ONE_DEVICE)
 
 
 def matrix(leaf: Any) -> Matrix:

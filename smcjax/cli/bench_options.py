@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ON_GPU = ("llama-3.1-8b", "llama-3.2-1b")  # the shapes of target and draft where none are named
 ON_CPU = ("tiny-target", "tiny-draft")
-SHAPES = ("llama-3.2-1b", "llama-3.1-8b", "tiny-draft", "tiny-target")
+SHAPES = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "tiny-draft", "tiny-target")
 ATTENTIONS = ("nsa", "nsa-shared")
 
 # Ranges of numbers that several benchmarks take.

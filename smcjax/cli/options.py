@@ -121,11 +121,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto (default): bfloat16 on a GPU")
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
+    add_parallel_options(group)
     group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=whole(1, 64), default=16, metavar="B", help="tokens in a KV page (16)")
     group.add_argument("--num-pages", type=whole(2, 1 << 30), metavar="P", help="KV pages (default: by memory)")
     group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
+
+
+def add_parallel_options(parser: argparse._ActionsContainer) -> None:
+    """Adds options for several devices that hold a model together."""
+    devices = whole(1, 1 << 10)
+    parser.add_argument(
+        "--tensor-parallel-size", type=devices, default=1, metavar="n", help="devices that hold the target together (1)"
+    )
+    parser.add_argument(
+        "--draft-tensor-parallel-size",
+        type=devices,
+        metavar="n",
+        help="the draft: 1, each of them has all of it, or as many (1)",
+    )
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None:
@@ -314,6 +329,8 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "quantization": args.quantization,
         "draft_quantization": args.draft_quantization,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "draft_tensor_parallel_size": args.draft_tensor_parallel_size,
         "max_model_len": args.max_model_len,
         "page_size": args.page_size,
         "num_pages": args.num_pages,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.matmul import is_packed, matrix
+from smcjax.matmul import is_packed, is_whole, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
@@ -56,6 +56,8 @@ def accepts(config: ModelConfig, params: Params) -> bool:
         )
         and has_only(params, MODEL_PARAMS)
         and all(has_only(layer, LAYER_PARAMS) for layer in params.layers)
+        and all(map(is_whole, (params.embed, params.unembed)))
+        and all(is_whole(getattr(layer, name)) for layer in params.layers for name in MATRICES)
     )
 
 

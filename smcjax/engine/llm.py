@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from smcjax.auto import Auto
@@ -21,7 +20,7 @@ from smcjax.engine.arguments import check_layers, check_path, check_range, check
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
-from smcjax.engine.memory import Budget, choose_num_pages, device_memory, require_devices, worst_case_pages
+from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import (
@@ -38,6 +37,7 @@ from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
 from smcjax.errors import RequestsLost
+from smcjax.model.parallel import bytes_on_one, devices_of_host
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
 
@@ -79,7 +79,10 @@ class LLM:
             the youngest request gives its own up and begins again. Tokens are the same either way.
         compile_at_start: whether to compile the programs of all batch sizes now, with a progress bar, or each when it
             is first needed; None: now on a GPU, when needed on a CPU.
-        tensor_parallel_size: 1.
+        tensor_parallel_size: devices of this host that hold the target together, each a part of every layer; a number
+            that divides the model's attention heads and intermediate size.
+        draft_tensor_parallel_size: devices that hold a draft model together: 1, each of the target's then has all of
+            it, or as many as the target's. None: 1, or the target's number where the draft shares its weights.
         seed: of requests that bring none.
         share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
             models then stay at their defaults. Close it after this one.
@@ -112,6 +115,7 @@ class LLM:
         admission: str = "worst_case",
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
+        draft_tensor_parallel_size: int | None = None,
         seed: int = 0,
         share: LLM | None = None,
         kv_fraction: float = 1.0,
@@ -143,8 +147,14 @@ class LLM:
             raise ValueError(f"admission must be 'worst_case' or 'optimistic', got {admission!r}.")
         if not isinstance(compile_at_start, bool | None):
             raise ValueError(f"compile_at_start must be True, False or None, got {compile_at_start!r}.")
-        if isinstance(tensor_parallel_size, bool) or tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size must be 1 in this version, got {tensor_parallel_size!r}.")
+        check_range("tensor_parallel_size", tensor_parallel_size, 1, 1 << 10)
+        if draft_tensor_parallel_size is not None:
+            check_range("draft_tensor_parallel_size", draft_tensor_parallel_size, 1, 1 << 10)
+            if draft_tensor_parallel_size not in (1, tensor_parallel_size):
+                raise ValueError(
+                    f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {tensor_parallel_size}, got "
+                    f"{draft_tensor_parallel_size}."
+                )
         if not is_share(gpu_memory_utilization):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
         if not is_share(kv_fraction):
@@ -160,6 +170,8 @@ class LLM:
                 quantization=quantization,
                 draft_quantization=draft_quantization,
                 dtype=None if dtype == "auto" else dtype,
+                tensor_parallel_size=None if tensor_parallel_size == 1 else tensor_parallel_size,
+                draft_tensor_parallel_size=draft_tensor_parallel_size,
                 implementation=None if implementation in ("auto", share._implementation) else implementation,
             )
             implementation = share._implementation
@@ -172,7 +184,11 @@ class LLM:
             logger.info("Decoding by %s.", choice)
         self.decoding: Decoding = choice
         drafts = self.decoding.drafts
-        of_drafts: dict[str, Any] = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
+        of_drafts: dict[str, Any] = {
+            "draft_quantization": draft_quantization,
+            "draft_drop_layers": draft_drop_layers,
+            "draft_tensor_parallel_size": draft_tensor_parallel_size,
+        }
         if draft_model == NGRAM and drafts:
             self.decoding.check_draft(str(NGram()), full_support=NGram.full_support, branches=NGram.branches)
             of_drafts["draft_revision"] = draft_revision
@@ -198,6 +214,7 @@ class LLM:
         if share is not None:
             self.models: Models = models_for(self.decoding, share.models, page_size)
         else:
+            parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
             self.models = load_models(
                 model,
                 draft_model,
@@ -213,6 +230,8 @@ class LLM:
                 accepts=lambda proposer: self.decoding.check_draft(
                     str(proposer), full_support=proposer.full_support, branches=proposer.branches
                 ),
+                parallel=parallel,
+                draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
             )
         try:
             if share is None:
@@ -244,11 +263,11 @@ class LLM:
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
         self._decoder = decoder = make_decoder(
-            self.decoding, models.target, models.proposer, longest, self.page_size, self._implementation
+            self.decoding, models.local_target, models.local_proposer, longest, self.page_size, self._implementation
         )
         self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
         params = PairParams(models.target_params, models.draft_params)
-        runner = Runner(decoder, params, self.num_pages, Programs())
+        runner = Runner(decoder, params, self.num_pages, Programs(), models.spread)
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,
@@ -261,9 +280,9 @@ class LLM:
     def _num_pages(self, page_bytes: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
         """The number of pages to take; the whole budget is logged before they are."""
         models = self.models
-        weights = {"target": _bytes_of(models.target_params)}
+        weights = {"target": bytes_on_one(models.target_params)}
         if models.draft_params is not None:
-            weights["draft"] = _bytes_of((models.target_params, models.draft_params)) - weights["target"]
+            weights["draft"] = bytes_on_one((models.target_params, models.draft_params)) - weights["target"]
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
@@ -272,8 +291,9 @@ class LLM:
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
             kv_fraction=self._kv_fraction,
+            devices=models.devices,
         )
-        logger.info("%s", Budget(device_memory(), weights, chosen * page_bytes, chosen, self.page_size))
+        logger.info("%s", Budget(memory_of_each(models.devices), weights, chosen * page_bytes, chosen, self.page_size))
         return chosen
 
     def generate(
@@ -479,8 +499,3 @@ def _check_shares(share: LLM, **of_models: object) -> None:
     for name, value in of_models.items():
         if value is not None:
             raise ValueError(f"{name} is {short(value)} and share brings the models; leave one of them out.")
-
-
-def _bytes_of(params: Any) -> int:
-    """Bytes of the arrays, each distinct array counted once."""
-    return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())

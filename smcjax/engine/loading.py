@@ -19,6 +19,7 @@ from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.settings import own_settings
+from smcjax.engine.spread import Spread
 from smcjax.model.checkpoint import (
     load_checkpoint,
     load_config,
@@ -32,9 +33,10 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
+from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
-from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
+from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
 from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
 from smcjax.rejection import RejectionDecoder
@@ -67,7 +69,9 @@ def make_decoder(
 class Models:
     """The models that `LLM` runs. Draft fields are None where no draft model is needed.
 
-    `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's.
+    `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's. With
+    `parallel` several devices hold the target together, and where `draft_divided` the draft as well, which each has
+    whole otherwise. Configs are those of whole models.
     """
 
     tokenizer: Tokenizer | None
@@ -77,6 +81,32 @@ class Models:
     draft_params: Params | EagleParams | None = None
     shared: tuple[int, ...] | None = None
     proposes: Proposer | None = None  # instead of a draft model
+    parallel: TensorParallel | None = None
+    draft_divided: bool = False
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run the models."""
+        return 1 if self.parallel is None else self.parallel.size
+
+    @property
+    def spread(self) -> Spread | None:
+        """How programs run on several devices; None on one."""
+        if self.parallel is None:
+            return None
+        return Spread(self.parallel, self.target, self.draft if self.draft_divided else None)
+
+    @property
+    def local_target(self) -> ModelConfig:
+        """The target as one device computes it."""
+        return self.target if self.parallel is None else self.parallel.local(self.target)
+
+    @property
+    def local_proposer(self) -> Proposer | ModelConfig | None:
+        """The proposer as one device computes it."""
+        if self.parallel is None or self.draft is None or not self.draft_divided:
+            return self.proposer
+        return self.parallel.local(self.draft)
 
     @property
     def proposer(self) -> Proposer | ModelConfig | None:
@@ -117,11 +147,12 @@ def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | No
 
 
 def _require_room(
-    models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None
+    models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None, devices: int = 1
 ) -> None:
     """Raises ValueError where the weights exceed the device, before a byte of them is read.
 
-    A model is its config and the quantisation in which it is loaded; `head` is one that drafts.
+    A model is its config, of what one device of several holds, and the quantisation in which it is loaded; `head` is
+    one that drafts.
     """
     kept = weights_dtype(dtype).name
     weights = {
@@ -131,7 +162,7 @@ def _require_room(
     if head is not None:
         weights["draft_model"] = eagle_bytes(head, kept)
     halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
-    require_room_for_weights(weights, halve)
+    require_room_for_weights(weights, halve, devices)
 
 
 @own_settings()
@@ -158,6 +189,8 @@ def prepared_models(
 ) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
     target_params, draft_params = models.target_params, models.draft_params
+    if models.parallel is not None:
+        return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
     if isinstance(draft_params, EagleParams):
         target_params = prepared(target_params, quantization, implementation)
         draft_params = _prepared_head(draft_params).joined(target_params.embed, target_params.unembed)
@@ -168,6 +201,29 @@ def prepared_models(
     target_params = prepared(target_params, quantization, implementation)
     if models.shared is not None:
         draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+    return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+
+
+def _prepared_on_all(
+    models: Models,
+    parallel: TensorParallel,
+    quantization: str | None,
+    draft_quantization: str | None,
+    implementation: str,
+) -> Models:
+    """`prepared_models` on several devices. A head gets what it shares with the target in its programs alone."""
+    target_params = parallel.settled(models.target, prepared(models.target_params, quantization, implementation))
+    draft_params = models.draft_params
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    elif isinstance(draft_params, EagleParams):
+        draft_params = parallel.whole(_prepared_head(draft_params))
+    elif draft_params is not None:
+        assert models.draft is not None
+        draft_params = prepared(draft_params, draft_quantization, implementation)
+        divided = models.draft_divided
+        draft_params = parallel.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
@@ -217,15 +273,19 @@ def load_models(
     page_size: int | None = None,
     sparse: SparseVerification | None = None,
     accepts: Callable[[Proposer], None] = lambda _: None,
+    parallel: TensorParallel | None = None,
+    draft_divided: bool | None = None,
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
     Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
     with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
     so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
-    raises ValueError for a head that the decoder cannot use, before weights are read. Raises ValueError for a pair that
-    is only half given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a
-    target that cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
+    raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its devices hold
+    the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights. Raises
+    ValueError for a pair that is only half given, whose vocabularies differ or whose attention cannot use pages of
+    `page_size` tokens, and for a target that cannot be verified by `sparse`; CheckpointError for a directory that
+    cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -239,20 +299,33 @@ def load_models(
     def as_stored(path: Path, quantization: str | None) -> str | None:
         return quantization if quantization is not None and stores_int8(path) else None
 
+    devices = 1 if parallel is None else parallel.size
+
+    def as_held(config: ModelConfig) -> ModelConfig:
+        return held_by_one(config, devices)
+
     path = _path("revision", model, revision, "target")
     tokenizer = Tokenizer.load(path)
     target = load_config(path)
     check_pages(target, page_size)
+    if parallel is not None:
+        check_split(target, devices, "the target", "tensor_parallel_size", int8=quantization is not None)
     if sparse is not None:
         sparse.check(target.selecting.values())
     if not needs_draft or draft_model == NGRAM:
-        _require_room({"model": (target, as_stored(path, quantization))}, dtype)
-        return Models(tokenizer, *load_checkpoint(path, dtype, quantization), proposes=NGram() if needs_draft else None)
+        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, devices=devices)
+        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
+        proposes = NGram() if needs_draft else None
+        return Models(tokenizer, target, target_params, proposes=proposes, parallel=parallel)
 
     dropped = tuple(draft_drop_layers or ())
     draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
     if is_eagle(draft_path):
-        of_models = {"draft_quantization": draft_quantization, "draft_drop_layers": draft_drop_layers}
+        of_models = {
+            "draft_quantization": draft_quantization,
+            "draft_drop_layers": draft_drop_layers,
+            "draft_tensor_parallel_size": devices if draft_divided else None,
+        }
         for name, value in of_models.items():
             if value is not None:
                 raise ValueError(
@@ -260,10 +333,12 @@ def load_models(
                 )
         head = load_eagle_config(draft_path, target)
         accepts(Eagle(head))
-        _require_room({"model": (target, as_stored(path, quantization))}, dtype, head)
-        target, target_params = load_checkpoint(path, dtype, quantization)
+        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, head, devices)
+        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
         head, head_params = load_eagle(draft_path, target, dtype)
-        return Models(tokenizer, target, target_params, draft_params=head_params, proposes=Eagle(head))
+        return Models(
+            tokenizer, target, target_params, draft_params=head_params, proposes=Eagle(head), parallel=parallel
+        )
     draft_tokenizer = Tokenizer.load(draft_path)
     whole_draft = load_config(draft_path)
     check_pages(whole_draft, page_size)
@@ -272,16 +347,44 @@ def load_models(
     except ValueError as error:
         raise ValueError(f"draft_drop_layers: {error}.") from None
     shared = quantization == draft_quantization and draft_path.resolve() == path.resolve()
-    loaded = {"model": (target, as_stored(path, quantization))}
+    if shared and parallel is not None and draft_divided is False:
+        raise ValueError(
+            f"draft_tensor_parallel_size is 1 and the draft has the weights of the target, which {devices} devices "
+            "hold together; omit it."
+        )
+    draft_parallel = parallel if draft_divided or shared else None
+    if draft_parallel is not None:
+        option = "draft_tensor_parallel_size"
+        check_split(whole_draft, devices, "the draft", option, int8=draft_quantization is not None)
+    loaded = {"model": (as_held(target), as_stored(path, quantization))}
     if not shared:
-        loaded["draft_model"] = whole_draft, as_stored(draft_path, draft_quantization)
-    _require_room(loaded, dtype)
-    target, target_params = load_checkpoint(path, dtype, quantization)
+        held = whole_draft if draft_parallel is None else as_held(whole_draft)
+        loaded["draft_model"] = held, as_stored(draft_path, draft_quantization)
+    _require_room(loaded, dtype, devices=devices)
+    target, target_params = load_checkpoint(path, dtype, quantization, parallel)
     whole_draft, whole_params = (
-        (target, target_params) if shared else load_checkpoint(draft_path, dtype, draft_quantization)
+        (target, target_params) if shared else load_checkpoint(draft_path, dtype, draft_quantization, draft_parallel)
     )
     draft, draft_params = drop_layers(whole_draft, whole_params, dropped)
     size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
-    target, target_params = trim_vocabulary(target, target_params, size)
-    draft, draft_params = trim_vocabulary(draft, draft_params, size)
-    return Models(tokenizer, target, target_params, draft, draft_params, dropped if shared else None)
+    target, target_params = _trimmed(target, target_params, size, parallel)
+    draft, draft_params = _trimmed(draft, draft_params, size, draft_parallel)
+    shared_layers = dropped if shared else None
+    divided = draft_parallel is not None
+    return Models(
+        tokenizer,
+        target,
+        target_params,
+        draft,
+        draft_params,
+        shared_layers,
+        parallel=parallel,
+        draft_divided=divided,
+    )
+
+
+def _trimmed(
+    config: ModelConfig, params: Params, size: int, parallel: TensorParallel | None
+) -> tuple[ModelConfig, Params]:
+    """The model with `size` token ids. Divided among devices, the rows beyond stay, and are no tokens'."""
+    return trim_vocabulary(config, params, size) if parallel is None else (trimmed_config(config, size), params)

@@ -50,6 +50,11 @@ def device_memory() -> int:
     return limit
 
 
+def memory_of_each(devices: int) -> int:
+    """Bytes of the memory of each of several devices: of the host's, where that is theirs, an equal part."""
+    return device_memory() if gpu_memory() is not None else device_memory() // devices
+
+
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> int:
     """Bytes of a model's weights as the engine keeps them: in `config.dtype` or quantised, on a CPU in float32."""
     shapes = param_shapes(config, "float32" if on_cpu() else config.dtype)
@@ -57,13 +62,19 @@ def weight_bytes(config: ModelConfig, quantization: str | None = None) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def require_room_for_weights(weights: dict[str, int], mend: str) -> None:
-    """Raises ValueError, ending in `mend`, where the weights alone (bytes by name) exceed the device's memory."""
-    if sum(weights.values()) > device_memory():
+def require_room_for_weights(weights: dict[str, int], mend: str, devices: int = 1) -> None:
+    """Raises ValueError, ending in `mend`, where the weights alone (bytes by name) exceed the device's memory.
+
+    Of several `devices` each has to hold so many.
+    """
+    memory = memory_of_each(devices)
+    if sum(weights.values()) > memory:
         each = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in weights.items())
+        where = "the device has" if devices == 1 else f"each of {devices} devices has"
+        held = "take" if devices == 1 else "take on each device"
         raise ValueError(
-            f"the weights of these models take {sum(weights.values()) / 1e9:.1f} GB ({each}) and the device has "
-            f"{device_memory() / 1e9:.1f} GB; {mend}."
+            f"the weights of these models {held} {sum(weights.values()) / 1e9:.1f} GB ({each}) and {where} "
+            f"{memory / 1e9:.1f} GB; {mend}."
         )
 
 
@@ -108,14 +119,16 @@ def choose_num_pages(
     weight_bytes: int,
     gpu_memory_utilization: float,
     kv_fraction: float = 1.0,
+    devices: int = 1,
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
     `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what the
     weights leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
+    Bytes are those of one device of several.
     Raises ValueError where pages and weights do not fit the device, or not even one largest request does.
     """
-    free = device_memory() - weight_bytes
+    free = memory_of_each(devices) - weight_bytes
     if num_pages is not None:
         if num_pages * page_bytes > free:
             raise ValueError(
@@ -125,7 +138,7 @@ def choose_num_pages(
         return num_pages
     gpu = gpu_memory()
     if gpu is None:
-        available = min(free, max(CPU_KV_BYTES, page_bytes * (largest_request + 1)))
+        available = min(free, max(CPU_KV_BYTES // devices, page_bytes * (largest_request + 1)))
     else:
         available = int(kv_fraction * (int(gpu * gpu_memory_utilization) - weight_bytes))
     affordable = available // page_bytes - 1

@@ -249,25 +249,32 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(described, tree)
 
 
-def step_job(function: Callable[..., Any], program: Any, params: Any, state: Any, *others: Any) -> Job:
+def step_job(
+    function: Callable[..., Any], program: Any, params: Any, state: Any, *others: Any, spread: Any = None
+) -> Job:
     """A decoding step of (params, state, …), which donates its state. All but `params` are abstract.
+
+    `spread`: the `smcjax.engine.spread.Spread` over several devices; None: one.
 
     On an H200 cuBLAS streams bf16 weights past a verify's rows faster than XLA's Triton products do, which XLA's own
     timing of single products does not see (docs/kernels.md). Int8 weights that XLA multiplies need Triton to be
     converted on the way, products of a few rows are not faster without, and "xla" is XLA as it is by itself.
     """
     job = Job(function, (1,), (abstract(params), state, *others))
+    if spread is not None:
+        job = spread.job(job)
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
         by_kernels = uses_kernels()
     if few or jax.default_backend() != "gpu" or not by_kernels:
         return job
-    asked = matmuls_asked(function, *job.arguments)
+    asked = matmuls_asked(job.function, *job.arguments)
     if any(what.dtype != "bfloat16" for what in asked):
         return job
 
     def hints() -> dict[Matmul, AlgorithmHint]:
-        return chosen_hints(params.target, asked, CUBLAS_PRODUCTS)
+        target = params.target if spread is None else spread.on_first(params.target)
+        return chosen_hints(target, asked, CUBLAS_PRODUCTS)
 
     return job._replace(options=CUBLAS_PRODUCTS, hints=hints)
 

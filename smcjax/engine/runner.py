@@ -34,6 +34,7 @@ from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, st
 from smcjax.engine.requests import Request, make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.settings import own_settings
+from smcjax.engine.spread import Spread
 from smcjax.kv import TRASH, drop, keep
 from smcjax.numerics import key_of
 
@@ -71,11 +72,19 @@ class Runner:
     """One decoder's programs and state.
 
     Methods take a `program` where there may be several: the decoder, or the same with fields set that some requests ask
-    for (`smcjax.engine.extras`).
+    for (`smcjax.engine.extras`). With `spread` all programs run on its devices, `decoder` being that of one of them.
     """
 
-    def __init__(self, decoder: Decoder[Any, Any, Any], params: PairParams, num_pages: int, programs: Programs) -> None:
+    def __init__(
+        self,
+        decoder: Decoder[Any, Any, Any],
+        params: PairParams,
+        num_pages: int,
+        programs: Programs,
+        spread: Spread | None = None,
+    ) -> None:
         self.program = decoder
+        self.spread = spread
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
@@ -92,7 +101,14 @@ class Runner:
         return self.program.create_memory(self.params, self.num_pages)
 
     def _create_memory(self) -> Any:
-        return jax.jit(lambda: self._new_memory())()
+        return jax.jit(lambda: self._new_memory())() if self.spread is None else self.spread.run(self._new_memory)
+
+    def _put(self, tree: Any) -> Any:
+        """Sends arrays of the host to the device, or to all."""
+        return jax.device_put(tree) if self.spread is None else self.spread.put(tree)
+
+    def _job(self, job: Job) -> Job:
+        return job if self.spread is None else self.spread.job(job)
 
     @own_settings()
     def take_memory(self, fill: Callable[[Any], Any] = lambda memory: memory) -> None:
@@ -100,7 +116,7 @@ class Runner:
         if self.memory is None:
             self._memory = fill(self._create_memory())
         if self.cached is None:
-            self.cached = jax.device_put(np.full(self.cache_slots, TRASH, np.int32))
+            self.cached = self._put(np.full(self.cache_slots, TRASH, np.int32))
 
     @own_settings()
     def _chunk_lengths(self) -> ChunkLengths:
@@ -152,7 +168,7 @@ class Runner:
         else:
             lanes = np.where(np.asarray(sources) < 0, self.size, sources).astype(np.int32)
             groups, memory = dataclasses.replace(self.state, memory=None), self.state.memory
-            self.state = self.programs[(self.size, size), "move"](groups, memory, jax.device_put(lanes))
+            self.state = self.programs[(self.size, size), "move"](groups, memory, self._put(lanes))
         self.size = size
 
     def evict(self, slots: Sequence[int]) -> None:
@@ -160,7 +176,7 @@ class Runner:
         marked = np.zeros(self.cache_slots, bool)
         marked[list(slots)] = True
         memory = self.state.memory
-        pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, jax.device_put(marked))
+        pool, self.cached = self.programs["cache", "evict"](memory.pool, self.cached, self._put(marked))
         self.state = dataclasses.replace(self.state, memory=dataclasses.replace(memory, pool=pool))
 
     def join(self, batch: Batch, cached: Mapping[int, Sequence[int]]) -> None:
@@ -171,7 +187,7 @@ class Runner:
         slots = np.full((self.size, self.program.max_pages), self.cache_slots, np.int32)
         for lane, some in cached.items():
             slots[lane, : len(some)] = some
-        arrays, prefix = jax.device_put((dataclasses.asdict(batch), slots))
+        arrays, prefix = self._put((dataclasses.asdict(batch), slots))
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
     def adjust(self, requests: Mapping[int, Request]) -> None:
@@ -179,7 +195,7 @@ class Runner:
         whose = (self.size, *((lane, request.request_id) for lane, request in requests.items()))
         if whose != self._adjusted:
             adjustments = make_adjustments(requests, self.size, self.program.target.vocab_size)
-            self._adjustments = jax.device_put(Adjustments(**adjustments))  # type: ignore[arg-type]
+            self._adjustments = self._put(Adjustments(**adjustments))  # type: ignore[arg-type]
             self._adjusted = whose
 
     def _extra(self, program: Any) -> tuple[Any, ...]:
@@ -201,7 +217,7 @@ class Runner:
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
         call = self.programs[program, self.size, count, length, "prefill"]
-        asked = jax.device_put((lanes, start_at, cached, slots))
+        asked = self._put((lanes, start_at, cached, slots))
         (self.state, self.cached), first = call(self.params, self.state, self.cached, *asked, *self._extra(program))
         return first
 
@@ -217,7 +233,7 @@ class Runner:
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
         """The population of a lane, one group, which is free from now on, and how many pages are then."""
-        population, self.state, free = self.programs[self.size, "leave"](self.state, jax.device_put(np.int32(lane)))
+        population, self.state, free = self.programs[self.size, "leave"](self.state, self._put(np.int32(lane)))
         return population, free
 
     # Compiling.
@@ -267,18 +283,21 @@ class Runner:
             return _adjusted(state), info, state.memory.pool.num_free
 
         jobs: dict[Any, Job] = {
+            (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra, spread=self.spread),
+        }
+        plain: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
             ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
             (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
-            (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra),
         }
         for count, length in {(1, self.chunks.alone), (1, self.chunks.together), (size, self.chunks.together)}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
-            jobs[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
-        return {key: job._replace(identity=(self.program, size, key)) for key, job in jobs.items()}
+            plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
+        jobs |= {key: self._job(job) for key, job in plain.items()}
+        return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
         _, state = self._abstract_state(old_size)
@@ -291,7 +310,7 @@ class Runner:
 
         arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
         key = ((old_size, size), "move")
-        return {key: Job(move, (1,), arguments, identity=(self.program, key))}
+        return {key: self._job(Job(move, (1,), arguments, identity=(self.program, self.spread, key)))}
 
     def _empty(self, memory: Any, size: int) -> Any:
         """Makes a state without groups."""

@@ -22,6 +22,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import GGUF_NAMES, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
+from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, with_scales
@@ -167,9 +168,14 @@ def _require_plausible(directory: Path, config: ModelConfig, bytes_each: int) ->
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], dtype: Any = None, quantization: str | None = None
+    directory: str | os.PathLike[str],
+    dtype: Any = None,
+    quantization: str | None = None,
+    parallel: TensorParallel | None = None,
 ) -> tuple[ModelConfig, Params]:
     """The model of a Hugging Face directory (or hub id) or of a GGUF file, weights on the default device.
+
+    With `parallel` they are divided among its devices as they are read: none ever has more than its own pieces.
 
     `dtype` is that of every weight: "float32", "bfloat16" or the jnp dtype; None and "auto" mean bfloat16, on CPU
     float32. Files may hold float16, bfloat16, float32 or float64, in one file or in shards; a GGUF file may hold every
@@ -201,13 +207,19 @@ def load_checkpoint(
     account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
 
     leaves = []
-    for stack, shape, as_int8 in zip(stacks, jax.tree.leaves(shapes), keep, strict=True):
+    layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size))
+    for stack, shape, as_int8, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
         parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
         leaf: Any
         if as_int8 and any(name in source.scales for name, _ in parts):
-            leaf = _read_int8(source, parts, shape)
+            values, scale, kept = *_read_int8(source, parts, shape), jnp.dtype(shape.dtype).name
+            if parallel is None:
+                leaf = Int8(jax.jit(interleave)(values), jnp.asarray(scale), kept)
+            else:
+                leaf = parallel.place_int8(values, scale, layout, kept)
         else:
-            leaf = jax.device_put(read_stack(source, parts, shape, stack.offset))
+            read = read_stack(source, parts, shape, stack.offset)
+            leaf = jax.device_put(read) if parallel is None else parallel.place(read, layout)
         leaves.append(jax.block_until_ready(leaf))
     return config, jax.tree.unflatten(treedef, leaves)
 
@@ -233,7 +245,9 @@ def read_stack(
     return buffer
 
 
-def _read_int8(source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct) -> Int8:
+def _read_int8(
+    source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct
+) -> tuple[np.ndarray, np.ndarray]:
     """The numbers and scales of tensors in int8; those of another dtype are rounded to it, row by row as ever."""
     values, scale = np.empty(shape.shape, np.int8), np.empty(shape.shape[0], np.float32)
     for name, rows, place in _chunks(parts):
@@ -242,7 +256,7 @@ def _read_int8(source: Source, parts: Iterable[tuple[str, int]], shape: jax.Shap
         else:
             rounded = jax.jit(quantize_matrix)(source.rows(name)[rows].astype(shape.dtype))
             values[place], scale[place] = restore(rounded.values), rounded.scale
-    return Int8(jax.jit(interleave)(values), jnp.asarray(scale), jnp.dtype(shape.dtype).name)
+    return values, scale
 
 
 def weights_dtype(dtype: Any) -> np.dtype:

@@ -111,14 +111,16 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     embedding; what a training run starts from and what a speed benchmark runs on."""
     shapes = param_shapes(config, dtype)
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = []
-    for (path, leaf), leaf_key in zip(flat, jax.random.split(key, len(flat)), strict=True):
-        name = jax.tree_util.keystr(path)
-        if "norm" in name:
-            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
-        elif "bias" in name:
-            leaves.append(jnp.zeros(leaf.shape, leaf.dtype))
-        else:
-            scale = 0.02 if name == ".embed" else 1.0 / math.sqrt(leaf.shape[-1])
-            leaves.append((jax.random.normal(leaf_key, leaf.shape, jnp.float32) * scale).astype(leaf.dtype))
+    keyed = zip(flat, jax.random.split(key, len(flat)), strict=True)
+    leaves = [init_leaf(jax.tree_util.keystr(path), leaf, leaf_key) for (path, leaf), leaf_key in keyed]
     return jax.tree.unflatten(treedef, leaves)
+
+
+def init_leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    """The random array of `init_params` with this path in the tree."""
+    if "norm" in name:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    if "bias" in name:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    scale = 0.02 if name == ".embed" else 1.0 / math.sqrt(leaf.shape[-1])
+    return (jax.random.normal(key, leaf.shape, jnp.float32) * scale).astype(leaf.dtype)

@@ -62,8 +62,17 @@ def _require_equal(target: dict[str, int], draft: dict[str, int]) -> None:
 
 def trim_vocabulary(config: ModelConfig, params: Params, vocab_size: int) -> tuple[ModelConfig, Params]:
     """Cuts a model to its first `vocab_size` token ids: drops the rows beyond from embedding and head."""
-    if vocab_size == config.vocab_size:
+    config, whole = trimmed_config(config, vocab_size), config
+    if config == whole:
         return config, params
+    embed, lm_head = jax.tree.map(lambda rows: rows[:vocab_size], (params.embed, params.lm_head))  # packed ones too
+    return config, dataclasses.replace(params, embed=embed, lm_head=lm_head)
+
+
+def trimmed_config(config: ModelConfig, vocab_size: int) -> ModelConfig:
+    """The configuration that `trim_vocabulary` returns. Raises ValueError where the model needs the ids beyond."""
+    if vocab_size == config.vocab_size:
+        return config
     if not 0 < vocab_size < config.vocab_size:
         raise ValueError(f"vocab_size is {vocab_size}, but must lie in 1…{config.vocab_size}, the model's own")
     ids = [*config.eos_token_ids, *([] if config.bos_token_id is None else [config.bos_token_id])]
@@ -72,6 +81,4 @@ def trim_vocabulary(config: ModelConfig, params: Params, vocab_size: int) -> tup
             f"vocab_size is {vocab_size}, which cuts off the model's own BOS or EOS ids {ids}; "
             "use two models whose vocabularies hold them"
         )
-    embed, lm_head = jax.tree.map(lambda rows: rows[:vocab_size], (params.embed, params.lm_head))  # packed ones too
-    trimmed = dataclasses.replace(params, embed=embed, lm_head=lm_head)
-    return dataclasses.replace(config, vocab_size=vocab_size), trimmed
+    return dataclasses.replace(config, vocab_size=vocab_size)

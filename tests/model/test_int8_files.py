@@ -250,7 +250,7 @@ def test_an_engine_keeps_what_is_stored(tmp_path: Path, monkeypatch: pytest.Monk
     write_tokenizer(tmp_path / "target")
     draft = write_model(tmp_path / "draft", 264, 2)
     seen: dict[str, int] = {}
-    monkeypatch.setattr("smcjax.engine.loading.require_room_for_weights", lambda weights, mend: seen.update(weights))
+    monkeypatch.setattr("smcjax.engine.loading.require_room_for_weights", lambda weights, *_: seen.update(weights))
     monkeypatch.setattr("smcjax.engine.memory.on_cpu", lambda: False)
     sizes = []
     for quantization in ("int8", None):

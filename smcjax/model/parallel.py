@@ -1,0 +1,276 @@
+"""One model on several devices of a host: tensor parallelism.
+
+    device i of n has     of every layer its H/n query heads with the rows of qkv and the columns of o that are theirs,
+                          F/n entries of the MLP, with their rows of gate and up and columns of down; of embedding and
+                          LM head the rows of ⌈V/n⌉ tokens; norms and biases of the residual stream whole
+    all devices have      the residual stream, logits, and everything that is no model: the same numbers
+
+So a device's layer is a layer of a smaller model, which its own config describes (`TensorParallel.local`), and what
+computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.seen`). Each sums over
+devices once behind attention and once behind the MLP.
+
+Rows of qkv and gate_up lie shard by shard, each device's q, k and v together, so that one contiguous slice is a
+device's fused matrix. Of key-value heads a device has Hkv/n, or one that n/Hkv devices have alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from smcjax.matmul import COLUMNS, Int8, RowParallel, VocabularyParallel, interleave, is_packed
+from smcjax.model.attention import Full, SlidingWindow
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import Params, init_leaf, param_shapes
+
+AXIS = "model"  # of the mesh
+KINDS = (Full, SlidingWindow)  # of attention whose heads do not know of each other
+MOST_DEVICES = 64  # that a sentence tries when it says which numbers fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Says how n devices hold one array together.
+
+    Attributes:
+        axis: the dimension that is divided; None: every device has the whole array.
+        runs: lengths along it, one behind the other, each with the number of parts that it is divided into: device i
+            has part ⌊i · parts / n⌋ of every run. What a last part lacks is filled up with zeros.
+    """
+
+    axis: int | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The layout as `jax.sharding` has it: the devices' pieces, one behind the other."""
+        return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, AXIS)
+
+    def pieces(self, array: np.ndarray, size: int) -> list[np.ndarray]:
+        """Divides a host's array among `size` devices."""
+        if self.axis is None:
+            return [array] * size
+        by_axis = np.moveaxis(array, self.axis, 0)
+        starts = np.cumsum([0, *(length for length, _ in self.runs)])
+
+        def piece(device: int) -> np.ndarray:
+            taken = []
+            for start, (length, parts) in zip(starts, self.runs, strict=False):
+                each = -(-length // parts)
+                begin = min(device * parts // size * each, length)
+                part = by_axis[start + begin : start + min(begin + each, length)]
+                taken.append(part)
+                if len(part) < each:
+                    taken.append(np.zeros((each - len(part), *part.shape[1:]), part.dtype))
+            joined = taken[0] if len(taken) == 1 else np.concatenate(taken)
+            return np.ascontiguousarray(np.moveaxis(joined, 0, self.axis or 0))
+
+        return [piece(device) for device in range(size)]
+
+
+def layouts(config: ModelConfig, size: int) -> Params:
+    """A tree like `param_shapes(config)`, whose leaves are the arrays' layouts over `size` devices."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    kv_parts, f = min(size, config.num_kv_heads), config.intermediate_size
+    of_rows = {"qkv": ((q, size), (kv, kv_parts), (kv, kv_parts)), "gate_up": ((f, size), (f, size))}
+    of_rows |= {f"{name}_bias": runs for name, runs in of_rows.items()}
+    of_rows |= dict.fromkeys(("embed", "lm_head"), ((config.vocab_size, size),))
+    of_columns = {"o": ((q, size),), "down": ((f, size),)}
+
+    def layout(path: Any, _: Any) -> Layout:
+        name = path[-1].name
+        return (
+            Layout(0, of_rows[name])
+            if name in of_rows
+            else Layout(1, of_columns[name])
+            if name in of_columns
+            else WHOLE
+        )
+
+    found: Params = jax.tree_util.tree_map_with_path(layout, param_shapes(config, "float32"))
+    return found
+
+
+WHOLE = Layout()
+
+
+def check_split(config: ModelConfig, size: int, model: str, argument: str, *, int8: bool = False) -> None:
+    """Raises ValueError where `size` devices cannot hold a model together: its name, and that of the argument."""
+    others = [str(layer.attention) for layer in config.layers if not isinstance(layer.attention, KINDS)]
+    if others:
+        raise ValueError(
+            f"{argument} is {size} and {model} attends by {others[0].partition('(')[0]}, whose heads are not divided "
+            "among devices; use 1."
+        )
+    if not fits(config, size, int8):
+        fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
+        several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
+        raise ValueError(
+            f"{argument} is {size} and {model} has {config.num_heads} attention heads, {config.num_kv_heads} key-value "
+            f"heads and intermediate size {config.intermediate_size}{' in int8' if int8 else ''}, which {size} devices "
+            f"cannot divide evenly; use {several}."
+        )
+
+
+def fits(config: ModelConfig, size: int, int8: bool = False) -> bool:
+    """True where every one of `size` devices gets as much, and all queries of a device their key-value heads."""
+    heads, kv_heads, f = config.num_heads, config.num_kv_heads, config.intermediate_size
+    inputs = (heads * config.head_dim, f)
+    # Columns of int8 matrices are stored in an order within each 16.
+    whole = not int8 or all(width % COLUMNS or not (width // size) % COLUMNS for width in inputs)
+    return not heads % size and not f % size and (not kv_heads % size or not size % kv_heads) and whole
+
+
+def local_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The model that each of `size` devices computes, with all tokens' logits."""
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def held_by_one(config: ModelConfig, size: int) -> ModelConfig:
+    """A model with as many weights and as much KV as each of `size` devices holds: for counting bytes."""
+    return dataclasses.replace(local_config(config, size), vocab_size=-(-config.vocab_size // size))
+
+
+def devices_of_host(size: int, argument: str = "tensor_parallel_size") -> TensorParallel:
+    """The first `size` devices of this process. Raises ValueError where there are not as many alike."""
+    devices = jax.local_devices()
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{argument} is {size} and this is one of {jax.process_count()} JAX processes; only devices of one process "
+            "hold a model together, so use one process, or 1."
+        )
+    if size > len(devices):
+        here = f"{len(devices)} device{'s' if len(devices) > 1 else ''} here ({devices[0].platform})"
+        raise ValueError(f"{argument} is {size} and JAX has {here}; use at most {len(devices)}.")
+    kinds = sorted({device.device_kind for device in devices[:size]})
+    if len(kinds) > 1:
+        raise ValueError(f"{argument} is {size} and those devices are not alike ({', '.join(kinds)}); use alike ones.")
+    return TensorParallel(Mesh(np.array(devices[:size]), (AXIS,), axis_types=(AxisType.Auto,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """Devices that hold a model together, in a mesh of one axis."""
+
+    mesh: Mesh
+
+    @property
+    def size(self) -> int:
+        """n, the number of devices."""
+        return self.mesh.size
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The model that a device computes: with its heads and its entries of the MLP, and every token."""
+        return local_config(config, self.size)
+
+    def whole[P](self, params: P) -> P:
+        """The weights on every device, all of them."""
+        everywhere: P = jax.device_put(params, self.everywhere)
+        return jax.block_until_ready(everywhere)
+
+    def sharding(self, layout: Layout) -> NamedSharding:
+        """The layout on these devices."""
+        return NamedSharding(self.mesh, layout.spec)
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Each device has all of an array."""
+        return self.sharding(WHOLE)
+
+    def place(self, array: np.ndarray, layout: Layout) -> jax.Array:
+        """Puts a host's array on the devices, on each its own piece and no more."""
+        return self._joined(layout.pieces(array, self.size), layout)
+
+    def place_int8(self, values: np.ndarray, scale: np.ndarray, layout: Layout, dtype: str) -> Int8:
+        """Puts an int8 matrix, its columns in their own order, and its scales on the devices."""
+        order = jax.jit(interleave)
+        placed = [
+            order(jax.device_put(piece, device)) for piece, device in self._dealt(layout.pieces(values, self.size))
+        ]
+        of_scale = layout if layout.axis == 0 else WHOLE
+        return Int8(self._joined(placed, layout), self.place(scale, of_scale), dtype)
+
+    def _dealt(self, pieces: Sequence[Any]) -> list[tuple[Any, jax.Device]]:
+        return list(zip(pieces, self.mesh.devices.flat, strict=True))
+
+    def _joined(self, pieces: Sequence[Any], layout: Layout) -> jax.Array:
+        shape = list(pieces[0].shape)
+        if layout.axis is not None:
+            shape[layout.axis] *= self.size
+        own = [jax.device_put(piece, device) for piece, device in self._dealt(pieces)]
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(layout), own)
+
+    def settled(self, config: ModelConfig, params: Params) -> Params:
+        """The weights where they belong, should a conversion of them have left some elsewhere."""
+
+        def settle(layout: Layout, leaf: Any) -> Any:
+            if leaf is None or not is_packed(leaf):
+                return leaf if leaf is None else jax.device_put(leaf, self.sharding(layout))
+            of_scale = layout if layout.axis == 0 else WHOLE
+            places = Int8(self.sharding(layout), self.sharding(of_scale), leaf.compute_dtype)
+            return jax.device_put(leaf, places)
+
+        # Norms that are folded are None by now.
+        whole = layouts(config, self.size)
+        return jax.tree.map(settle, whole, params, is_leaf=lambda x: x is None or isinstance(x, Layout))
+
+    def seen(self, config: ModelConfig, params: Params) -> Params:
+        """A device's own pieces as matrices that sum and gather: `config` is the whole model's. Within `shard_map`."""
+
+        def by_token(leaf: Any) -> VocabularyParallel:
+            return VocabularyParallel(leaf, AXIS, config.vocab_size)
+
+        return dataclasses.replace(
+            params,
+            embed=by_token(params.embed),
+            layers=tuple(
+                dataclasses.replace(layer, o=RowParallel(layer.o, AXIS), down=RowParallel(layer.down, AXIS))
+                for layer in params.layers
+            ),
+            lm_head=None if params.lm_head is None else by_token(params.lm_head),
+        )
+
+    def random_params(self, config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
+        """Random weights as `init_params` describes them, each device's made there. Not the numbers of one device."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(param_shapes(held_by_one(config, self.size), dtype))
+        leaves = []
+        layout_of = jax.tree.leaves(layouts(config, self.size))
+        keys = jax.random.split(key, len(flat))
+        for (path, leaf), layout, leaf_key in zip(flat, layout_of, keys, strict=True):
+            shape = list(leaf.shape)
+            if layout.axis is not None:
+                shape[layout.axis] *= self.size
+            whole = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+            make = jax.jit(init_leaf, static_argnums=(0, 1), out_shardings=self.sharding(layout))
+            leaves.append(make(jax.tree_util.keystr(path), whole, leaf_key))
+        made: Params = jax.tree.unflatten(treedef, leaves)
+        return made
+
+
+def split_params(params: Params, config: ModelConfig, parallel: TensorParallel) -> Params:
+    """Plain weights of one device, divided among several."""
+
+    def split(leaf: Any, layout: Layout) -> jax.Array:
+        return parallel.place(np.asarray(leaf), layout)
+
+    divided: Params = jax.tree.map(split, params, layouts(config, parallel.size))
+    return divided
+
+
+def bytes_on_one(tree: Any) -> int:
+    """Bytes of these arrays that one device holds, each distinct array counted once."""
+    distinct = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize for leaf in distinct
+    )

@@ -1,0 +1,303 @@
+"""Tensor parallelism on eight virtual devices: the tokens of one device, by every decoder, and the engine's laws.
+
+Run by `test_parallel.py` in a process of its own, for XLA is told the number of devices when it starts. In f32 the
+order in which devices' sums are added up changes logits in the last bits alone, and no draw here is that close.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax.decoding.groups import PairParams
+from smcjax.engine import loading
+from smcjax.engine.programs import Programs
+from smcjax.engine.runner import Runner
+from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.spread import Spread
+from smcjax.model.folding import fold_norms
+from smcjax.model.parallel import (
+    Layout,
+    devices_of_host,
+    held_by_one,
+    layouts,
+)
+from smcjax.model.params import param_shapes
+from tests.checkpoints import write_model
+from tests.engine.test_eagle import TARGET
+from tests.model.parallel_laws import SHAPE
+from tests.model.test_eagle import HEAD
+from tests.pallas import seal
+
+TARGET_SHAPE = {**SHAPE, "num_layers": 1, "hidden_size": 16}
+PROMPTS = [b"a tale of two", b"a tale of three cities", b"no"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _eight_devices() -> None:
+    assert jax.device_count() >= 8, "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """271 ids are no multiple of any number of devices, nor are the 264 that the draft leaves of them of 16."""
+    return write_model(tmp_path_factory.mktemp("pair") / "target", 271, 1, **TARGET_SHAPE)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with a layer that its draft can do without."""
+    return write_model(tmp_path_factory.mktemp("deep") / "target", 271, 1, **{**TARGET_SHAPE, "num_layers": 2})
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    fields = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    return write_model(tmp_path_factory.mktemp("pair") / "draft", 264, 2, hidden_size=12, **fields)
+
+
+# Decoders.
+
+
+def answers(target: str, draft: str | None, decoding: Any, size: int, **changes: Any) -> list[Any]:
+    """All that requests see of three answers but log-probabilities, which differ in their last bits."""
+    fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 1, "page_size": 4, "dtype": "float32"}
+    with LLM(target, draft_model=draft, decoding=decoding, tensor_parallel_size=size, **{**fields, **changes}) as llm:
+        found = asked(llm)
+        if size > 1:
+            same_everywhere(llm)
+        return found
+
+
+@functools.cache
+def alone(target: str, draft: str | None, decoding: Any, **changes: Any) -> list[Any]:
+    """The answers of one device."""
+    return answers(target, draft, decoding, 1, **changes)
+
+
+def asked(llm: LLM, top: int = 256) -> list[Any]:
+    llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(16, 16)  # one program fewer
+    params = [
+        SamplingParams(max_tokens=17, temperature=1.0, seed=seed, ignore_eos=True, logprobs=0)
+        for seed in range(len(PROMPTS))
+    ]
+    prompts = [{"prompt_token_ids": [byte % top for byte in prompt]} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [told(output) for output in outputs]
+
+
+def told(output: Any) -> Any:
+    particles = None if output.smc is None else [particle.token_ids for particle in output.smc.particles]
+    return output.outputs[0].token_ids, particles
+
+
+def same_everywhere(llm: LLM) -> None:
+    """What all devices have whole they have alike, to the last bit."""
+    runner = llm.engine.runner
+    whole = [leaf for leaf in jax.tree.leaves((runner.state, runner.cached)) if leaf.is_fully_replicated]
+    assert len(whole) > 20
+    for leaf in whole:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(others) + 1 == llm.models.devices
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+DECODERS = {
+    "smc": (SMC(4, 3), 8),
+    "smc-control": (SMC(4, 3, control=0.3), 4),
+    "rejection": (Rejection(gamma=3), 2),
+    "block": (Rejection(gamma=3, verification="block"), 4),
+    "candidates": (Rejection(gamma=3, n_candidates=2), 2),
+    "tree": (Rejection(tree=(2, 1)), 2),
+    "autoregressive": (Autoregressive(), 8),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> None:
+    decoding, size = DECODERS[name]
+    assert answers(target, draft, decoding, size) == alone(target, draft, decoding)
+
+
+VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "draft divided too": (SMC(4, 3), 2, {"draft_tensor_parallel_size": 2}),
+    "draft of the target": (SMC(3, 2), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
+    "n-grams": (Rejection(gamma=3), 8, {"draft_model": "ngram"}),
+    "int8": (Rejection(gamma=3), 2, {"quantization": "int8", "draft_quantization": "int8"}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, draft: str) -> None:
+    decoding, size, changes = VARIANTS[name]
+    options = {"draft_model": draft, **changes}
+    of_draft = options.pop("draft_model")
+    on_one = {key: value for key, value in options.items() if key != "draft_tensor_parallel_size"}
+    model = deep if "draft_drop_layers" in options else target
+    assert answers(model, of_draft, decoding, size, **options) == alone(model, of_draft, decoding, **on_one)
+
+
+def test_an_eagle_head_reads_what_devices_hold_of_its_target() -> None:
+    def by(size: int) -> list[Any]:
+        fields = {"max_model_len": 48, "max_num_seqs": 1, "page_size": 4, "dtype": "float32"}
+        with LLM(TARGET, draft_model=HEAD, decoding=Rejection(gamma=3), tensor_parallel_size=size, **fields) as llm:
+            return asked(llm)
+
+    assert by(2) == by(1)
+
+
+# The engine.
+
+
+@pytest.fixture(scope="module")
+def pressed(target: str, draft: str) -> Iterator[LLM]:
+    """Two requests at a time on two devices, in memory for little more than one, prompts read page by page."""
+    fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4, "dtype": "float32"}
+    with LLM(
+        target,
+        draft_model=draft,
+        decoding=SMC(3, 2, ess_threshold=0.0),  # rows that are never resampled share few pages
+        tensor_parallel_size=2,
+        admission="optimistic",
+        num_pages=26,
+        **fields,
+    ) as llm:
+        llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(8, 8)
+        yield llm
+
+
+def test_seeds_preemption_and_cached_prefixes(pressed: LLM) -> None:
+    """Each alone, then all at once, from cached beginnings and with some that give their pages up: the same tokens."""
+    prompts = [[*b"a tale of two", *tail] for tail in (b"", b" cities", b"!", b" cities")]
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    apart = [pressed.generate(one, p, use_tqdm=False)[0] for one, p in zip(asked, params, strict=True)]
+    assert [output.metrics.num_cached_tokens for output in apart] == [0, 12, 12, 16]
+    pressed.engine._scheduler.free.share = 0.0  # of their worst cases that requests are believed to use
+    together = pressed.generate(asked, params, use_tqdm=False)
+    assert [told(output) for output in together] == [told(output) for output in apart]
+    assert sum(output.metrics.preemptions for output in together) > 0
+    assert len({tuple(output.outputs[0].token_ids) for output in apart}) == 4
+    same_everywhere(pressed)
+
+
+def test_another_decoder_on_the_same_devices(pressed: LLM, target: str, draft: str) -> None:
+    with LLM(share=pressed, decoding=Autoregressive(), max_model_len=48, page_size=4, max_num_seqs=1) as llm:
+        shared = asked(llm)
+    assert shared == alone(target, draft, Autoregressive())
+
+
+def collectives(jaxpr: Any) -> dict[str, int]:
+    """How often each operation on a mesh axis stands in a program, those within others too."""
+    found: dict[str, int] = {}
+    for equation in jaxpr.eqns:
+        if "axes" in equation.params or "axis_name" in equation.params:
+            found[equation.primitive.name] = found.get(equation.primitive.name, 0) + 1
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if not hasattr(inner, "eqns"):
+                continue
+            for name, count in collectives(inner).items():
+                found[name] = found.get(name, 0) + count
+    return found
+
+
+def test_a_cycle_sums_once_a_row_parallel_product(pressed: LLM) -> None:
+    """And gathers logits once: the draft, the allocator, sampling and resampling say nothing to other devices."""
+    runner = pressed.engine.runner
+    job = runner.jobs(1, runner.program)[runner.program, 1, "step"]
+    counts = collectives(jax.make_jaxpr(job.function)(*job.arguments).jaxpr)
+    sums = sum(count for name, count in counts.items() if name.startswith("psum"))
+    assert sums == 2 * TARGET_SHAPE["num_layers"] + 1
+    assert counts.pop("all_gather") == 1
+    assert all(name.startswith(("psum", "axis_index", "reduce_", "arg", "cum", "split")) for name in counts), counts
+
+
+def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
+    runner = pressed.engine.runner
+    program: Any = runner.programs[runner.program, 1, "step"]
+    sizes = program.memory_analysis()
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.target)) / 2
+    assert sizes.alias_size_in_bytes >= kept > 0, "the state is donated on each device"
+
+
+def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
+    """Lowered for CUDA without one: the draft by the very kernels of one device, the target by those of its heads."""
+    parallel = devices_of_host(2)
+
+    def divided(layout: Layout, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        shape = [n * 2 if axis == layout.axis else n for axis, n in enumerate(leaf.shape)]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=parallel.sharding(layout))
+
+    def whole(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parallel.everywhere)
+
+    target = jax.eval_shape(fold_norms, param_shapes(held_by_one(seal.TARGET, 2), jnp.bfloat16))
+    where = layouts(seal.TARGET, 2)
+    params = PairParams(
+        jax.tree.map(divided, where, target, is_leaf=lambda x: x is None or isinstance(x, Layout)),
+        jax.tree.map(whole, jax.eval_shape(fold_norms, param_shapes(seal.DRAFT, jnp.bfloat16))),
+    )
+    local = parallel.local(seal.TARGET)
+    decoder = loading.make_decoder(SMC(8, 8), local, seal.DRAFT, 1280, implementation="mosaic")
+    runner = Runner(decoder, params, seal.PAGES, Programs(), Spread(parallel, seal.TARGET))
+    job = runner.jobs(1, decoder)[decoder, 1, "step"]
+    module = jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
+    found = {hashlib.sha256(text.encode()).hexdigest()[:16] for text in seal.kernels(module.compiler_ir())}
+    stored = set(json.loads(seal.STORED.read_text())["smc, 1 request"])
+    assert len(found & stored) >= 5, "the draft's, and what does not depend on heads"
+    assert len(found - stored) >= 2, "attention and KV writes of half the heads"
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 16}, "tensor_parallel_size is 16 and JAX has 8 devices here"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size is 3 and the target has 8 attention heads, 2 key-value heads and intermediate size "
+            "32, .*; use 1, 2, 4 or 8",
+        ),
+        (
+            {"tensor_parallel_size": 8, "draft_tensor_parallel_size": 8},
+            "draft_tensor_parallel_size is 8 and the draft has 4 attention heads",
+        ),
+        (
+            {"tensor_parallel_size": 4, "quantization": "int8"},
+            "tensor_parallel_size is 4 and the target has .* in int8, .*; use 1 or 2",
+        ),
+        ({"tensor_parallel_size": 2, "draft_tensor_parallel_size": 3}, "draft_tensor_parallel_size must be 1 or"),
+        (
+            {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 1, "draft_model": None, "draft_drop_layers": [0]},
+            "draft_tensor_parallel_size is 1 and the draft has the weights of the target",
+        ),
+        (
+            {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 2, "model": TARGET, "draft_model": HEAD},
+            "draft_tensor_parallel_size is 2 and draft_model is an EAGLE-3 head",
+        ),
+    ],
+)
+def test_refusals_before_weights_are_read(
+    changes: dict[str, Any], message: str, target: str, deep: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_checkpoint", None)  # never reached
+    model = deep if "draft_drop_layers" in changes else target
+    with pytest.raises(ValueError, match=message) as raised:
+        LLM(**{"model": model, "draft_model": draft, "decoding": SMC(2, 2), **changes})
+    assert "\n" not in str(raised.value)
