@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from smcjax import smc
-from smcjax.bench.cycle import Models, Rates
+from smcjax.bench.cycle import Rates
+from smcjax.bench.models import Models
 from smcjax.bench.roofline import streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.speculation import PairParams

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from smcjax.bench.cycle import Bench, Case, Models
+from smcjax.bench.cycle import Bench, Case
+from smcjax.bench.models import Models
 from smcjax.bench.shapes import SHAPES
 from smcjax.engine.programs import enable_compilation_cache
 from smcjax.smc import SMC

@@ -18,80 +18,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smcjax.bench.models import Models
 from smcjax.bench.roofline import Phase, cycle_phases
-from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.bench.synthetic import own_pages, random_memory
 from smcjax.decoders import Decoding
 from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.device import this_device
 from smcjax.engine.batch import Batch
-from smcjax.engine.loading import check_pages, make_decoder, prepared
-from smcjax.engine.memory import Budget, device_memory, require_room_for_weights, weight_bytes, worst_case_pages
+from smcjax.engine.loading import check_pages, make_decoder
+from smcjax.engine.memory import Budget, memory_of_each, weight_bytes, worst_case_pages
 from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
-from smcjax.model.config import ModelConfig
-from smcjax.model.params import Params, init_params
-from smcjax.model.quantize import check_quantization
+from smcjax.model.params import Params
 from smcjax.numerics import key_of
 
 logger = logging.getLogger("smcjax")
 
 WARMUP = 4  # the first runs of a program on a GPU are eager, then record the graph
-
-
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """The shapes that a benchmark runs on, by name, and how their weights are kept.
-
-    `attention` names the kind that the target has in all layers; None leaves the shape's own.
-    """
-
-    target: str
-    draft: str
-    quantization: str | None = None
-    draft_quantization: str | None = None
-    attention: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in (self.target, self.draft):
-            if name not in SHAPES:
-                raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
-        if self.attention is not None and self.attention not in ATTENTIONS:
-            raise ValueError(f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTIONS)}, or None.")
-        check_quantization("quantization", self.quantization)
-        check_quantization("draft_quantization", self.draft_quantization)
-
-    @property
-    def target_config(self) -> ModelConfig:
-        """The target's shape."""
-        config = SHAPES[self.target]
-        if self.attention is None:
-            return config
-        kind = ATTENTIONS[self.attention]
-        return config.with_layers(
-            dataclasses.replace(config.layer(index), attention=kind) for index in range(config.num_layers)
-        )
-
-    @property
-    def draft_config(self) -> ModelConfig:
-        """The draft's shape."""
-        return SHAPES[self.draft]
-
-    def require_room(self, *, with_draft: bool) -> None:
-        """Raises ValueError where the weights alone are more than the device's memory."""
-        weights = {self.target: weight_bytes(self.target_config)}
-        if with_draft:
-            weights[self.draft] = weight_bytes(self.draft_config)
-        require_room_for_weights(weights, "use smaller ones, such as tiny-target and tiny-draft")
-
-    def target_params(self, implementation: str) -> Params:
-        """Random weights of the target, as `LLM` keeps them for this implementation."""
-        return prepared(random_params(self.target_config, 0), self.quantization, implementation)
-
-    def draft_params(self, implementation: str) -> Params:
-        """Random weights of the draft, as `LLM` keeps them for this implementation."""
-        return prepared(random_params(self.draft_config, 1), self.draft_quantization, implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +105,9 @@ class CycleResult:
     quantization: str | None
     draft_quantization: str | None
     attention: str | None  # the target's; None: its shape's own
+    target_layers: int | None  # of the target's, as many; None: all
+    tensor_parallel_size: int  # bytes and rooflines are one device's
+    draft_tensor_parallel_size: int
     synthetic_kv: bool
     weight_bytes: int  # a cycle
     kv_bytes: int  # a cycle, that must be read at least
@@ -216,11 +163,6 @@ def _median_seconds(call: Any) -> float:
     return statistics.median(times[repeats:])
 
 
-def random_params(config: ModelConfig, seed: int) -> Params:
-    """Random weights made on the device, leaf by leaf."""
-    return init_params(config, key_of(seed), config.dtype)
-
-
 def described(case: Case) -> str:
     """A case in a few words."""
     requests = "1 request" if case.groups == 1 else f"{case.groups} requests"
@@ -229,13 +171,19 @@ def described(case: Case) -> str:
 
 
 def budget_of(models: Models, case: Case) -> Budget:
-    """Counts the bytes that the case's weights and KV will take of the default device."""
-    weights = {models.target: weight_bytes(models.target_config, models.quantization)}
-    page_bytes = models.target_config.page_bytes(case.page_size)
+    """Counts the bytes that the case's weights and KV will take of the default device, or of each of several."""
+    weights = {models.target: weight_bytes(models.held_target, models.quantization)}
+    page_bytes = models.held_target.page_bytes(case.page_size)
     if case.decoding.drafts:
-        weights[models.draft] = weight_bytes(models.draft_config, models.draft_quantization)
-        page_bytes += models.draft_config.page_bytes(case.page_size)
-    return Budget(device_memory(), weights, case.num_pages * page_bytes, case.num_pages, case.page_size)
+        weights[models.draft] = weight_bytes(models.held_draft, models.draft_quantization)
+        page_bytes += models.held_draft.page_bytes(case.page_size)
+    return Budget(
+        memory_of_each(models.tensor_parallel_size),
+        weights,
+        case.num_pages * page_bytes,
+        case.num_pages,
+        case.page_size,
+    )
 
 
 def require_room(models: Models, case: Case) -> None:
@@ -258,8 +206,9 @@ class Bench:
     def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
         self.models, self.case = models, case
         geometry = (case.max_model_len, case.page_size, case.implementation)
-        decoder = make_decoder(case.decoding, models.target_config, models.draft_config, *geometry)
-        self.runner = Runner(decoder, PairParams(target_params, draft_params), case.num_pages, Programs())
+        decoder = make_decoder(case.decoding, models.local_target, models.local_draft, *geometry)
+        params = PairParams(target_params, draft_params)
+        self.runner = Runner(decoder, params, case.num_pages, Programs(), models.spread)
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
     def wanted(self) -> Wanted:
@@ -319,8 +268,8 @@ class Bench:
     def _phases(self) -> list[Phase]:
         models, case = self.models, self.case
         return cycle_phases(
-            models.target_config,
-            models.draft_config,
+            models.held_target,
+            models.held_draft,
             case.decoding.speculation,
             groups=case.groups,
             context=case.context,
@@ -352,6 +301,9 @@ class Bench:
             quantization=models.quantization,
             draft_quantization=models.draft_quantization if case.decoding.drafts else None,
             attention=models.attention,
+            target_layers=models.target_layers,
+            tensor_parallel_size=models.tensor_parallel_size,
+            draft_tensor_parallel_size=models.tensor_parallel_size if models.draft_divided else 1,
             synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),

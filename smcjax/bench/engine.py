@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from smcjax.bench.cycle import Models
+from smcjax.bench.models import Models
 from smcjax.bench.serving import Load, build_engine, make_requests
 from smcjax.engine.engine import Engine
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.bench.cycle import Models
 from smcjax.bench.latency import latencies, median_and_p99, throughputs
+from smcjax.bench.models import Models
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
@@ -88,10 +88,10 @@ def build_engine(models: Models, load: Load) -> Engine:
     models.require_room(with_draft=load.decoding.drafts)
     pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
     geometry = (load.max_model_len, load.page_size, load.implementation)
-    decoder = make_decoder(load.decoding, models.target_config, models.draft_config, *geometry)
+    decoder = make_decoder(load.decoding, models.local_target, models.local_draft, *geometry)
     draft_params = models.draft_params(load.implementation) if load.decoding.drafts else None
     params = PairParams(models.target_params(load.implementation), draft_params)
-    runner = Runner(decoder, params, pages, Programs())
+    runner = Runner(decoder, params, pages, Programs(), models.spread)
     return Engine(
         runner,
         max_num_seqs=load.max_num_seqs,

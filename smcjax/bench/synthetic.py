@@ -7,7 +7,8 @@ prompt leaves; only where the numbers come from differs.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,9 +18,14 @@ from smcjax.kv import TRASH, allocate, release
 from smcjax.numerics import key_of
 
 
-@partial(jax.jit, donate_argnums=1)
-def _fill(key: jax.Array, array: jax.Array) -> jax.Array:
+def _normal(key: jax.Array, array: jax.Array) -> jax.Array:
     return jax.random.normal(key, array.shape, array.dtype)
+
+
+@cache
+def _filling(sharding: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Puts Gaussian numbers into an array, which is consumed, where it is: on one device or divided among several."""
+    return jax.jit(_normal, donate_argnums=1, out_shardings=sharding)
 
 
 def random_memory(memory: Any) -> Any:
@@ -27,7 +33,7 @@ def random_memory(memory: Any) -> Any:
     leaves, treedef = jax.tree.flatten(memory)
     keys = jax.random.split(key_of(2), len(leaves))
     filled = [
-        _fill(key, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        _filling(leaf.sharding)(key, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, filled)

@@ -15,17 +15,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from smcjax.bench.cycle import (
-    WARMUP,
-    Bench,
-    Case,
-    CycleResult,
-    Models,
-    Rates,
-    described,
-    require_pair,
-    require_room,
-)
+from smcjax.bench.cycle import WARMUP, Bench, Case, CycleResult, Rates, described, require_pair, require_room
+from smcjax.bench.models import Models
 from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.engine.programs import compile_together, enable_compilation_cache
 

@@ -22,6 +22,7 @@ from smcjax.cli.bench_options import (
     DRAFTS,
     LENGTH,
     ROWS,
+    SHAPES,
     add_shape_options,
     check_plot,
     shape_decoding,
@@ -32,13 +33,16 @@ from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS
 
 if TYPE_CHECKING:
-    from smcjax.bench.cycle import Case, CycleResult, Models
+    from smcjax.bench.cycle import Case, CycleResult
+    from smcjax.bench.models import Models
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its benchmarks."""
     parser = subparsers.add_parser("bench", help="measure", description=__doc__)
-    benchmarks = parser.add_commands("benchmark", "cycle|table|acceptance|throughput|latency|engine|decoders|serve")
+    benchmarks = parser.add_commands(
+        "benchmark", "cycle|table|predict|acceptance|throughput|latency|engine|decoders|serve"
+    )
 
     cycle = benchmarks.add_parser(
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
@@ -63,6 +67,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     table.add_argument("--requests", type=BATCH, nargs="*", default=None, metavar="G", help="2 4 8 16 32")
     table.add_argument("--requests-context", type=LENGTH, default=1024, metavar="T", help="of several requests (1024)")
     table.set_defaults(run=run_table)
+
+    predicted = benchmarks.add_parser(
+        "predict", help="cycles of large targets on several devices, from measured pieces", description=__doc__
+    )
+    predicted.add_argument("--device", choices=("H100", "H200"), default="H200", help="(H200)")
+    predicted.add_argument("--devices", type=BATCH, nargs="+", default=None, metavar="n", help="1 2 4 8 16")
+    predicted.add_argument("--target-shapes", choices=SHAPES, nargs="+", default=None, help="70B and 405B")
+    predicted.add_argument("--draft-shape", choices=SHAPES, default="llama-3.2-1b", help="(llama-3.2-1b)")
+    predicted.add_argument("-N", "--n-particles", type=ROWS, default=8, help="particles (8)")
+    predicted.add_argument("--gammas", type=DRAFTS, nargs="+", default=[8, 16], metavar="K", help="draft tokens (8 16)")
+    predicted.add_argument("--json", action="store_true", help="JSON last: a list of all predictions")
+    add_debug_option(predicted)
+    predicted.set_defaults(run=run_predict)
 
     acceptance = benchmarks.add_parser(
         "acceptance", help="tokens/s of exact decoders over assumed acceptance rates, beside SMC", description=__doc__
@@ -104,6 +121,12 @@ def run_cycle(args: argparse.Namespace) -> int:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     if args.compare and args.attention is not None:
         raise ValueError(f"--compare has no peer for --attention {args.attention}; leave one of them out.")
+    if args.compare and args.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--compare has no peer for --tensor-parallel-size {args.tensor_parallel_size}; leave one of them out."
+        )
+    if args.compare and args.target_layers is not None:
+        raise ValueError(f"--compare has no peer for --target-layers {args.target_layers}; leave one of them out.")
     from smcjax.bench.cycle import Case, bench_cycle
 
     decoding = shape_decoding(args)
@@ -151,6 +174,27 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({each.name: each.result for each in ran}))
     return 1 if ran[0].result is None or ran[1].result is None else 0
+
+
+def run_predict(args: argparse.Namespace) -> int:
+    """Prints one markdown table; runs nothing."""
+    from smcjax.bench.predict import SIZES, TARGETS, markdown, predictions
+    from smcjax.device import H100, H200
+
+    found = list(
+        predictions(
+            {"H100": H100, "H200": H200}[args.device],
+            targets=args.target_shapes or TARGETS,
+            draft=args.draft_shape,
+            sizes=args.devices or SIZES,
+            n_particles=args.n_particles,
+            gammas=args.gammas,
+        )
+    )
+    print(markdown(found))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+    return 0
 
 
 def run_table(args: argparse.Namespace) -> int:
@@ -226,13 +270,22 @@ def _timed(args: argparse.Namespace, cases: Sequence[Case]) -> tuple[Models, lis
 def _conditions(result: CycleResult, models: Models) -> str:
     """One line with the conditions that all rows of a table share."""
     return (
-        f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s; "
+        f"{_devices(result)}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s; "
         f"{_models_named(result, models.draft, models.target)}, random weights, synthetic KV, "
         f"page {result.page_size}, {_implementation(result)}"
     )
 
 
+def _devices(result: CycleResult) -> str:
+    """The device, or how many; bytes, rates and rooflines beside it are those of each."""
+    size, of_draft = result.tensor_parallel_size, result.draft_tensor_parallel_size
+    if size == 1:
+        return result.device
+    return f"{size} × {result.device} (draft {'divided' if of_draft > 1 else 'on each'}), each"
+
+
 def _models_named(result: CycleResult, draft: str, target: str) -> str:
+    target += f" ({result.target_layers} of its layers)" if result.target_layers else ""
     target += f" with {result.attention}" if result.attention else ""
     target += f" ({result.quantization})" if result.quantization else ""
     draft += f" ({result.draft_quantization})" if result.draft_quantization else ""
@@ -248,7 +301,7 @@ def table(result: CycleResult, target: str, draft: str) -> str:
     private = f" ({result.private} private)" if result.private else ""
     kv = ", synthetic KV" if result.synthetic_kv else ""
     rows = [
-        ("device", f"{result.device}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s"),
+        ("device", f"{_devices(result)}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s"),
         ("models", f"{_models_named(result, draft, target)}, random weights{kv}"),
         (
             "case",

@@ -6,12 +6,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from smcjax.cli.options import QUANTIZATIONS, check_output
+from smcjax.cli.options import QUANTIZATIONS, add_parallel_options, check_output
 from smcjax.cli.parser import whole
 from smcjax.decoders import DECODINGS, Decoding
 
 if TYPE_CHECKING:
-    from smcjax.bench.cycle import Models
+    from smcjax.bench.models import Models
 
 ON_GPU = ("llama-3.1-8b", "llama-3.2-1b")  # the shapes of target and draft where none are named
 ON_CPU = ("tiny-target", "tiny-draft")
@@ -35,6 +35,8 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's weights (default: bfloat16)")
+    parser.add_argument("--target-layers", type=COUNT, metavar="L", help="of the target's layers, as many (all)")
+    add_parallel_options(parser)
     if sizes:
         parser.add_argument(
             "-N", "--n-particles", type=ROWS, default=8, help="particles, or candidates of rejection (8)"
@@ -59,7 +61,7 @@ def shape_models(args: argparse.Namespace) -> Models:
     """The models that the options name, or those that this machine is good for."""
     import jax
 
-    from smcjax.bench.cycle import Models
+    from smcjax.bench.models import Models
     from smcjax.engine.memory import require_devices
 
     require_devices()
@@ -67,7 +69,20 @@ def shape_models(args: argparse.Namespace) -> Models:
         raise ValueError("--implementation mosaic needs a Hopper GPU and there is none; use auto or xla.")
     target, draft = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
     named = (args.target_shape or target, args.draft_shape or draft)
-    models = Models(*named, args.quantization, args.draft_quantization, args.attention)
+    if args.draft_tensor_parallel_size not in (None, 1, args.tensor_parallel_size):
+        raise ValueError(
+            f"--draft-tensor-parallel-size must be 1 or --tensor-parallel-size {args.tensor_parallel_size}, got "
+            f"{args.draft_tensor_parallel_size}."
+        )
+    models = Models(
+        *named,
+        args.quantization,
+        args.draft_quantization,
+        args.attention,
+        args.target_layers,
+        args.tensor_parallel_size,
+        draft_divided=args.tensor_parallel_size > 1 and args.draft_tensor_parallel_size == args.tensor_parallel_size,
+    )
     print(f"Making random weights: {models.target}, {models.draft} …", file=sys.stderr)
     return models
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from smcjax.bench import cycle
-from smcjax.bench.cycle import Bench, Case, CycleResult, Models, bench_cycle, budget_of
+from smcjax.bench.cycle import Bench, Case, CycleResult, bench_cycle, budget_of
+from smcjax.bench.models import Models
 from smcjax.bench.synthetic import own_pages
 from smcjax.decoders import SMC, Autoregressive
 from smcjax.engine import memory
@@ -138,14 +139,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_run_is_refused_at_once(
     changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cycle, "random_params", None)  # never reached
+    monkeypatch.setattr("smcjax.bench.models.random_params", None)  # never reached
     with pytest.raises(ValueError, match=reason):
         small(SMC(2, 2), **changes)
 
 
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "device_memory", lambda: int(16e9))
-    monkeypatch.setattr(cycle, "random_params", None)
+    monkeypatch.setattr("smcjax.bench.models.random_params", None)
     with pytest.raises(ValueError, match=r"take 37\.1 GB \(.*\) and the device has 16\.0 GB; use smaller ones"):
         small(SMC(2, 2), target="llama-3.1-8b", draft="llama-3.2-1b", context=1)
     with pytest.raises(ValueError, match=r"take 32\.1 GB"):
@@ -157,9 +158,8 @@ def test_kv_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatc
     budget = budget_of(models, case)
     assert budget.kv == 13 * models.target_config.page_bytes(4)
     assert budget.left == budget.device - sum(budget.weights.values()) - budget.kv
-    for module in (cycle, memory):
-        monkeypatch.setattr(module, "device_memory", lambda: sum(budget.weights.values()) + 5)
-    monkeypatch.setattr(cycle, "random_params", None)  # never reached
+    monkeypatch.setattr(memory, "device_memory", lambda: sum(budget.weights.values()) + 5)
+    monkeypatch.setattr("smcjax.bench.models.random_params", None)  # never reached
     with pytest.raises(ValueError, match=r"1 request\(s\) of 12 tokens, up to max_model_len 48, .*; lower requests"):
         bench_cycle(models, case)
 

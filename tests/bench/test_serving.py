@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax.bench import serving
-from smcjax.bench.cycle import Models
+from smcjax.bench.models import Models
 from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 from smcjax.cli.main import main
 from smcjax.decoders import SMC, Autoregressive

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from smcjax.bench import cycle, table
-from smcjax.bench.cycle import Bench, CycleResult, Models, described
+from smcjax.bench.cycle import Bench, CycleResult, described
+from smcjax.bench.models import Models
 from smcjax.bench.table import markdown, run_cases, standard_cases
 from smcjax.decoders import SMC, Autoregressive
 

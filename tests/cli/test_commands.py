@@ -15,7 +15,8 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench import cycle
 from smcjax.bench import table as bench_table
-from smcjax.bench.cycle import Case, CycleResult, Models
+from smcjax.bench.cycle import Case, CycleResult
+from smcjax.bench.models import Models
 from smcjax.viz.trace_file import load_trace
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
@@ -185,10 +186,39 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
 
 
+def test_bench_predict_prints_markdown_and_one_json_line(smcjax: Command) -> None:
+    result = smcjax("bench", "predict", "--devices", "2", "--gammas", "8", "--device", "H200", "--json")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:-1]] == [
+        "| llama-3.1-70b, target alone",
+        "| llama-3.1-70b, SMC, N=8, K=8",
+    ]
+    assert [one["size"] for one in json.loads(lines[-1])] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "cycle", "--tensor-parallel-size", "512"), "--tensor-parallel-size is 512 and tiny-target has"),
+        (("bench", "cycle", "--draft-tensor-parallel-size", "3"), "--draft-tensor-parallel-size must be 1 or"),
+        (("bench", "cycle", "--compare", "--tensor-parallel-size", "2"), "--compare has no peer"),
+        (("bench", "cycle", "--target-layers", "3"), "--target-layers must be 1 to 2"),
+        (("generate", "a", "--tensor-parallel-size", "0"), "--tensor-parallel-size"),
+        (("generate", "a", "--tensor-parallel-size", "1024"), "--tensor-parallel-size is 1024 and JAX has"),
+    ],
+)
+def test_devices_that_do_not_fit(smcjax: Command, arguments: tuple[str, ...], message: str) -> None:
+    shapes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"] if arguments[0] == "bench" else []
+    result = smcjax(*arguments, *shapes)
+    assert result.code == 2
+    assert message in result.err
+
+
 def test_bench_table_prints_markdown(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     figures |= {"device": "test", "decoding": "smc", "private": 0, "quantization": None, "draft_quantization": "int8"}
-    figures["attention"] = "nsa"
+    figures |= {"attention": "nsa", "target_layers": None}
     asked: list[Any] = []
 
     def run_cases(models: Models, cases: list[Case], **options: Any) -> list[CycleResult]:

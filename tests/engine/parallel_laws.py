@@ -6,6 +6,7 @@ order in which devices' sums are added up changes logits in the last bits alone,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax.bench.cycle import Bench, Case, Rates, budget_of
+from smcjax.bench.models import Models
 from smcjax.decoding.groups import PairParams
 from smcjax.engine import loading
 from smcjax.engine.programs import Programs
@@ -27,6 +30,7 @@ from smcjax.engine.spread import Spread
 from smcjax.model.folding import fold_norms
 from smcjax.model.parallel import (
     Layout,
+    bytes_on_one,
     devices_of_host,
     held_by_one,
     layouts,
@@ -260,6 +264,26 @@ def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
     stored = set(json.loads(seal.STORED.read_text())["smc, 1 request"])
     assert len(found & stored) >= 5, "the draft's, and what does not depend on heads"
     assert len(found - stored) >= 2, "attention and KV writes of half the heads"
+
+
+def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:
+    """On random weights that are made where they belong, and random KV."""
+    models = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)
+    sizes = {"context": 8, "max_model_len": 48, "page_size": 4, "windows": 1, "cycles_per_window": 2}
+    case = Case(SMC(2, 2), synthetic_kv=True, **sizes)
+    bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
+    bench.compile()
+    result = bench.measure(Rates(1e10, 1e12))
+    held = [bytes_on_one(params) for params in (bench.runner.params.target, bench.runner.params.draft)]
+    assert list(budget_of(models, case).weights.values()) == held
+    one = Bench(Models("tiny-target", "tiny-draft"), case, models.target_params("auto"), models.draft_params("auto"))
+    whole = sum(phase.times * phase.weight_bytes for phase in one._phases())
+    drafts = sum(phase.times * phase.weight_bytes for phase in one._phases() if phase.name != "verify")
+    assert result.weight_bytes == (whole + drafts) // 2, "each has all of the draft"
+    assert result.tensor_parallel_size == 2
+    divided = dataclasses.replace(models, draft_divided=True)
+    held = [bytes_on_one(params) for params in (divided.target_params("auto"), divided.draft_params("auto"))]
+    assert list(budget_of(divided, case).weights.values()) == held
 
 
 # Refusals.

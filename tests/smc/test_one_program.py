@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
-from smcjax.bench.cycle import Models
+from smcjax.bench.models import Models
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec
 from smcjax.model.folding import fold_norms

@@ -1,0 +1,137 @@
+"""The models of a benchmark: shapes by name, on one device or divided among several, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from smcjax.bench.shapes import ATTENTIONS, SHAPES
+from smcjax.engine.loading import prepared
+from smcjax.engine.memory import require_room_for_weights, weight_bytes
+from smcjax.engine.spread import Spread
+from smcjax.model.config import ModelConfig
+from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one
+from smcjax.model.params import Params, init_params
+from smcjax.model.quantize import check_quantization
+from smcjax.numerics import key_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The shapes that a benchmark runs on, by name, and how their weights are kept.
+
+    `attention` names the kind that the target has in all layers; None leaves the shape's own. `target_layers`: how many
+    of its layers the target has; None: all. `tensor_parallel_size` devices hold the target together, and the draft
+    where that is `draft_divided`.
+    """
+
+    target: str
+    draft: str
+    quantization: str | None = None
+    draft_quantization: str | None = None
+    attention: str | None = None
+    target_layers: int | None = None
+    tensor_parallel_size: int = 1
+    draft_divided: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (self.target, self.draft):
+            if name not in SHAPES:
+                raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
+        if self.attention is not None and self.attention not in ATTENTIONS:
+            raise ValueError(f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTIONS)}, or None.")
+        check_quantization("quantization", self.quantization)
+        check_quantization("draft_quantization", self.draft_quantization)
+        layers = SHAPES[self.target].num_layers
+        if self.target_layers is not None and not 1 <= self.target_layers <= layers:
+            raise ValueError(f"target_layers must be 1 to {layers}, those of {self.target}, got {self.target_layers}.")
+        size, int8 = self.tensor_parallel_size, self.quantization is not None
+        if size > 1:
+            check_split(self.target_config, size, self.target, "tensor_parallel_size", int8=int8)
+        if self.draft_divided:
+            int8 = self.draft_quantization is not None
+            check_split(self.draft_config, size, self.draft, "draft_tensor_parallel_size", int8=int8)
+
+    @functools.cached_property
+    def parallel(self) -> TensorParallel | None:
+        """The devices that hold models together; None: one device. Raises ValueError where there are not so many."""
+        return devices_of_host(self.tensor_parallel_size) if self.tensor_parallel_size > 1 else None
+
+    @property
+    def spread(self) -> Spread | None:
+        """How programs run on several devices."""
+        if self.parallel is None:
+            return None
+        return Spread(self.parallel, self.target_config, self.draft_config if self.draft_divided else None)
+
+    @property
+    def local_target(self) -> ModelConfig:
+        """The target as one device computes it."""
+        return self.target_config if self.parallel is None else self.parallel.local(self.target_config)
+
+    @property
+    def local_draft(self) -> ModelConfig:
+        """The draft as one device computes it."""
+        divided = self.parallel is not None and self.draft_divided
+        return self.parallel.local(self.draft_config) if self.parallel and divided else self.draft_config
+
+    @property
+    def held_target(self) -> ModelConfig:
+        """A model with as many weights as one device holds of the target."""
+        return held_by_one(self.target_config, self.tensor_parallel_size)
+
+    @property
+    def held_draft(self) -> ModelConfig:
+        """A model with as many weights as one device holds of the draft."""
+        return held_by_one(self.draft_config, self.tensor_parallel_size if self.draft_divided else 1)
+
+    @property
+    def target_config(self) -> ModelConfig:
+        """The target's shape."""
+        config = SHAPES[self.target]
+        config = dataclasses.replace(config, num_layers=self.target_layers or config.num_layers)
+        if self.attention is None:
+            return config
+        kind = ATTENTIONS[self.attention]
+        return config.with_layers(
+            dataclasses.replace(config.layer(index), attention=kind) for index in range(config.num_layers)
+        )
+
+    @property
+    def draft_config(self) -> ModelConfig:
+        """The draft's shape."""
+        return SHAPES[self.draft]
+
+    def require_room(self, *, with_draft: bool) -> None:
+        """Raises ValueError where there are not so many devices, or the weights alone are more than their memory."""
+        if self.tensor_parallel_size > 1:
+            devices_of_host(self.tensor_parallel_size)
+        weights = {self.target: weight_bytes(self.held_target)}
+        if with_draft:
+            weights[self.draft] = weight_bytes(self.held_draft)
+        mend = "use smaller ones, such as tiny-target and tiny-draft, or fewer layers of the target"
+        require_room_for_weights(weights, mend, self.tensor_parallel_size)
+
+    def target_params(self, implementation: str) -> Params:
+        """Random weights of the target, as `LLM` keeps them for this implementation."""
+        return self._random(self.target_config, 0, self.quantization, implementation, divided=True)
+
+    def draft_params(self, implementation: str) -> Params:
+        """Random weights of the draft, as `LLM` keeps them for this implementation."""
+        divided = self.draft_divided
+        return self._random(self.draft_config, 1, self.draft_quantization, implementation, divided=divided)
+
+    def _random(
+        self, config: ModelConfig, seed: int, quantization: str | None, implementation: str, *, divided: bool
+    ) -> Params:
+        if self.parallel is None:
+            return prepared(random_params(config, seed), quantization, implementation)
+        if not divided:
+            return self.parallel.whole(prepared(random_params(config, seed), quantization, implementation))
+        made = self.parallel.random_params(config, key_of(seed), config.dtype)
+        return self.parallel.settled(config, prepared(made, quantization, implementation))
+
+
+def random_params(config: ModelConfig, seed: int) -> Params:
+    """Random weights made on the device, leaf by leaf."""
+    return init_params(config, key_of(seed), config.dtype)

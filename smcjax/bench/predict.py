@@ -1,0 +1,180 @@
+"""`smcjax bench predict`: what cycles of large targets would take on several devices. Predicted, from measured pieces.
+
+    cycle = Σ bytes on a device / (bandwidth · measured fraction of it) + sums · t(bytes) + gathered logits + the rest
+
+A fraction is what a forward of this package reached of its weight stream on one device (docs/performance.md). A sum
+over n devices of b bytes takes t = latency + b · slope · 2(n − 1)/n, by two measured points at n = 2: what more devices
+cost was not measured, so every time is a range, from a latency that stays to one that grows by a ring's n − 1 steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from smcjax.bench.roofline import Phase, cycle_phases
+from smcjax.bench.shapes import SHAPES
+from smcjax.decoders import SMC, Autoregressive, Decoding
+from smcjax.device import H100, H200, Device
+from smcjax.model.config import ModelConfig
+from smcjax.model.parallel import fits, held_by_one
+from smcjax.model.params import num_params
+
+MEMORY = {H100.kind: 80e9, H200.kind: 141e9}  # bytes, of the data sheets
+SIZES = (1, 2, 4, 8, 16)
+TARGETS = ("llama-3.1-70b", "llama-3.1-405b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Measured: forwards on one H200 (docs/performance.md, 2026-11-25, "Why"), sums on two H100 (issue 35).
+
+    Attributes:
+        draft: of the weight stream, that a draft step of the persistent kernel reaches: 515 of 694 µs.
+        verify: that a verify of 72 rows reaches, all its kernels together: 3,127 of 4,703 µs.
+        step: that a step of the target alone reaches, with all that is no stream.
+        rest: seconds a cycle of sampling, weighing, resampling and pages.
+        sums: two sums over two devices, in a chain of products: bytes and seconds.
+    """
+
+    draft: float = 0.742
+    verify: float = 0.665
+    step: float = 0.760
+    rest: float = 137e-6
+    sums: tuple[tuple[int, float], tuple[int, float]] = ((8 * 8192 * 2, 18e-6), (72 * 8192 * 2, 27e-6))
+
+    @property
+    def slope(self) -> float:
+        """Seconds a byte of a sum over two devices."""
+        (few, quick), (many, slow) = self.sums
+        return (slow - quick) / (many - few)
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a sum of no bytes."""
+        few, quick = self.sums[0]
+        return quick - few * self.slope
+
+    def sum_seconds(self, size: int, data: float) -> tuple[float, float]:
+        """Least and most seconds of a sum of `data` bytes over `size` devices."""
+        if size == 1:
+            return 0.0, 0.0
+        on_the_way = data * self.slope * 2 * (size - 1) / size
+        return self.latency + on_the_way, self.latency * (size - 1) + on_the_way
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One target on so many devices, each of which has all of the draft. Seconds are from least to most."""
+
+    device: str
+    target: str
+    size: int
+    decoding: str
+    held_bytes: int  # weights on each device
+    fits: bool  # into the device's memory
+    weight_seconds: float  # of streaming, as fast as was measured
+    sum_seconds: tuple[float, float]  # of all sums and the gathered logits
+    seconds: tuple[float, float]  # a cycle
+    tokens_per_second: tuple[float, float]  # from least to most
+    roofline_fraction: tuple[float, float]  # of the weight stream at the datasheet's bandwidth, from least to most
+
+
+def predict(
+    device: Device, target: str, draft: str, size: int, decoding: Decoding, pieces: Pieces, *, context: int = 256
+) -> Prediction:
+    """Predicts a cycle of one request with `context` tokens. Raises ValueError for shapes that are unknown."""
+    for name in (target, draft):
+        if name not in SHAPES:
+            raise ValueError(f"shape {name!r} is unknown; use one of {', '.join(SHAPES)}.")
+    config, own = SHAPES[target], held_by_one(SHAPES[target], size)
+    phases = cycle_phases(own, SHAPES[draft], decoding.speculation, groups=1, context=context)
+    stream = sum(_streamed(phase, device, pieces) for phase in phases)
+    rows = decoding.rows * decoding.speculation.scored
+    of_layer = pieces.sum_seconds(size, rows * config.hidden_size * config.itemsize)
+    logits = pieces.sum_seconds(size, rows * config.vocab_size * 4 / 2)  # a gather moves half of what a sum does
+    sums = tuple((2 * config.num_layers + 1) * each + gather for each, gather in zip(of_layer, logits, strict=True))
+    rest = pieces.rest if decoding.drafts else 0.0
+    least, most = (stream + seconds + rest for seconds in sums)
+    roofline = sum(phase.times * phase.weight_bytes for phase in phases) / device.bandwidth
+    held = weights(own) + (weights(SHAPES[draft]) if decoding.drafts else 0)
+    return Prediction(
+        device=device.kind,
+        target=target,
+        size=size,
+        decoding=str(decoding),
+        held_bytes=held,
+        fits=held < MEMORY[device.kind],
+        weight_seconds=stream,
+        sum_seconds=(sums[0], sums[1]),
+        seconds=(least, most),
+        tokens_per_second=(decoding.tokens_per_cycle / most, decoding.tokens_per_cycle / least),
+        roofline_fraction=(roofline / most, roofline / least),
+    )
+
+
+def weights(config: ModelConfig) -> int:
+    """Bytes of all matrices."""
+    return num_params(config) * config.itemsize
+
+
+def _streamed(phase: Phase, device: Device, pieces: Pieces) -> float:
+    reached = {"verify": pieces.verify, "step": pieces.step}.get(phase.name, pieces.draft)
+    return phase.times * (phase.weight_bytes + phase.kv_bytes) / (device.bandwidth * reached)
+
+
+def predictions(
+    device: Device,
+    *,
+    targets: Sequence[str] = TARGETS,
+    draft: str = "llama-3.2-1b",
+    sizes: Sequence[int] = SIZES,
+    n_particles: int = 8,
+    gammas: Sequence[int] = (8, 16),
+    pieces: Pieces | None = None,
+) -> Iterator[Prediction]:
+    """Predicts each target alone and by SMC, on the numbers of devices that divide it and hold it."""
+    decodings: list[Decoding] = [Autoregressive(), *(SMC(n_particles, gamma) for gamma in gammas)]
+    for target in targets:
+        for size in sizes:
+            if fits(SHAPES[target], size):
+                for decoding in decodings:
+                    found = predict(device, target, draft, size, decoding, pieces or Pieces())
+                    if found.fits:
+                        yield found
+
+
+def markdown(found: Sequence[Prediction]) -> str:
+    """The table, with each decoder's tokens a second over those of the target alone."""
+    lines = [
+        "| predicted | devices | GB of weights each | ms streaming | ms summing | ms a cycle | tokens/s "
+        "| over the target alone | of the weight roofline |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    alone: dict[tuple[str, int], Prediction] = {}
+    for one in found:
+        if one.decoding == str(Autoregressive()):
+            alone[one.target, one.size] = one
+        peer = alone.get((one.target, one.size))
+        over = "–"
+        if peer is not None and peer is not one:
+            ratios = [mine / theirs for mine, theirs in zip(one.tokens_per_second, peer.tokens_per_second, strict=True)]
+            over = f"{_range(sorted(ratios), '{:.1f}')}×"
+        cells = (
+            f"{one.target}, {one.decoding}",
+            f"{one.size}",
+            f"{one.held_bytes / 1e9:.0f}",
+            f"{one.weight_seconds * 1e3:.1f}",
+            _range([seconds * 1e3 for seconds in one.sum_seconds], "{:.1f}"),
+            _range([seconds * 1e3 for seconds in one.seconds], "{:.1f}"),
+            _range(one.tokens_per_second, "{:.0f}"),
+            over,
+            f"{_range([100 * fraction for fraction in one.roofline_fraction], '{:.0f}')}%",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    texts = list(dict.fromkeys(form.format(value) for value in values))
+    return " to ".join(texts)

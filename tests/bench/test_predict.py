@@ -1,0 +1,56 @@
+"""Predicted cycles: what was measured comes out as measured, and what is known of n devices holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smcjax.bench.predict import TARGETS, Pieces, markdown, predict, predictions
+from smcjax.bench.shapes import SHAPES
+from smcjax.decoders import SMC, Autoregressive
+from smcjax.device import H100, H200
+
+SMALL, DRAFT = "llama-3.1-8b", "llama-3.2-1b"
+DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
+
+
+def test_one_device_is_what_was_measured() -> None:
+    """Of docs/performance.md: 10.63 and 10.73 ms a cycle, 4.12 ms of the target alone."""
+    cycle = predict(H200, SMALL, DRAFT, 1, SMC(8, 8), Pieces())
+    alone = predict(H200, SMALL, DRAFT, 1, Autoregressive(), Pieces())
+    assert cycle.sum_seconds == alone.sum_seconds == (0.0, 0.0)
+    assert cycle.seconds == pytest.approx((10.63e-3, 10.63e-3), rel=0.03)
+    assert alone.seconds == pytest.approx((4.12e-3, 4.12e-3), rel=0.01)
+
+
+def test_sums_over_two_devices_are_the_measured_ones() -> None:
+    pieces = Pieces()
+    for data, seconds in pieces.sums:
+        assert pieces.sum_seconds(2, data) == pytest.approx((seconds, seconds))
+    least, most = pieces.sum_seconds(8, pieces.sums[1][0])
+    assert pieces.sums[1][1] < least < most
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_devices_divide_the_target_and_nothing_else(target: str) -> None:
+    alone, two, four = (predict(H200, target, DRAFT, size, Autoregressive(), Pieces()) for size in (1, 2, 4))
+    assert two.weight_seconds == pytest.approx(alone.weight_seconds / 2, rel=1e-3)
+    assert four.weight_seconds == pytest.approx(alone.weight_seconds / 4, rel=1e-3)
+    drafted = predict(H200, target, DRAFT, 4, SMC(8, 8), Pieces())
+    assert drafted.held_bytes - four.held_bytes == predict(H200, DRAFT, DRAFT, 1, Autoregressive(), Pieces()).held_bytes
+    sums = 2 * SHAPES[target].num_layers + 1
+    assert four.sum_seconds[0] > sums * Pieces().latency
+    assert not alone.fits
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    found = list(predictions(H100, sizes=(1, 2, 3), gammas=(8,)))
+    assert {(one.target, one.size) for one in found} == {("llama-3.1-70b", 2)}
+    assert len(markdown(found).splitlines()) == 2 + 2
+    with pytest.raises(ValueError, match=r"shape 'llama-4' is unknown; use one of llama-3\.2-1b, "):
+        predict(H100, "llama-4", DRAFT, 2, Autoregressive(), Pieces())
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    assert markdown(list(predictions(H200))) in DOCS.read_text()
