@@ -45,7 +45,8 @@ def main() -> None:
         results.append(timed("llama-3.1-8b", args.devices, 8, "--draft-tensor-parallel-size", str(args.devices)))
     if "70b" in args.only:
         results += large("llama-3.1-70b", args.devices)
-    print(table(results))
+    if results:
+        print(table(results))
     if args.json:
         print(json.dumps(results))
 
