@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from smcjax.decoders import Autoregressive as Autoregressive
 from smcjax.decoding import admission
+from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import reserve, view_of
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.distribution import Drawn, SamplingDistribution, distribution_of, processed_logits, sample
@@ -23,7 +24,7 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import Population, append, cut_block, population
+from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.model.decoder import unembed
 
 State = Groups  # one row a request
@@ -93,7 +94,7 @@ def _append(state: State, drawn: Drawn) -> State:
     token, logprob = drawn.token, drawn.logprob
     broken = jnp.isnan(logprob)
     block = cut_block(token[:, None], requests.stops, state.sequences.length, requests.limit)
-    sequences = append(state.sequences, token[:, None], logprob[:, None], block, live & ~broken)
+    sequences = extend(state, token[:, None], logprob[:, None], block, live & ~broken)
     return dataclasses.replace(
         state,
         sequences=sequences,

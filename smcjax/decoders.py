@@ -354,6 +354,11 @@ class SMC(Decoding):
                 f"{name} is {short(getattr(params, name))}, and SMC's weights are not shown to be right for the laws "
                 "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out."
             )
+        if self.watchdog is not None and params.expression is not None:
+            raise ValueError(
+                f"watchdog is {self.watchdog:g}, and under a response_format evidence falls by itself; use a control "
+                "without a watchdog, or leave response_format out."
+            )
         if params.stop_strings and self.power != 1.0:
             raise ValueError(
                 f"stop strings change the law at power {self.power}; use power=1, or stop_token_ids, which are exact."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -105,6 +106,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._inner.chat_template is not None
+
+    @property
+    def decoder(self) -> dict[str, Any] | None:
+        """How tokens become text, as tokenizer.json says it; None where that is not known."""
+        decoder = None if self._backend is None else self._backend.decoder
+        return None if decoder is None else json.loads(decoder.__getstate__())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the BOS where the tokenizer's own rule adds one.

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.constraints import beginning_states
 from smcjax.decoding.features import fused, remember, taps_of
 from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import chunk_view, leaders_of, prefill_chunk
@@ -79,6 +80,7 @@ def admit(
         length=jnp.maximum(jnp.repeat(length, rows), 1),  # every query must see a key, even of no prompt
         finished=jnp.zeros_like(empty.finished),
         block_table=table,
+        automaton=None if requests.automaton is None else beginning_states(requests.automaton, rows),
     )
 
 

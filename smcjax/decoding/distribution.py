@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from smcjax.decoding.adjustments import RowAdjustments, row_adjustments, tokens_before
+from smcjax.decoding.constraints import RowConstraint, masked, row_constraint
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.model.decoder import unembed
@@ -19,10 +20,16 @@ from smcjax.numerics import words_of
 from smcjax.pallas.decode_step import Embedded
 from smcjax.pallas.sampled_head import sampled_head
 
+# Adjustments, and the states and tokens left of automata; None where there are none.
+Context = tuple[RowAdjustments | None, tuple[Int[Array, " R"], Int[Array, " R"]] | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDistribution:
-    """softmax(logits / temperature), without stop tokens within the minimum, adjusted and truncated where asked."""
+    """softmax(logits / temperature), without stop tokens within the minimum, adjusted and truncated where asked.
+
+    With a constraint, of the tokens that it allows.
+    """
 
     temperature: Float[Array, " R"]  # above 0
     stops: Bool[Array, "R V"]  # impossible within the minimum
@@ -30,11 +37,31 @@ class SamplingDistribution:
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
     adjustments: RowAdjustments | None = None  # penalties and biases, behind the tokens so far; None: there are none
+    constraint: RowConstraint | None = None  # likewise the form of the answers; None: there is none
 
     @property
     def follows_logits(self) -> bool:
-        """True where the model's own logits, a temperature and stops say all: kernels may draw."""
+        """True where the model's own logits, a temperature and which tokens may come say all: kernels may draw."""
         return self.truncation is None and self.adjustments is None
+
+    def forbidden(self, token_number: Int[Array, " R"]) -> Bool[Array, "R V"]:
+        """The tokens that may not come: by the minimum of `token_number`-th tokens, and by the constraint."""
+        within = self.stops & (token_number <= self.minimum)[:, None]
+        return within if self.constraint is None else within | ~self.constraint.allowed()
+
+    @property
+    def context(self) -> Context:
+        """The part that depends on the tokens so far."""
+        constraint = self.constraint
+        return self.adjustments, None if constraint is None else (constraint.state, constraint.left)
+
+    def within(self, context: Context) -> SamplingDistribution:
+        """The distribution with the context of other tokens."""
+        adjustments, walked = context
+        if self.constraint is None or walked is None:
+            return dataclasses.replace(self, adjustments=adjustments)
+        constraint = dataclasses.replace(self.constraint, state=walked[0], left=walked[1])
+        return dataclasses.replace(self, adjustments=adjustments, constraint=constraint)
 
     def at(self, temperature: float | None) -> SamplingDistribution:
         """The distribution at one temperature for all rows; None: as it is."""
@@ -44,20 +71,24 @@ class SamplingDistribution:
 
     def behind(self, tokens: Int[Array, "R T"] | None) -> SamplingDistribution:
         """The distribution behind T more tokens a row, ids of V and beyond standing for none. None: as it is."""
-        if self.adjustments is None or tokens is None:
+        if tokens is None:
             return self
-        return dataclasses.replace(self, adjustments=self.adjustments.behind(tokens))
+        return dataclasses.replace(
+            self,
+            adjustments=None if self.adjustments is None else self.adjustments.behind(tokens),
+            constraint=None if self.constraint is None else self.constraint.behind(tokens),
+        )
 
     def after(self, token: Int[Array, " R"]) -> SamplingDistribution:
         """The distribution behind one more token a row."""
-        return self if self.adjustments is None else self.behind(token[:, None])
+        return self if self.context == (None, None) else self.behind(token[:, None])
 
     def before(self, tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]]) -> Int[Array, "R C most"] | None:
         """Returns the tokens that `behind` takes for each of C columns; `columns` names the places before each.
 
         None where no distribution depends on them.
         """
-        return None if self.adjustments is None else tokens_before(tokens, columns, self.stops.shape[1])
+        return None if self.context == (None, None) else tokens_before(tokens, columns, self.stops.shape[1])
 
     def noise_scale(self) -> Float[Array, " R"]:
         """1, or 0 for greedy rows: kernels multiply their Gumbel noise by it."""
@@ -67,7 +98,7 @@ class SamplingDistribution:
 def distribution_of(groups: Groups, *, rows: int, truncates: bool) -> SamplingDistribution:
     """The distribution of each of `rows` rows a request, greedy at temperature 0, truncated where `truncates`.
 
-    Adjusted where requests ask for it, behind the tokens of each group's first row.
+    Adjusted and constrained where requests ask for it, behind the tokens of each group's first row.
     """
     requests = groups.requests
 
@@ -82,18 +113,22 @@ def distribution_of(groups: Groups, *, rows: int, truncates: bool) -> SamplingDi
         greedy=each(greedy),
         truncation=(each(requests.top_k), each(requests.top_p)) if truncates else None,
         adjustments=row_adjustments(groups, rows),
+        constraint=row_constraint(groups, rows),
     )
 
 
 def processed_logits(
     distribution: SamplingDistribution, token_number: Int[Array, " R"], logits: Float[Array, "R V"]
 ) -> Float[Array, "R V"]:
-    """Applies adjustments, temperature, the minimum-length stop mask and top-k/top-p for `token_number`-th tokens.
+    """Applies adjustments, constraint, temperature, the minimum's mask of stops and top-k/top-p.
 
-    Tokens are numbered from 1. The token of a row that is not greedy is sampled from softmax of the result.
+    They are those of each row's `token_number`-th token, counted from 1. The token of a row that is not greedy is
+    sampled from softmax of the result.
     """
     if distribution.adjustments is not None:
         logits = distribution.adjustments(logits)
+    if distribution.constraint is not None:
+        logits = masked(logits, distribution.constraint.allowed())
     logits = logits / distribution.temperature[:, None]
     logits = forbid_stops(logits, distribution.stops, token_number, distribution.minimum)
     return logits if distribution.truncation is None else truncate(logits, *distribution.truncation)
@@ -157,6 +192,8 @@ def sample_in_head(
 ) -> Drawn:
     """Draws as `sample` from these hidden states' logits, kept nowhere; `stop_words` are the stops, packed."""
     forbids = token_number <= distribution.minimum
+    if distribution.constraint is not None:
+        stop_words, forbids = pack_bits(distribution.forbidden(token_number)), jnp.ones_like(forbids)
     terms = (words_of(keys), distribution.temperature, distribution.noise_scale(), stop_words.T, forbids)
     return Drawn(*sampled_head(hidden, unembed, *terms))
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
-from smcjax.decoding.adjustments import RowAdjustments
 from smcjax.decoding.cycle_view import head_view, pages_at
-from smcjax.decoding.distribution import Drawn, SamplingDistribution, processed_logits
+from smcjax.decoding.distribution import Context, Drawn, SamplingDistribution, processed_logits
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.next_token import Steps, beginning, next_token, plan_steps, prepare
 from smcjax.decoding.prefill import prefill_chunk
@@ -28,8 +27,8 @@ from smcjax.model.params import Params
 from smcjax.pallas.decode_step import Embedded
 
 # The newest draft, where the next step begins with it (`beginning`), how many of the steps were taken, and the
-# adjustments of the distribution that the newest draft was drawn from.
-_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array, RowAdjustments | None]
+# context of the distribution that the newest draft was drawn from.
+_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array, Context]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +130,14 @@ class DraftModel:
             return next_token(config, params, cache, one, rest, step, law, plan, begin)
 
         def draft_one(carry: _Carry, _: None) -> tuple[_Carry, Drawn]:
-            cache, token, begin, step, adjustments = carry
-            law = dataclasses.replace(distribution, adjustments=adjustments).after(token)
+            cache, token, begin, step, context = carry
+            law = distribution.within(context).after(token)
             drawn, cache = forward(cache, token, step, begin, law)
-            return (cache, drawn.token, drawn.following, step + 1, law.adjustments), drawn._replace(following=None)
+            return (cache, drawn.token, drawn.following, step + 1, law.context), drawn._replace(following=None)
 
         # Steps of few launches are unrolled: counting, and putting results in their places, are launches as well.
         unroll = rest.fused is not None
-        carry = (cache, first.token, beginning(params, rest, first), jnp.int32(0), distribution.adjustments)
+        carry = (cache, first.token, beginning(params, rest, first), jnp.int32(0), distribution.context)
         (cache, token, begin, _, _), others = jax.lax.scan(draft_one, carry, length=gamma - 1, unroll=unroll)
         if after:
             _, cache = forward(cache, token, gamma - 1, begin, distribution)
@@ -185,8 +184,21 @@ def _joined(
         if drawn.deferred is None:
             return drawn
         number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
-        processed = functools.partial(processed_logits, distribution)
-        return drawn._replace(logits=jax.vmap(processed)(number, drawn.deferred.logits(params)), deferred=None)
+        logits = drawn.deferred.logits(params)
+        if distribution.constraint is None:
+            processed = functools.partial(processed_logits, distribution)
+            return drawn._replace(logits=jax.vmap(processed)(number, logits), deferred=None)
+        behind = [first.token] if others is None else [first.token, *others.token]
+        laws = [distribution]
+        for token in behind[:-1]:
+            laws.append(laws[-1].after(token))
+        contexts = [law.context for law in laws[first_column : first_column + drawn.token.shape[0]]]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *contexts)
+
+        def of_column(number: jax.Array, logits: jax.Array, context: Context) -> jax.Array:
+            return processed_logits(distribution.within(context), number, logits)
+
+        return drawn._replace(logits=jax.vmap(of_column)(number, logits, stacked), deferred=None)
 
     drawn = jax.tree.map(lambda leaf: leaf[None], first._replace(following=None))
     if others is not None:

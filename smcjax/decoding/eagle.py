@@ -133,18 +133,18 @@ class Eagle:
         distribution = distribution.at(speculation.draft_temperature)
 
         def draft_one(carry: Any, column: jax.Array) -> tuple[Any, Drawn]:
-            cache, token, feature, adjustments = carry
-            law = dataclasses.replace(distribution, adjustments=adjustments)
+            cache, token, feature, context = carry
+            law = distribution.within(context)
             positions = (frontier_at + column)[:, None]
             view = view_of(groups, token[:, None], positions, None, width=speculation.width, page_size=page_size)
             cache, x = self._step(params, cache, view, feature)
             logits = eagle_logits(self.config, params, x[:, 0])
             number = generated + 1 + column
             drawn = sample(law, column_keys(keys, column), number, logits, keep_logits=keep_logits)
-            return (cache, drawn.token, x, law.after(drawn.token).adjustments), drawn
+            return (cache, drawn.token, x, law.after(drawn.token).context), drawn
 
         feature = self._features(cache, sequences.block_table, frontier_at[:, None] - 1)
-        carry: Any = (cache, sequences.token_at(frontier_at), feature, distribution.adjustments)
+        carry: Any = (cache, sequences.token_at(frontier_at), feature, distribution.context)
         (cache, *_), drawn = jax.lax.scan(draft_one, carry, jnp.arange(speculation.gamma))
         return Drafts(*jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), drawn[:3])), cache
 

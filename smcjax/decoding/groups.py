@@ -31,6 +31,7 @@ class Memory:
     pool: PagePool
     target: KVCache
     draft: Any = None  # the proposer's own, by its `create_memory`
+    automata: Any = None  # `smcjax.decoding.constraints.AutomatonTables`; None: no request has one
 
 
 @jax.tree_util.register_dataclass

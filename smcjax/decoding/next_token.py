@@ -123,6 +123,10 @@ def next_token(
     """
     if steps.fused is not None and plan.fused is not None:
         shape, tables = steps.fused
+        if distribution.constraint is not None:
+            tables = decode_step.with_forbidden(
+                shape, tables, pack_bits(distribution.forbidden(steps.token_number[step]))
+            )
         if view.copies is not None:
             cache = cache.copy_pages(view.copies)
         weights, tasks = weights_of(params, plan.fused.norms, plan.fused.scales), plan.fused.tasks[shape.rows]

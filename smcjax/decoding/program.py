@@ -45,6 +45,7 @@ class Program[D: Decoding]:
         controls: whether a request of `SMC(control=0)` has a control of its own: whole laws of drafts are not for the
             others.
         adjusts: whether the state's requests bring `Requests.adjustments`.
+        constrains: whether they bring `Requests.automaton`, the rows `Sequences.automaton`, and memory the automata.
         scores: whether reports bring the `Scores` of new tokens (`smcjax.decoding.scores`).
         scores_prompts: whether reports of prefill bring those of the prompt's tokens.
 
@@ -60,6 +61,7 @@ class Program[D: Decoding]:
     truncates: bool = False
     controls: bool = False
     adjusts: bool = False
+    constrains: bool = False
     scores: bool = False
     scores_prompts: bool = False
 

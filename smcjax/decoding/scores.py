@@ -64,6 +64,8 @@ def first_scores(
     All rows of a group draw from one law, that of the hidden state at the prompt's end.
     """
     distribution = distribution_of(before, rows=1, truncates=program.truncates)
+    if program.decoding.weighted:  # whose weights make up for the constraint: p_T is the target's own
+        distribution = dataclasses.replace(distribution, constraint=None)
     number = jnp.ones(last_hidden.shape[0], jnp.int32)
     law = processed_logits(distribution, number, unembed(params.target, last_hidden))
     at = after.per_row(after.requests.prompt_length)[:, None]

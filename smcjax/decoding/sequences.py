@@ -33,6 +33,8 @@ class Requests:
     key: Key[Array, " G"]
     # `smcjax.decoding.adjustments.Adjustments` of the logits; None: no request has any, and no program asks.
     adjustments: Any = None
+    # [G] int32, each request's place in `Memory.automata`, −1: none; None: no request has one, and no program asks.
+    automaton: Any = None
 
     @classmethod
     def alike(
@@ -77,6 +79,9 @@ class Sequences:
     finished: Bool[Array, " R"]
     logprobs: Float[Array, "R T_max"]  # log p_T of each generated token
     block_table: Int[Array, "R M"]
+    # [R] int32, the state of each row's automaton behind its tokens (`smcjax.decoding.constraints`); None: no request
+    # has one.
+    automaton: Any = None
 
     @classmethod
     def create(cls, num_rows: int, *, max_tokens: int, max_pages: int) -> Sequences:

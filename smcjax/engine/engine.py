@@ -262,6 +262,9 @@ class Engine:
                 self._running[group.request.request_id] = self._admitted(group)
         if program.adjusts:
             runner.adjust({group.lane: group.request for group in self._scheduler.groups})
+        if program.constrains:
+            moved = bool(schedule.joining) or schedule.sources is not None
+            runner.constrain({group.lane: group.request for group in self._scheduler.groups}, moved=moved)
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:

@@ -17,6 +17,7 @@ from smcjax.engine.scheduler import Group, Schedule
 WORDS = {
     "truncates": "top_k and top_p",
     "controls": "control",
+    "constrains": "response_format",
     "adjusts": "penalties and logit_bias",
     "scores": "logprobs",
     "scores_prompts": "prompt_logprobs",
@@ -30,6 +31,7 @@ def extras_of(group: Group, *, streams: bool, ragged: bool = False) -> set[str]:
         "truncates": params.truncates,
         "controls": bool(params.control) and not ragged,
         "adjusts": params.adjusts,
+        "constrains": params.expression is not None,
         "scores": params.scores(streams=streams),
         "scores_prompts": params.prompt_logprobs is not None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -26,6 +27,8 @@ from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import (
     Prompt,
     Request,
+    automaton_of,
+    check_room,
     check_token_ids,
     limit_of,
     listed,
@@ -40,6 +43,7 @@ from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
+from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
 
@@ -237,6 +241,7 @@ class LLM:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
             self.tokenizer = self.models.tokenizer
+            self._automata = Automata(self.tokenizer, self.models.target.vocab_size)
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
                 raise ValueError(
                     "select is 'vote' and the model directory has no tokenizer to read answers by; use select='sample'."
@@ -311,6 +316,8 @@ class LLM:
         checked = listed(prompts)
         params = params_for_each(sampling_params, len(checked))
         requests = []
+        for one in params:
+            self._prepare(one)
         with self._numbering:
             for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
                 try:
@@ -403,6 +410,7 @@ class LLM:
         """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
+        self._prepare(params)
         with self._numbering:
             request = self._request(0, prompt, params)
             self._counter += 1
@@ -413,6 +421,18 @@ class LLM:
         with self.turn:
             self.engine.warm_up(use_tqdm=use_tqdm)
 
+    def _prepare(self, params: SamplingParams) -> None:
+        """Makes the automaton that a request asks for, which may take seconds, before others have to wait for it.
+
+        What is wrong with it is said when the request is checked, in its turn.
+        """
+        with contextlib.suppress(ValueError):
+            params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
+            automaton_of(params, self._automata, self._stop_ids(params, named))
+
+    def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
+        return named if params.ignore_eos else (*self.models.eos_token_ids, *named)
+
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         """The `index`-th of the next requests, checked."""
         vocab_size = self.models.target.vocab_size
@@ -420,10 +440,13 @@ class LLM:
         params, named = told_apart(params, self.tokenizer, vocab_size)
         check_token_ids(params, vocab_size)
         self._decoder.check(params)
-        stop_ids = named if params.ignore_eos else (*self.models.eos_token_ids, *named)
+        stop_ids = self._stop_ids(params, named)
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self.max_model_len)
+        automaton = automaton_of(params, self._automata, stop_ids)
+        if automaton is not None:
+            check_room(automaton, limit - len(token_ids))
         pages = worst_case_pages(len(token_ids), limit, self.decoding.rows, self.page_size)
         if pages > self.num_pages - 1:
             fewer = "max_tokens" if self.decoding.rows == 1 else f"max_tokens or {self.decoding.rows_argument}"
@@ -440,6 +463,7 @@ class LLM:
             stop_ids=stop_ids,
             seed=seed,
             worst_case_pages=pages,
+            automaton=automaton,
             trace=params.trace,
         )
 

@@ -11,6 +11,7 @@ import numpy as np
 from smcjax.engine.batch import Batch
 from smcjax.engine.sampling_params import MOST_BIASED, SamplingParams
 from smcjax.plain import is_unicode, short
+from smcjax.structured.automaton import Automata, Automaton
 from smcjax.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -28,6 +29,7 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     worst_case_pages: int
+    automaton: Automaton | None = None  # of its `response_format`
     trace: bool = False  # whether its reader follows its cycles, and its output holds their history
 
 
@@ -135,6 +137,31 @@ def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -
             f"{max_model_len}; lower min_tokens."
         )
     return limit
+
+
+def automaton_of(params: SamplingParams, automata: Automata, stop_ids: tuple[int, ...]) -> Automaton | None:
+    """The automaton of the request's `response_format`. Raises ValueError where there is none.
+
+    `told_apart` has made stop tokens of stop strings by now.
+    """
+    if params.expression is None:
+        return None
+    if not stop_ids:
+        raise ValueError(
+            "response_format needs a token that ends the answer, and here is none; drop ignore_eos, or give "
+            "stop_token_ids."
+        )
+    return automata.of(params.expression, stop_ids)
+
+
+def check_room(automaton: Automaton, generated: int) -> None:
+    """Raises ValueError where no answer of the automaton fits so many tokens."""
+    least = int(automaton.reach[0])
+    if least > generated:
+        raise ValueError(
+            f"response_format asks for an answer of {least} tokens at least, and max_tokens and max_model_len leave "
+            f"{generated}; raise them."
+        )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -23,12 +23,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from smcjax.decoding.adjustments import Adjustments
+from smcjax.decoding.constraints import states_behind
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.scores import Scores, first_scores
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.device import on_cpu
+from smcjax.engine.attached import Attached, Constraints, attach, detach
 from smcjax.engine.batch import Batch
+from smcjax.engine.constraints import AutomatonPlaces, make_tables
 from smcjax.engine.lanes import put, take
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
 from smcjax.engine.requests import Request, make_adjustments
@@ -95,6 +98,8 @@ class Runner:
         self.cached: Any = None  # [S] the pages that cache slots keep
         self._adjustments: Any = None  # of the requests in the lanes, for programs that adjust
         self._adjusted: tuple[Any, ...] = ()  # whose these are: lanes of the batch, and who is where
+        self._constraints: Constraints | None = None  # of the requests in the lanes, for programs that constrain
+        self._places = AutomatonPlaces(decoder.target.vocab_size)
         self.chunks = self._chunk_lengths()
 
     def _new_memory(self) -> Any:
@@ -148,9 +153,10 @@ class Runner:
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
         # While all of it can be found, should this be interrupted.
-        delete((self._memory, self.state, self.cached, self._adjustments))
+        delete((self._memory, self.state, self.cached, self._adjustments, self._constraints))
         self._memory, self.state, self.cached, self.size = None, None, None, 0
         self._adjustments, self._adjusted = None, ()
+        self._constraints, self._places = None, AutomatonPlaces(self.program.target.vocab_size)
 
     def close(self) -> None:
         """Deletes weights and KV from the device, whoever else still refers to them."""
@@ -198,9 +204,35 @@ class Runner:
             self._adjustments = self._put(Adjustments(**adjustments))  # type: ignore[arg-type]
             self._adjusted = whose
 
+    @own_settings()
+    def constrain(self, requests: Mapping[int, Request], *, moved: bool) -> None:
+        """Sends the automata of the requests in all lanes, by lane, and walks them along what rows have, where `moved`.
+
+        Else the same requests are in the same lanes as the last time.
+        """
+        if not moved and self._constraints is not None:
+            return
+        wanted = {lane: request.automaton for lane, request in requests.items() if request.automaton is not None}
+        index, tables = self._places.place(wanted, self.size)
+        sent = self._put((index, tables))
+        old = self._constraints
+        tables = sent[1] if tables is not None or old is None else old.tables
+        states = self.programs[self.size, "walk"](self.state, sent[0], tables)
+        self._constraints = Constraints(sent[0], states, tables)
+
     def _extra(self, program: Any) -> tuple[Any, ...]:
         """The last arguments of a program that reads more than the others."""
-        return (self._adjustments,) if program.adjusts else ()
+        if not (program.adjusts or program.constrains):
+            return ()
+        return (
+            Attached(self._adjustments if program.adjusts else None, self._constraints if program.constrains else None),
+        )
+
+    def _walked(self, states: Any) -> None:
+        """Keeps the states of automata after a program, None from one that knows of none."""
+        if states is not None:
+            assert self._constraints is not None
+            self._constraints = dataclasses.replace(self._constraints, states=states)
 
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
         """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
@@ -218,7 +250,9 @@ class Runner:
                 slots[i, page - chunk.start_at // program.page_size] = slot
         call = self.programs[program, self.size, count, length, "prefill"]
         asked = self._put((lanes, start_at, cached, slots))
-        (self.state, self.cached), first = call(self.params, self.state, self.cached, *asked, *self._extra(program))
+        extra = self._extra(program)
+        (self.state, self.cached), first, states = call(self.params, self.state, self.cached, *asked, *extra)
+        self._walked(states)
         return first
 
     def _pages_of(self, length: int) -> int:
@@ -228,7 +262,8 @@ class Runner:
     def step(self, program: Any) -> tuple[Any, jax.Array]:
         """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
         call = self.programs[stepping(program), self.size, "step"]
-        self.state, info, free = call(self.params, self.state, *self._extra(program))
+        self.state, info, free, states = call(self.params, self.state, *self._extra(program))
+        self._walked(states)
         return info, free
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
@@ -274,13 +309,19 @@ class Runner:
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
         )
 
-        extra: tuple[Any, ...] = ()
+        adjustments: Any = None
+        constraints: Any = None
         if program.adjusts:
-            extra = (abstract(Adjustments(**make_adjustments({}, size, vocab_size))),)  # type: ignore[arg-type]
+            adjustments = abstract(Adjustments(**make_adjustments({}, size, vocab_size)))  # type: ignore[arg-type]
+        if program.constrains:
+            of_lanes: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
+            of_rows: Any = jax.ShapeDtypeStruct((size * program.rows,), jnp.int32)
+            constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
+        extra = (Attached(adjustments, constraints),) if program.adjusts or program.constrains else ()
 
-        def step(params: Any, state: Any, *adjustments: Any) -> Any:
-            state, info = program.step(params, _adjusted(state, *adjustments))
-            return _adjusted(state), info, state.memory.pool.num_free
+        def step(params: Any, state: Any, *attached: Attached) -> Any:
+            state, info = program.step(params, attach(state, *attached))
+            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
 
         jobs: dict[Any, Job] = {
             (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra, spread=self.spread),
@@ -296,8 +337,15 @@ class Runner:
             stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
             plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
+        if constraints is not None:
+            plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
+
+    def _walk(self, state: Any, automaton: jax.Array, tables: Any) -> jax.Array:
+        """The states of all rows' automata behind the tokens that they have."""
+        none_yet = jnp.zeros_like(state.sequences.length)
+        return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
         _, state = self._abstract_state(old_size)
@@ -328,7 +376,7 @@ class Runner:
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
-    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport]]:
+    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport, Any]]:
         def prefill(
             params: Any,
             state: Any,
@@ -337,9 +385,10 @@ class Runner:
             start_at: jax.Array,
             cached: jax.Array,
             slots: jax.Array,
-            *adjustments: Any,
-        ) -> tuple[Any, PrefillReport]:
-            groups = take(_adjusted(state, *adjustments), lanes)
+            *attached: Attached,
+        ) -> tuple[Any, PrefillReport, Any]:
+            given = attach(state, *attached)
+            groups = take(given, lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
             prompt = None
@@ -356,7 +405,9 @@ class Runner:
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             report = PrefillReport(first, ends & ~groups.running, scores, prompt)
-            return (put(state, lanes, _adjusted(groups)), cache), report
+            constraints = given.sequences.automaton is not None
+            given = put(detach(given, constraints=not constraints), lanes, detach(groups, constraints=not constraints))
+            return (detach(given), cache), report, given.sequences.automaton
 
         return prefill
 
@@ -378,13 +429,6 @@ class Runner:
 def stepping(program: Any) -> Any:
     """The program of whose cycles `program`'s are: prompts make no difference to them."""
     return dataclasses.replace(program, scores_prompts=False) if program.scores_prompts else program
-
-
-def _adjusted(state: Any, adjustments: Adjustments | None = None) -> Any:
-    """The state with these adjustments of its requests: only within a program, as no other one knows of them."""
-    if adjustments is state.requests.adjustments:
-        return state
-    return dataclasses.replace(state, requests=dataclasses.replace(state.requests, adjustments=adjustments))
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

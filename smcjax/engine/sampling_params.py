@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 from smcjax.decoders import MOST_ALTERNATIVES
 from smcjax.plain import short, use_plain_numbers
+from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1
 MOST_BIASED = 1024  # tokens of a request's logit_bias
@@ -16,7 +19,7 @@ MOST_BIASED = 1024  # tokens of a request's logit_bias
 class SamplingParams:
     """Per-request sampling. Nothing here recompiles a program, but for extras, once each.
 
-    Extras are top_k and top_p, penalties and logit_bias, control, logprobs, and prompt_logprobs.
+    Extras are top_k and top_p, penalties and logit_bias, response_format, control, logprobs, and prompt_logprobs.
 
     Attributes:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.
@@ -38,6 +41,9 @@ class SamplingParams:
         repetition_penalty: above 0, at most 100; logits of tokens that are in the prompt or the answer so far are
             divided by it where they are above 0, else multiplied. 1: none.
         logit_bias: what to add to the logits of single tokens, from −100 to 100, by token id; at most 1,024 of them.
+        response_format: the form that the whole answer has, as {"type": "json_object"}, {"type": "json_schema",
+            "json_schema": {"schema": …}}, {"type": "regex", "regex": …} or {"type": "choice", "choice": [...]}
+            (`smcjax.structured.response_format`); it ends within max_tokens. None: any.
         trace: keeps the population's history for the result, and streams a `Cycle` with each cycle.
         control: c in [0, 1] in place of `SMC(control=…)`, by which drafts of this request are rejected; None: the
             decoder's. Other decoders refuse it.
@@ -59,6 +65,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    response_format: Mapping[str, Any] | None = None
     trace: bool = False
     control: float | None = None
     n: None = None
@@ -111,6 +118,8 @@ class SamplingParams:
             raise ValueError(f"control must be a number from 0 to 1, or None for the decoder's, got {self.control!r}.")
         if self.logit_bias is not None:
             self._check_bias()
+        if self.expression is not None:
+            self._check_form()
         if not isinstance(self.trace, bool):
             raise ValueError(f"trace must be True or False, got {self.trace!r}.")
 
@@ -124,6 +133,22 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(bias))  # the caller's own may change
         if len(bias) > MOST_BIASED:
             raise ValueError(f"logit_bias has {len(bias)} entries, and {MOST_BIASED} are the most; leave some out.")
+
+    def _check_form(self) -> None:
+        """Refuses what says otherwise about where an answer of a given form may end."""
+        assert self.response_format is not None
+        object.__setattr__(self, "response_format", dict(self.response_format))  # the caller's own may change
+        if self.stop_strings:
+            raise ValueError(f"stop is {short(self.stop)} and response_format says where an answer ends; keep one.")
+        if self.min_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens} and response_format says where an answer may end; leave it out."
+            )
+
+    @functools.cached_property
+    def expression(self) -> Expression | None:
+        """The regular expression that `response_format` asks for; None where it asks for nothing."""
+        return expression_of(self.response_format)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ __all__ = [
     "make_shape",
     "make_tables",
     "supports",
+    "with_forbidden",
 ]
 
 
@@ -140,6 +141,13 @@ def make_tables(
         noise_scale=by_token(each(draws.noise_scale[None, :, None])),
         forbidden=by_token(each(draws.forbidden[None])),
     )
+
+
+def with_forbidden(shape: Shape, tables: Tables, forbidden: UInt[Array, "R words"]) -> Tables:
+    """The tables with other forbidden ids of each row, which are so at every step."""
+    columns = shape.group_tokens // shape.rows
+    words = _padded(shape, jnp.repeat(forbidden, columns, axis=0)[None])[0]
+    return dataclasses.replace(tables, forbidden=words, forbids=jnp.full_like(tables.forbids, 0xFFFFFFFF))
 
 
 def _padded(shape: Shape, x: jax.Array) -> jax.Array:

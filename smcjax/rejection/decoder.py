@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.decoders import Rejection
 from smcjax.decoding import admission
 from smcjax.decoding import groups as decoding
+from smcjax.decoding.constraints import extend
 from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
@@ -35,7 +36,7 @@ from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
 from smcjax.decoding.scores import by_group, scores
-from smcjax.decoding.sequences import Population, append, cut_block, population
+from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
 from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
@@ -238,7 +239,7 @@ def _commit(
     block = cut_block(
         tokens, state.per_row(requests.stops), state.sequences.length, state.per_row(requests.limit), last=last
     )
-    sequences = append(state.sequences, tokens, logprobs, block, live)
+    sequences = extend(state, tokens, logprobs, block, live)
     ended = state.by_group(sequences.finished)[:, 0]
     return dataclasses.replace(
         state,

@@ -2,7 +2,8 @@
 
     propose    K tokens a particle from the draft model
     verify     all of them in one target forward, which also draws the bonus token
-    weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end
+    weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end; of requests with a constraint
+               q and the bonus are drawn from allowed tokens, p_T is not changed, and Z sums over those
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
 With a control c > 0, the decoder's or a request's, verifying rejects drafts too (`smcjax.smc.control`): rows advance by
@@ -19,8 +20,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from smcjax.decoding.constraints import extend, masked, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.groups import PairParams
@@ -28,7 +30,7 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.scores import Scores, by_group, scores
-from smcjax.decoding.sequences import Block, Sequences, append, cut_block
+from smcjax.decoding.sequences import Block, Sequences, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
@@ -79,12 +81,13 @@ def _tempered(
 def draft(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Drafts, Copies | None]:
     """K draft tokens a row with log q, whole where they can be rejected.
 
-    q has the target's minimum of tokens, and never truncates.
+    q has the target's minimum of tokens and constraint, and never truncates.
     """
     distribution = SamplingDistribution(
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
+        constraint=row_constraint(state, program.rows),
     )
     return propose(program, params, state, distribution, keep_logits=program.ragged)
 
@@ -116,10 +119,12 @@ def verify(
     block = drafts.tokens
     if smc.bonus:
         last = logits[:, -1]
+        constraint = row_constraint(state, program.rows)
+        allowed = None if constraint is None else constraint.behind(drafts.tokens).allowed()
         keys = row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS)
-        bonus = draw(keys, smc.power * last)
+        bonus = draw(keys, masked(smc.power * last, allowed))
         block = jnp.concatenate([block, bonus[:, None]], axis=1)
-        increments = jnp.concatenate([increments, bonus_increment(smc.power, last)[:, None]], axis=1)
+        increments = jnp.concatenate([increments, bonus_increment(smc.power, last, allowed)[:, None]], axis=1)
         logprobs = jnp.concatenate([logprobs, logprob_at(last, bonus)[:, None]], axis=1)
     return state, _scored(program, logits, Proposal(tokens=block, increments=increments, logprobs=logprobs))
 
@@ -134,7 +139,9 @@ def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"],
     smc = program.decoding
     assert drafts.logits is not None
     control = state.per_row(state.control)
-    laws = Laws.of(smc.power, logits, drafts.logits)
+    constraint = row_constraint(state, program.rows)
+    allowed = None if constraint is None else constraint.allowed_along(drafts.tokens[:, : logits.shape[1] - 1])
+    laws = Laws.of(smc.power, logits, drafts.logits, allowed)
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (smc.n_particles, smc.gamma), jnp.float32))(keys)
     verdict = judge(laws.target, laws.draft, drafts.tokens, uniforms.reshape(drafts.tokens.shape), control)
@@ -143,7 +150,10 @@ def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"],
 
 
 class Laws(NamedTuple):
-    """The laws of a block's columns, normalised: C of the target to the power α, K of the draft."""
+    """The laws of a block's columns, normalised: C of the target to the power α, K of the draft.
+
+    With a constraint, both are laws of the allowed tokens, and so is the sum.
+    """
 
     target: Float[Array, "R C V"]  # log of p_T^α/Σ p_T^α
     draft: Float[Array, "R K V"]  # log q
@@ -151,11 +161,23 @@ class Laws(NamedTuple):
     logits: Float[Array, "R C V"]  # whose softmax is p_T
 
     @classmethod
-    def of(cls, power: float, logits: Float[Array, "R C V"], draft_logits: Float[Array, "R K V"]) -> Laws:
-        """The laws of the target's tempered logits and of the draft's."""
+    def of(
+        cls,
+        power: float,
+        logits: Float[Array, "R C V"],
+        draft_logits: Float[Array, "R K V"],
+        allowed: Bool[Array, "R C V"] | None = None,
+    ) -> Laws:
+        """The laws of the target's tempered logits and of the draft's, whose own are of allowed tokens already."""
         scaled = power * logits
         draft = jax.nn.log_softmax(draft_logits, axis=-1)
-        return cls(scaled - log_mass(scaled)[..., None], draft, bonus_increment(power, logits), logits)
+        if allowed is None:
+            target = scaled - log_mass(scaled)[..., None]
+        else:  # any law of the allowed tokens where they are impossible, which `constant` weighs 0
+            some = masked(scaled, allowed)
+            impossible = jnp.isneginf(jnp.max(some, axis=-1, keepdims=True))
+            target = jax.nn.log_softmax(jnp.where(impossible, masked(jnp.zeros_like(scaled), allowed), some), axis=-1)
+        return cls(target, draft, bonus_increment(power, logits, allowed), logits)
 
 
 def run_of(
@@ -201,7 +223,7 @@ def weigh(state: State, proposal: Proposal) -> State:
     )
     increment = jnp.where(live, block_weight(proposal.increments, block), 0.0)
     log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
-    sequences = append(state.sequences, proposal.tokens, proposal.logprobs, block, live)
+    sequences = extend(state, proposal.tokens, proposal.logprobs, block, live)
     return update_running(dataclasses.replace(state, sequences=sequences, log_weight=log_weight))
 
 
@@ -263,7 +285,8 @@ def fork(state: State, plan: Resampling) -> State:
         end=sequences.length,
         group=n,
     )
-    forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table)
+    automaton = None if sequences.automaton is None else sequences.automaton[source]
+    forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table, automaton)
     return update_running(
         dataclasses.replace(
             state,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding import admission
+from smcjax.decoding.constraints import masked, row_constraint
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
@@ -52,10 +53,12 @@ def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Fl
     )
     logits = temper(possible, state.per_row(requests.temperature))
     keys = row_keys(requests.key, state.cycle, smc.n_particles, Purpose.FIRST)
-    first = draw(keys, smc.power * logits)
+    constraint = row_constraint(state, smc.n_particles)
+    allowed = None if constraint is None else constraint.allowed()
+    first = draw(keys, masked(smc.power * logits, allowed))
     proposal = Proposal(
         tokens=first[:, None],
-        increments=bonus_increment(smc.power, logits)[:, None],
+        increments=bonus_increment(smc.power, logits, allowed)[:, None],
         logprobs=logprob_at(logits, first)[:, None],
     )
     return weigh(state, proposal)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def temper(logits: Float[Array, "*shape V"], temperature: Float[Array, "*#shape"]) -> Float[Array, "*shape V"]:
@@ -40,17 +40,35 @@ def draft_increment(
     return power * target_logprob - draft_logprob
 
 
-def bonus_increment(power: float, logits: Float[Array, "*shape V"]) -> Float[Array, "*shape"]:
+def bonus_increment(
+    power: float, logits: Float[Array, "*shape V"], allowed: Bool[Array, "*shape V"] | None = None
+) -> Float[Array, "*shape"]:
     """The log of the factor for a token drawn from softmax(α·logits): the log normaliser of p_T^α; 0 at α = 1.
+
+    Where only some tokens are `allowed` it is drawn from those, and the sum is over those: at α = 1 their probability.
 
     `logits` are tempered, as by `temper`. Logits that are no law (one is NaN or +inf, or all are −inf) give NaN at any
     α, so that a broken model is never taken for a sample.
     """
+    if allowed is not None:
+        return _allowed_mass(power, logits, allowed)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     plain = log_mass(logits)
     if power == 1.0:
         return jnp.where(jnp.isfinite(plain), 0.0, jnp.nan)
     return log_mass(power * logits) - power * plain
+
+
+def _allowed_mass(
+    power: float, logits: Float[Array, "*shape V"], allowed: Bool[Array, "*shape V"]
+) -> Float[Array, "*shape"]:
+    """log Σ p_T^α over the allowed tokens, relative to their largest logit: they may be improbable beyond underflow."""
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    plain = log_mass(logits)
+    some = jnp.where(allowed, logits, -jnp.inf)
+    top = jnp.max(some, axis=-1)
+    mass = power * top + log_mass(power * (some - jnp.where(jnp.isneginf(top), 0.0, top)[..., None]))
+    return jnp.where(jnp.isfinite(plain), mass - power * plain, jnp.nan)
 
 
 def normalized_weights(log_weights: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:

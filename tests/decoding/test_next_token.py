@@ -13,14 +13,18 @@ import pytest
 from smcjax import SMC, autoregressive, smc
 from smcjax.decoders import Autoregressive
 from smcjax.decoding import distribution, fused_step
+from smcjax.decoding.constraints import RowConstraint
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
+from smcjax.engine.constraints import make_tables
 from smcjax.matmul import Dense
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, param_shapes
+from smcjax.pallas import decode_step
 from smcjax.pallas.sampled_head import sampled_head_reference
+from smcjax.structured.automaton import Automaton
 
 # Of a size that the persistent step takes, with four query heads to a KV head.
 MODEL = ModelConfig(128, 512, 512, 2, 8, 2, 64, 4096, tie_embeddings=True, dtype="bfloat16")
@@ -28,13 +32,17 @@ PARAMS = param_shapes(MODEL, jnp.bfloat16)
 KERNEL = "decode_step_mosaic_gpu"  # its name within the module
 
 
-def lowered(decoder: Any, program: Any, params: Any, groups: int) -> str:
+def lowered(decoder: Any, program: Any, params: Any, groups: int, *, constrained: bool = False) -> str:
     """A step of the decoder, lowered for CUDA."""
 
     def start() -> Any:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
         memory = program.create_memory(zeros, 500)
         requests = Requests.alike(jax.random.key(0), jnp.full(groups, 40), vocab_size=128, max_tokens=100)
+        if constrained:
+            tables = jax.tree.map(jnp.asarray, make_tables({}, groups, 128))
+            memory = dataclasses.replace(memory, automata=tables)
+            requests = dataclasses.replace(requests, automaton=jnp.zeros(groups, jnp.int32))
         return decoder.begin(program, memory, jnp.zeros((groups, 64), jnp.int32), requests, jnp.ones(groups, bool))
 
     step = jax.jit(lambda params, state: decoder.step(program, params, state))
@@ -100,6 +108,40 @@ def test_the_fused_step_takes_only_what_it_computes() -> None:
         assert (KERNEL in lowered(autoregressive, model, PairParams(PARAMS), 1)) == fused
 
 
+def test_constrained_drafts_are_drawn_by_the_kernel() -> None:
+    """By words of forbidden tokens, made anew before each step; where drafts can be rejected too."""
+    for decoding in (SMC(8, 3), SMC(8, 3, control=0.1)):
+        program = smc.Program(decoding, MODEL, MODEL, 1024, implementation="mosaic")
+        text = lowered(smc, program, smc.PairParams(PARAMS, PARAMS), 1, constrained=True)
+        assert KERNEL in text
+
+
+def test_forbidden_tokens_of_a_step_are_as_stops_of_all() -> None:
+    """Tables whose forbidden tokens were given with them, and those that were told them later."""
+    shape = fused_step.make_shape(MODEL, groups=1, rows=8, columns=2, page_size=16, prefetches=False, int8=False)
+    keys = jax.random.split(jax.random.key(0), 3)
+    words = jax.random.bits(keys[0], (8, 4), jnp.uint32)
+    positions = jnp.arange(16, dtype=jnp.int32).reshape(1, 8, 2)
+
+    def tables(words: Any, forbids: Any) -> Any:
+        draws = decode_step.Draws(
+            keys=jax.random.bits(keys[1], (1, 8, 2), jnp.uint32),
+            temperature=jnp.ones(8),
+            noise_scale=jnp.ones(8),
+            forbidden=words,
+            forbids=forbids,
+        )
+        angles = jnp.zeros((1, 8, 2, MODEL.head_dim // 2))
+        return decode_step.make_tables(shape, angles, angles, positions, positions, draws)
+
+    given = tables(words, jnp.ones((1, 8), bool))
+    told = decode_step.with_forbidden(shape, tables(jnp.zeros_like(words), jnp.zeros((1, 8), bool)), words)
+    np.testing.assert_array_equal(given.forbidden, told.forbidden)
+    used = np.asarray(given.forbids) != 0  # what fills a tile up is nobody's
+    assert used.any()
+    np.testing.assert_array_equal(given.forbids[used], told.forbids[used])
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LayerParams)])
 def test_every_optional_part_of_a_layer_is_known_or_refused(name: str) -> None:
     there = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
@@ -147,3 +189,23 @@ def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPa
     stopped = np.asarray(law.stops)[np.arange(rows), ours.token]
     assert not stopped[within].any()
     assert stopped[~within].any()  # control
+    # With a constraint: of one automaton, which allows every third token in its only state, and stops.
+    following = np.zeros((1, 3), np.int16)
+    following[0, 1:] = -1
+    automaton = Automaton(following, np.arange(vocab, dtype=np.int32) % 3, np.zeros(1, np.int32))
+    held = RowConstraint(
+        jax.tree.map(jnp.asarray, make_tables({0: automaton}, 1, vocab, most_cells=8, most_states=4)),
+        automaton=jnp.zeros(rows, jnp.int32),
+        stops=jnp.zeros_like(law.stops),
+        state=jnp.where(jnp.arange(rows) % 2 == 0, 0, -1),
+        left=jnp.full(rows, 9),
+    )
+    form = dataclasses.replace(law, constraint=held)
+    ours = sample_in_head(form, row_keys, token_number, x, weight, pack_bits(law.stops))
+    theirs = sample(form, row_keys, token_number, Dense(weight)(x, out=jnp.float32))
+    possible = np.asarray(~form.forbidden(token_number)).any(axis=1)
+    np.testing.assert_array_equal(ours.token[possible], theirs.token[possible])
+    np.testing.assert_allclose(ours.logprob[possible], theirs.logprob[possible], rtol=1e-5, atol=1e-5)
+    constrained = np.asarray(held.state) == 0
+    assert (np.asarray(ours.token)[constrained & possible] % 3 == 0).all()
+    assert (np.asarray(ours.token)[~constrained] % 3 != 0).any()  # control

@@ -174,13 +174,15 @@ def _weigh(
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "power"))
-def _controlled(mutation: str, power: float, c: Any, p: Any, q: Any, drafts: Any) -> tuple[Any, ...]:
+def controlled(
+    mutation: str, power: float, c: Any, p: Any, q: Any, drafts: Any, allowed: Any = None
+) -> tuple[Any, ...]:
     """Tokens, increments, chance and last column of every run of these drafts and every token behind it."""
     (rows, gamma), size = drafts.shape, p.shape[-1]
     control_of_rows = jnp.full(rows, c)
     c_column = control_of_rows[:, None]
     with mutated(mutation):
-        laws = cycle.Laws.of(power, p, q)
+        laws = cycle.Laws.of(power, p, q, allowed)
         drawn = jnp.exp(control.at(q, drafts).sum(axis=1))
         accepts = control.acceptance(control.at(laws.target[:, :gamma], drafts), control.at(q, drafts), c_column)
         parts = []
@@ -346,7 +348,7 @@ class Enumeration:
             np.array([[self.toy.logprobs(model, (*prefix, *d[:i])) for i in range(columns)] for d in drafts])
             for model, columns in (("p", config.tokens_per_cycle), ("q", config.gamma))
         )
-        tokens, increments, chance, last = _controlled(
+        tokens, increments, chance, last = controlled(
             self.mutation, config.power, np.float64(c), p, q, drafts.astype(np.int32)
         )
         return Proposals(tokens, increments, np.asarray(chance), last)

@@ -1,0 +1,160 @@
+"""Answers of a given form: which tokens an automaton allows behind each row, and which state each leads to.
+
+A request's automaton (`smcjax.structured.automaton`) has a table of next states by classes of tokens. A token is
+
+    text    allowed where enough of the request's tokens are left behind it to end in an accepting state
+    a stop  allowed in accepting states alone
+
+A row that may go on always has an allowed token, so none runs into a dead end, and at the cap it stands in an accepting
+state. Rows of requests without an automaton are in no state, −1, where everything is allowed; so is a row behind its
+stop, and behind a draft that was not allowed: what stands there belongs to no answer, and its laws must stay laws.
+
+The law of a token depends on those before it, as with penalties: a row's state lies beside its tokens
+(`Sequences.automaton`), and walks along drafts (`RowConstraint.behind`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.decoding.groups import Groups
+from smcjax.decoding.sequences import Block, Sequences, append
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AutomatonTables:
+    """C automata over V tokens. Cell state·width + class of an automaton says what its class of tokens does there."""
+
+    following: Int[Array, "C cells"]  # int16: the next state, any where there is none
+    needed: Int[Array, "C cells"]  # int16: the fewest tokens from there to an accepting state; `NEVER` where none is
+    reach: Int[Array, "C states"]  # int16: the same from each state; 0: it accepts
+    classes: Int[Array, "C V"]  # int16: of each token
+    width: Int[Array, " C"]  # classes
+
+
+NEVER = 2**15 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowConstraint:
+    """The automata of R rows behind the tokens so far."""
+
+    tables: AutomatonTables
+    automaton: Int[Array, " R"]  # its place in the tables; any where the state is −1
+    stops: Bool[Array, "R V"]
+    state: Int[Array, " R"]  # −1: everything is allowed
+    left: Int[Array, " R"]  # tokens that the row may still have
+
+    def allowed(self) -> Bool[Array, "R V"]:
+        """The tokens that may come next."""
+        tables, row = self.tables, jnp.maximum(self.automaton, 0)
+        state = jnp.maximum(self.state, 0)
+        cells = (state * tables.width[row])[:, None] + tables.classes[row].astype(jnp.int32)
+        enough = tables.needed[row[:, None], cells] < self.left[:, None]
+        accepting = tables.reach[row, state] == 0
+        return jnp.where(self.stops, accepting[:, None], enough) | (self.state < 0)[:, None]
+
+    def after(self, token: Int[Array, " R"]) -> RowConstraint:
+        """The automata behind one more token a row; ids of V and beyond stand for none."""
+        tables, row, vocabulary = self.tables, jnp.maximum(self.automaton, 0), self.stops.shape[1]
+        known = jnp.minimum(token, vocabulary - 1)
+        cell = jnp.maximum(self.state, 0) * tables.width[row] + tables.classes[row, known]
+        lost = (self.state < 0) | (tables.needed[row, cell] >= self.left)
+        lost |= jnp.take_along_axis(self.stops, known[:, None], axis=1)[:, 0]
+        state = jnp.where(lost, -1, tables.following[row, cell]).astype(jnp.int32)
+        none = token >= vocabulary
+        return dataclasses.replace(
+            self, state=jnp.where(none, self.state, state), left=jnp.where(none, self.left, self.left - 1)
+        )
+
+    def behind(self, tokens: Int[Array, "R T"]) -> RowConstraint:
+        """The automata behind T more tokens a row, ids of V and beyond standing for none."""
+        here = self
+        for column in range(tokens.shape[1]):
+            here = here.after(tokens[:, column])
+        return here
+
+    def allowed_along(self, tokens: Int[Array, "R T"]) -> Bool[Array, "R C V"]:
+        """The tokens that may come behind each of C = T + 1 beginnings of T tokens."""
+        here, allowed = self, [self.allowed()]
+        for column in range(tokens.shape[1]):
+            here = here.after(tokens[:, column])
+            allowed.append(here.allowed())
+        return jnp.stack(allowed, axis=1)
+
+
+def row_constraint(groups: Groups, rows: int) -> RowConstraint | None:
+    """The automata of `rows` rows a request: all that it has, or one for all where they agree. None: there are none."""
+    requests, sequences = groups.requests, groups.sequences
+    if requests.automaton is None:
+        return None
+    each = sequences.length.shape[0] // requests.automaton.shape[0]
+    step = each // rows
+
+    def per_row(per_group: jax.Array) -> jax.Array:
+        return jnp.repeat(per_group, rows, axis=0)
+
+    return RowConstraint(
+        tables=groups.memory.automata,
+        automaton=per_row(requests.automaton),
+        stops=per_row(requests.stops),
+        state=sequences.automaton[::step],
+        left=per_row(requests.limit) - sequences.length[::step],
+    )
+
+
+def beginning_states(automaton: Int[Array, " G"], rows: int) -> Int[Array, " R"]:
+    """The states of rows without a token."""
+    return jnp.repeat(jnp.where(automaton < 0, -1, 0), rows).astype(jnp.int32)
+
+
+def states_behind(groups: Groups) -> Int[Array, " R"]:
+    """The rows' states by walking along all of their answers: what `Sequences.automaton` is to be."""
+    requests, sequences = groups.requests, groups.sequences
+    each = sequences.length.shape[0] // requests.automaton.shape[0]
+    begin, vocabulary = groups.per_row(requests.prompt_length), requests.stops.shape[1]
+    at_start = dataclasses.replace(
+        groups,
+        sequences=dataclasses.replace(
+            sequences, automaton=beginning_states(requests.automaton, each), length=begin.astype(jnp.int32)
+        ),
+    )
+    start = row_constraint(at_start, each)
+    assert start is not None
+    longest = jnp.max(sequences.length - begin)
+
+    def walk(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        count, state, left = carry
+        position = begin + count
+        token = jnp.where(position < sequences.length, sequences.token_at(position), vocabulary)
+        here = dataclasses.replace(start, state=state, left=left).after(token)
+        return count + 1, here.state, here.left
+
+    return jax.lax.while_loop(lambda carry: carry[0] < longest, walk, (jnp.int32(0), start.state, start.left))[1]
+
+
+def extend(
+    groups: Groups,
+    tokens: Int[Array, "R C"],
+    logprobs: Float[Array, "R C"],
+    block: Block,
+    live: Bool[Array, " R"],
+) -> Sequences:
+    """Commits a block to the live rows by `append`, and their states with it."""
+    sequences = append(groups.sequences, tokens, logprobs, block, live)
+    constraint = row_constraint(groups, tokens.shape[0] // groups.running.shape[0])
+    if constraint is None:
+        return sequences
+    kept = jnp.where(block.counted & live[:, None], tokens, constraint.stops.shape[1])
+    return dataclasses.replace(sequences, automaton=constraint.behind(kept).state)
+
+
+def masked(logits: Float[Array, "*shape V"], allowed: Bool[Array, "*shape V"] | None) -> Float[Array, "*shape V"]:
+    """−inf for tokens that are not allowed; None: all are. NaN stays, so that a broken model is seen."""
+    return logits if allowed is None else jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)

@@ -1,0 +1,73 @@
+"""The automata of the requests in flight, on the device beside the batch: places in tables of a fixed size.
+
+A batch of `size` lanes has room for as many automata, so that no request ever waits for a place. An automaton that
+several requests share has one; it stays while nobody needs its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from smcjax.decoding.constraints import NEVER, AutomatonTables
+from smcjax.structured.automaton import MOST_CELLS, MOST_STATES, Automaton
+
+
+def make_tables(
+    automata: Mapping[int, Automaton],
+    size: int,
+    vocab_size: int,
+    *,
+    most_cells: int = MOST_CELLS,
+    most_states: int = MOST_STATES,
+) -> AutomatonTables:
+    """The tables of these automata by their places, as host arrays; the other of `size` places are empty."""
+    arrays: dict[str, Any] = {
+        "following": np.zeros((size, most_cells), np.int16),
+        "needed": np.full((size, most_cells), NEVER, np.int16),
+        "reach": np.full((size, most_states), NEVER, np.int16),
+        "classes": np.zeros((size, vocab_size), np.int16),
+        "width": np.ones(size, np.int32),
+    }
+    for place, automaton in automata.items():
+        following, reach = automaton.following, automaton.reach
+        cells = following.size
+        arrays["following"][place, :cells] = np.maximum(following, 0).reshape(-1)
+        arrays["needed"][place, :cells] = np.where(following < 0, NEVER, reach[following]).reshape(-1)
+        arrays["reach"][place, : len(reach)] = reach
+        arrays["classes"][place] = automaton.classes
+        arrays["width"][place] = following.shape[1]
+    return AutomatonTables(**arrays)
+
+
+class AutomatonPlaces:
+    """Which automaton has which place."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._there: list[Automaton | None] = []
+
+    def place(self, wanted: Mapping[int, Automaton], size: int) -> tuple[np.ndarray, AutomatonTables | None]:
+        """The place of each lane's automaton, [size] int32, −1 for none, and the tables where these have changed.
+
+        `wanted` are the automata of lanes 0 … size − 1 that have one.
+        """
+        changed = len(self._there) != size
+        if changed:
+            self._there = [None] * size
+        used = set(wanted.values())
+        free = [place for place, automaton in enumerate(self._there) if automaton not in used]
+        free.sort(key=lambda place: self._there[place] is not None)  # what is there may be asked for again
+        for automaton in dict.fromkeys(wanted.values()):
+            if automaton not in self._there:
+                self._there[free.pop(0)] = automaton
+                changed = True
+        index = np.full(size, -1, np.int32)
+        for lane, automaton in wanted.items():
+            index[lane] = self._there.index(automaton)
+        if not changed:
+            return index, None
+        there = {place: automaton for place, automaton in enumerate(self._there) if automaton is not None}
+        return index, make_tables(there, size, self._vocab_size)

@@ -1,0 +1,142 @@
+"""Automata over a vocabulary, compiled in a process of its own, kept for the next request that asks for the same.
+
+Which next tokens are possible, and which state each leads to, are one table [states, classes]: tokens that lead alike
+from every state are one class. `reach` is the fewest tokens from a state to one where the answer may end, so a decoder
+can see to it that an answer ends in time: a token is possible where what is left suffices behind it. From such a state
+there always is one, so no answer runs into a dead end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from smcjax.structured.response_format import Expression
+from smcjax.structured.token_bytes import token_bytes
+from smcjax.tokenizer import Tokenizer
+
+SECONDS = 10.0  # of processor time to compile one
+BYTES = 4 << 30  # of address space
+PATIENCE = 60.0  # seconds by the clock, on a machine that is busy with other things
+MOST_STATES = 32_000  # of an automaton over bytes
+MOST_CELLS = 1 << 19  # states times classes of an automaton over tokens
+KEPT = 64  # automata for requests to come
+CHILD = Path(__file__).with_name("automaton_child.py")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Automaton:
+    """An automaton over V tokens with S states, of which 0 is the first, and K classes of tokens."""
+
+    following: np.ndarray  # [S, K] int16: the next state, −1 where the class is impossible
+    classes: np.ndarray  # [V] int32
+    reach: np.ndarray  # [S] int32: the fewest tokens to a state where the answer may end, 0 there
+
+
+class Automata:
+    """Compiles and keeps the automata of one tokenizer, and why others have none. Threads may share it.
+
+    One is compiled at a time; who asks for one that is there does not wait for it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._tokens: list[bytes] | None = None
+        self._kept: OrderedDict[tuple[Expression, frozenset[int]], Automaton | str] = OrderedDict()
+
+    def of(self, expression: Expression, stops: Collection[int]) -> Automaton:
+        """The automaton of an expression, in which `stops`, tokens that end an answer, are no text.
+
+        Raises ValueError (one sentence) where there is none, it is too large, or outlines-core is missing.
+        """
+        tokens = self._spelled()
+        text_stops = frozenset(stop for stop in stops if stop < self._vocab_size and tokens[stop])
+        key = (expression, text_stops)
+        found = self._found(key)
+        if found is None:
+            with self._compiling:
+                found = self._found(key)
+                if found is None:
+                    try:
+                        spelled = [b"" if id in text_stops else token for id, token in enumerate(tokens)]
+                        found = compile_expression(expression, spelled)
+                    except ValueError as error:
+                        found = str(error)
+                    self._keep(key, found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def _spelled(self) -> list[bytes]:
+        if self._tokenizer is None:
+            raise ValueError("response_format needs a tokenizer, which the model directory lacks; leave it out.")
+        if importlib.util.find_spec("outlines_core") is None:
+            raise ValueError("response_format needs outlines-core; install smc-sd-jax with its extra 'structured'.")
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = token_bytes(self._tokenizer, self._vocab_size)
+            return self._tokens
+
+    def _found(self, key: tuple[Expression, frozenset[int]]) -> Automaton | str | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def _keep(self, key: tuple[Expression, frozenset[int]], made: Automaton | str) -> None:
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+
+def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:
+    """The automaton of an expression over these tokens, of which empty ones are impossible. Raises ValueError."""
+    setup = {
+        "path": sys.path,
+        "seconds": SECONDS,
+        "bytes": BYTES,
+        "regex": expression.regex,
+        "free_of_quotes": dict(expression.inner),
+        "depth": expression.depth,
+        "most_states": MOST_STATES,
+        "most_cells": MOST_CELLS,
+    }
+    head, written = json.dumps(setup).encode(), io.BytesIO()
+    ends = np.cumsum([len(token) for token in tokens], dtype=np.int64)
+    np.savez(written, data=np.frombuffer(b"".join(tokens), np.uint8), ends=ends)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(CHILD)],
+            input=b"%d\n%s%s" % (len(head), head, written.getvalue()),
+            capture_output=True,
+            timeout=PATIENCE,
+            start_new_session=True,  # an interruption from the keyboard is not for it
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(_too_large()) from None
+    if done.returncode:
+        raise ValueError(_too_large())
+    arrays = np.load(io.BytesIO(done.stdout), allow_pickle=False)
+    if "refusal" in arrays:
+        raise ValueError(f"response_format {arrays['refusal'].tobytes().decode()}.")
+    return Automaton(arrays["following"], arrays["classes"], arrays["reach"])
+
+
+def _too_large() -> str:
+    return (
+        f"response_format takes more than {SECONDS:g} s or {BYTES >> 30} GiB to be made an automaton; simplify it, "
+        "repeated parts above all."
+    )

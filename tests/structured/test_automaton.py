@@ -1,0 +1,182 @@
+"""Automata over vocabularies: they accept what Python's `re` and `json` accept, token by token, however spelled."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax.model.hub import packaged_model
+from smcjax.structured import automaton_child
+from smcjax.structured.automaton import Automata, Automaton, compile_expression
+from smcjax.structured.automaton_child import Refusal, byte_automaton, json_automata, spliced, token_automaton
+from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
+from smcjax.structured.token_bytes import token_bytes
+from smcjax.tokenizer import Tokenizer
+from tests import tokenizers_like
+
+REGEXES = (
+    r"1(\.[0-9]+)?([eE][+-][0-9]+)?",  # outlines-core by itself loses what goes on behind "1"
+    "a(bc)?d?",
+    "(é|日本)+",
+    "[^a]{1,2}",
+    "",
+    "yes|no|yesterday",
+    "(a|b)*a(a|b){3}",
+)
+
+
+def accepts(automaton: tuple[Any, Any], text: str) -> bool:
+    """Walks the bytes."""
+    table, ends = automaton
+    state = 0
+    for byte in text.encode():
+        state = table[state, byte]
+    return bool(ends[state])
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_bytes_are_those_of_re(regex: str) -> None:
+    automaton = byte_automaton(regex, 1000)
+    rng, letters = np.random.default_rng(0), "abcd1.eE+-日本é"
+    texts = ["", "1", "1.5", "1.5e+2", "1e", "abc", "abcd", "ad", "yes", "yester", "yesterday", "no", "日本é日本", "\n"]
+    texts += ["".join(rng.choice(list(letters), rng.integers(1, 6))) for _ in range(300)]
+    for text in texts:
+        assert accepts(automaton, text) == (re.fullmatch(regex, text) is not None), text
+    if regex == "a(bc)?d?":
+        assert len(automaton[0]) == 6, "behind nothing, a, ab, abc, and d of either kind; and a dead one"
+
+
+def walk(automaton: Automaton, tokens: list[int]) -> int:
+    """The state behind the tokens, −1 where they lead nowhere."""
+    state = 0
+    for token in tokens:
+        state = -1 if state < 0 else int(automaton.following[state, automaton.classes[token]])
+    return state
+
+
+def test_every_spelling_of_a_text_is_one() -> None:
+    """Tokens within and across characters lead where their bytes lead; `reach` is the fewest tokens to an end."""
+    spelled = [b"a", b"b", b"ab", b"\xe6\x97", b"\xa5", b"b\xe6", b"\x97\xa5", "日".encode(), b"", b"zz"]
+    made = Automaton(**token_automaton(*byte_automaton("(ab日)+", 100), spelled, 1000))
+    texts = [[0, 1, 3, 4], [2, 7], [0, 5, 6], [2, 3, 4, 2, 7]]
+    ends = {walk(made, tokens) for tokens in texts}
+    assert len(ends) == 1
+    assert made.reach[ends.pop()] == 0
+    assert made.reach[0] == 2
+    for wrong in ([1], [0, 0], [8], [9], [2, 3, 3], [2, 7, 8]):
+        assert walk(made, wrong) == -1
+    assert made.following.shape[1] <= len(spelled)
+    with pytest.raises(Refusal, match="no text that this model's tokens can spell"):
+        token_automaton(*byte_automaton("c", 100), spelled, 1000)
+    # Bytes of a dead end: tokens lead into "日" of which no token has the rest.
+    dead_end = token_automaton(*byte_automaton("日|a", 100), [b"\xe6", b"a"], 1000)
+    assert (dead_end["following"][0, dead_end["classes"]] >= 0).tolist() == [False, True]
+
+
+def test_json_to_a_depth() -> None:
+    """Any value that Python writes, of so many levels; and nothing that it does not read."""
+    automata = json_automata(JSON_DEPTH, 1 << 15)
+    rng = np.random.default_rng(1)
+
+    def value(depth: int) -> Any:
+        kind = rng.integers(7 if depth else 5)
+        if kind < 5:
+            return ['é"\\/日', -1.5e300, 0, None, True][kind]
+        if kind == 5:
+            return [value(depth - 1) for _ in range(rng.integers(3))]
+        return {f"k{i}": value(depth - 1) for i in range(rng.integers(3))}
+
+    whole = [value(JSON_DEPTH) for _ in range(300)]
+    for one in whole:
+        text = json.dumps(one, ensure_ascii=False)
+        assert accepts(automata[automaton_child.VALUE], text), text
+        assert accepts(automata[automaton_child.OBJECT], text) == isinstance(one, dict)
+        for mutation in (text[:-1], text + "}", text.replace(":", ""), text.replace(",", ",,", 1)):
+            try:
+                json.loads(mutation)
+            except ValueError:
+                assert not accepts(automata[automaton_child.VALUE], mutation), mutation
+    deep: Any = 1
+    for _ in range(JSON_DEPTH):
+        deep = [deep]
+    assert accepts(automata[automaton_child.VALUE], json.dumps(deep))
+    assert not accepts(automata[automaton_child.VALUE], json.dumps([deep])), "a level too many"
+    with pytest.raises(Refusal, match="offers any JSON beside other JSON that begins alike"):
+        spliced(*byte_automaton(r'\x02|"a"', 100), automata, 1 << 15)
+
+
+def test_a_process_of_its_own_compiles_alike() -> None:
+    tokens = [bytes([byte]) for byte in range(128)]
+    expression = Expression(r"a+\x01", depth=2)
+    made = compile_expression(expression, tokens)
+    table, ends = spliced(*byte_automaton(expression.regex, 100), json_automata(2, 1000), 1000)
+    alike = token_automaton(table, ends, tokens, 1 << 19)
+    np.testing.assert_array_equal(made.following, alike["following"])
+    np.testing.assert_array_equal(made.classes, alike["classes"])
+    assert made.reach[walk(made, [*b'aa{"b": []}'])] == 0
+    with pytest.raises(ValueError, match="response_format has the pattern 'x', which lets quotes"):
+        compile_expression(Expression("a", inner=(("the pattern 'x'", "."),)), tokens)
+
+
+@pytest.mark.parametrize("make", [tokenizers_like.byte_level, tokenizers_like.byte_fallback, tokenizers_like.metaspace])
+def test_bytes_of_tokens_are_their_text(make: Any) -> None:
+    """Any run of text tokens, in the middle of a text, is decoded as its bytes are."""
+    tokenizer: Tokenizer = make()
+    spelled, rng = token_bytes(tokenizer, len(tokenizer) + 3), np.random.default_rng(0)
+    assert [spelled[id] for id in tokenizer.special_tokens.values()] == [b""] * len(tokenizer.special_tokens)
+    assert spelled[-1] == b""
+    before = tokenizer.encode("b")
+    text_ids = sorted(tokenizer.text_ids)
+    for _ in range(200):
+        ids = rng.choice(text_ids, 6).tolist()
+        want = b"".join(spelled[id] for id in [*before, *ids])
+        try:
+            text = want.decode()
+        except UnicodeDecodeError:
+            continue
+        if "\ufffd" not in text:
+            assert tokenizer.decode([*before, *ids]).strip() == text.strip()
+
+
+def test_tokenizers_that_are_not_of_bytes() -> None:
+    with pytest.raises(ValueError, match="has the decoder WordPiece; leave it out"):
+        token_bytes(tokenizers_like.wordpiece(), 10)
+
+
+def test_a_real_vocabulary() -> None:
+    """SmolLM2's 49,152 tokens: JSON of a schema, as its own tokenizer splits it, is walked to an end."""
+    tokenizer = Tokenizer.load(packaged_model("smollm2"))
+    assert tokenizer is not None
+    automata = Automata(tokenizer, 49_152)
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "kind": {"enum": ["alpha", "beta"]},
+            "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+            "more": {"type": "object"},
+        },
+        "required": ["name", "kind", "zip"],
+    }
+    expression = expression_of({"type": "json_schema", "json_schema": {"schema": schema}})
+    assert expression is not None
+    made = automata.of(expression, {2})
+    assert automata.of(expression, {2, 0}) is made, "special tokens are no text: the same automaton"
+    good = {"name": 'Zoë 東京 "q"', "kind": "beta", "zip": "01234", "tags": ["a b", ""], "more": {"x": [1, None]}}
+    for value in (good, {k: good[k] for k in ("name", "kind", "zip")}):
+        for separators in ((",", ":"), (", ", ": ")):
+            text = json.dumps(value, ensure_ascii=False, separators=separators)
+            state = walk(made, tokenizer.encode(text))
+            assert state >= 0
+            assert made.reach[state] == 0
+    for wrong in ({**good, "zip": "1234"}, {**good, "kind": "gamma"}, {"kind": "beta"}, {**good, "tags": ["a"] * 3}):
+        state = walk(made, tokenizer.encode(json.dumps(wrong)))
+        assert state < 0 or made.reach[state] > 0
+    stop = tokenizer.encode('"')[0]
+    with pytest.raises(ValueError, match="no text that this model's tokens can spell"):
+        automata.of(Expression('"'), {stop})
