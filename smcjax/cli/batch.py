@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 INPUT_BYTES = 1024 * MIB  # of a file, at most
 FIELDS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "control"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "control", "response_format"),
 )
 
 

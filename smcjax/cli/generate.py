@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from smcjax.auto import CHOICES, Auto
 from smcjax.cli.answers import Doubt, answer, summary
 from smcjax.cli.batch import answer_lines, read_lines, write_results
+from smcjax.cli.form_options import add_form_options, form_from
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
@@ -54,6 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write ESS, weights and ancestors of every cycle as JSON")
     add_quiet_option(parser)
     add_sampling_options(parser, max_tokens=128)
+    add_form_options(parser)
     add_decoding_options(parser, gamma=8)
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -68,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         check_output("--output-file", args.output_file)
     decoding = decoding_from(args, trace=args.trace is not None)
     # Requests of a file have seeds that follow one another, unless they bring their own.
-    params = sampling_from(args, decoding, seed=args.seed if args.input_file is None else None)
+    seed = args.seed if args.input_file is None else None
+    params = sampling_from(args, decoding, seed=seed, response_format=form_from(args))
     check_models(args)
     if args.input_file is not None:
         return _run_lines(args, decoding, params)
@@ -84,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not args.quiet:
         print(summary(output), file=sys.stderr)
-        Doubt(bundled=args.model is None, power=args.power or 1.0).consider(output)
+        # The evidence of an answer with a form is the form's.
+        Doubt(bundled=args.model is None and params.expression is None, power=args.power or 1.0).consider(output)
     if args.trace is not None:
         from smcjax.viz.trace_file import save_trace
 
@@ -110,7 +114,8 @@ def _run_lines(args: argparse.Namespace, decoding: Decoding | Auto, params: Samp
         print(f"[{len(outputs)} requests · {tokens} tokens · {len(failed)} failed]", file=sys.stderr)
         doubt = Doubt(bundled=args.model is None, power=args.power or 1.0)
         for line, output in zip(lines, outputs, strict=True):
-            doubt.consider(output, f"the prompt of line {line.number}")
+            if line.params.expression is None:
+                doubt.consider(output, f"the prompt of line {line.number}")
     if failed:
         print(f"smcjax: error: line {failed[0]} failed, of {len(failed)}; its result says why.", file=sys.stderr)
     return 1 if failed else 0

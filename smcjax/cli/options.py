@@ -252,7 +252,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
     )
 
 
-def sampling_from(args: argparse.Namespace, decoding: Decoding | Auto, *, seed: int | None = None) -> SamplingParams:
+def sampling_from(
+    args: argparse.Namespace,
+    decoding: Decoding | Auto,
+    *,
+    seed: int | None = None,
+    response_format: dict[str, Any] | None = None,
+) -> SamplingParams:
     """Returns the sampling parameters of the options; raises ValueError for values that `decoding` cannot honour."""
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -263,6 +269,7 @@ def sampling_from(args: argparse.Namespace, decoding: Decoding | Auto, *, seed: 
         stop=args.stop,
         stop_token_ids=args.stop_token_ids,
         seed=seed,
+        response_format=response_format,
     )
     # Which stop strings name special tokens, and so are tokens, the tokenizer will say.
     decoding.check(dataclasses.replace(params, stop=None))

@@ -35,6 +35,8 @@ def in_options(text: str, options: Collection[str]) -> str:
         renamed |= _RENAMED_SPARSE if _ABOUT_SPARSE.match(text) else {}
         for theirs, ours in _SENTENCES.items():
             text = text.replace(theirs, ours)
+    if "json_schema" in options:
+        text = re.sub(r"\bresponse_format\b", "the form of the answer", text)
     for theirs, ours in _NONE.items():
         text = text.replace(theirs, ours)
     if "decoding" in options:

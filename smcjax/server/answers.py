@@ -34,11 +34,13 @@ class Answers:
         model: VirtualModel,
         routed: str | None,
         streams: list[ChunkStream],
+        *,
+        has_form: bool,
     ) -> None:
         self.id = f"{shapes.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._ask, self._shapes, self._model = ask, shapes, model
-        self._routed, self._streams = routed, streams
+        self._routed, self._streams, self._has_form = routed, streams, has_form
         self._metrics = served.metrics
         self._tokenizer = model.llm.llm.tokenizer
         self._began = time.perf_counter()
@@ -163,6 +165,8 @@ class Answers:
         if self._ask.smc is None and self._routed is None:
             return {}
         found: dict[str, Any] = {**self._model.description(), "routed": self._routed}
+        if self._has_form:  # docs/structured.md
+            found["law"] = "given the form" if self._model.decoding.weighted else "locally masked"
         if self._ask.smc is not None:
             populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]
             found |= {"choices": populations} if len(populations) > 1 else populations[0] if populations else {}
@@ -217,7 +221,8 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) ->
             streams = await asyncio.to_thread(_to_conversation, model.llm, ask, params)
         for stream in streams:
             stream.start()
-        return Answers(served, ask, shapes, model, routed, streams)
+        has_form = params[0].expression is not None
+        return Answers(served, ask, shapes, model, routed, streams, has_form=has_form)
     except Exception as error:
         for stream in streams:
             await stream.aclose()

@@ -6,6 +6,7 @@ What the engine does not know is refused by name (`_NOT_YET`).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,14 @@ from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing
 
+# vLLM's words for kinds of `response_format`.
+_GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
+_OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "json_object": "json_object"}
+
 # Fields that are refused, by the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0),
-    "response_format": (None, {"type": "text"}),
+    "guided_grammar": (None,),
     "suffix": (None, ""),
     "best_of": (None, 1),
     "tools": (None, []),
@@ -54,6 +59,7 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
         "frequency_penalty": ask.frequency_penalty,
         "repetition_penalty": ask.repetition_penalty,
         "logit_bias": _bias(ask.logit_bias),
+        "response_format": _form(ask),
         "control": None if ask.smc is None else ask.smc.control,
     }
     return SamplingParams(
@@ -65,6 +71,46 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
         logprobs=logprobs,
         prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
     )
+
+
+def _form(ask: Ask) -> Mapping[str, Any] | None:
+    """The form that the answer is to have, by whichever field says so. Raises APIError where several do."""
+    given = {name: getattr(ask, name) for name in ("response_format", *_GUIDED, "structured_outputs")}
+    given = {name: value for name, value in given.items() if value not in (None, {}, {"type": "text"})}
+    if not given:
+        return None
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        raise APIError(400, f"{first} and {second} both say what the answer is like; give one.", param=second)
+    ((name, value),) = given.items()
+    if name == "response_format":
+        return value
+    if name == "structured_outputs":
+        asked = [key for key, one in value.items() if one not in (None, False)]
+        if len(asked) != 1 or asked[0] not in _OUTPUTS:
+            raise APIError(
+                400, f"structured_outputs must have one of {', '.join(_OUTPUTS)}, got {short(asked)}.", param=name
+            )
+        kind, value = _OUTPUTS[asked[0]], value[asked[0]]
+    else:
+        kind = _GUIDED[name]
+    if kind == "json_object":
+        return {"type": kind}
+    if kind == "json_schema":
+        return {"type": kind, kind: {"schema": _parsed(value)}}
+    return {"type": kind, kind: value}
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema that vLLM's fields may hold as text."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        raise APIError(
+            400, f"guided_json is {short(schema)}, which is no JSON; mend it.", param="guided_json"
+        ) from None
 
 
 def _logprobs(ask: Ask) -> int | None:

@@ -62,6 +62,12 @@ class Ask(_Fields):
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    # The same in vLLM's words, of which a request may have one.
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
     # Refused but for the values that ask for nothing, which sglang-router puts into every request.
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
@@ -72,7 +78,7 @@ class Ask(_Fields):
     stream_reasoning: bool | None = None
     # Refused but for the values that ask for nothing.
     min_p: Number | None = None
-    response_format: dict[str, Any] | None = None
+    guided_grammar: str | None = None
 
     @property
     def choices(self) -> int:

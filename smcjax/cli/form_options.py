@@ -1,0 +1,40 @@
+"""Options for the form of an answer: `SamplingParams.response_format` as one types it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from smcjax.cli.parser import text
+from smcjax.cli.stdin import read_file
+from smcjax.files import MIB
+
+SCHEMA_BYTES = 4 * MIB
+
+
+def add_form_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, of which one may be given."""
+    group = parser.add_argument_group("form of the answer (extra structured)").add_mutually_exclusive_group()
+    group.add_argument("--regex", type=text, metavar="REGEX", help="what the whole answer matches")
+    group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of the schema in this file")
+    group.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+
+
+def form_from(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The form that the options ask for, None without one. Raises ValueError for a file that holds no JSON."""
+    if args.regex is not None:
+        return {"type": "regex", "regex": args.regex}
+    if args.json_object:
+        return {"type": "json_object"}
+    if args.json_schema is None:
+        return None
+    try:
+        schema = json.loads(read_file("--json-schema", args.json_schema, SCHEMA_BYTES))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--json-schema {args.json_schema} is no JSON ({error.msg} in line {error.lineno}); mend it."
+        ) from None
+    except RecursionError:
+        raise ValueError(f"--json-schema {args.json_schema} is nested too deeply; flatten it.") from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}

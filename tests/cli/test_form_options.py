@@ -1,0 +1,55 @@
+"""The form of an answer on the command line: from options and files to a request, and refusals in its own words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smcjax.cli.form_options import add_form_options, form_from
+from tests.cli.conftest import Command
+
+
+def form(*words: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_form_options(parser)
+    return form_from(parser.parse_args(words))
+
+
+def test_options(tmp_path: Path) -> None:
+    assert form() is None
+    assert form("--regex", "a+") == {"type": "regex", "regex": "a+"}
+    assert form("--json-object") == {"type": "json_object"}
+    (tmp_path / "s.json").write_text('{"type": "null"}')
+    asked = form("--json-schema", str(tmp_path / "s.json"))
+    assert asked == {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
+    with pytest.raises(SystemExit):
+        form("--json-object", "--regex", "a")
+    (tmp_path / "s.json").write_text("{")
+    with pytest.raises(ValueError, match=r"s.json is no JSON \(Expecting .* in line 1\); mend it"):
+        form("--json-schema", str(tmp_path / "s.json"))
+    (tmp_path / "s.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is nested too deeply"):
+        form("--json-schema", str(tmp_path / "s.json"))
+
+
+def test_an_answer_and_refusals(smcjax: Command, models: list[str], tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(schema))
+    common = ("generate", "ab", *models[:2], *models[4:], "--decoding", "autoregressive")
+    done = smcjax(*common, "--json-schema", str(file), "--max-tokens", "20")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["a"] in ("x", "y")
+    for words, said in (
+        (("--json-schema", str(file), "--max-tokens", "3"), "and --max-tokens and --max-model-len leave 3"),
+        (("--regex", "a", "--stop", "x"), "and the form of the answer says where an answer ends"),
+        (("--regex", "(a"), "the form of the answer is no regular expression"),
+    ):
+        refused = smcjax(*common, *words)
+        assert refused.code == 2
+        assert said in refused.err
+        assert refused.err.strip().count("\n") == 0
