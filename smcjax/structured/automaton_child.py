@@ -15,6 +15,7 @@ import json
 import sys
 from typing import Any
 
+MOST_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
 UNREACHED = 1 << 30  # in `reach`: no way to an accepting state
 
 
@@ -211,10 +212,10 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
     number[kept] = np.arange(len(kept))
     table, again = np.unique(number[columns[kept]], axis=1, return_inverse=True)
     classes = again.reshape(-1)[classes]
-    if table.size > most_cells:
+    if table.size > most_cells or table.shape[1] > MOST_CLASSES:
         raise Refusal(
             f"has an automaton of {table.shape[0]} states and {table.shape[1]} classes of tokens, {table.size} cells, "
-            f"and {most_cells} are the most; simplify it"
+            f"and {most_cells} are the most, of {MOST_CLASSES} classes; simplify it"
         )
     return {
         "following": table.astype(np.int16),
