@@ -1,0 +1,72 @@
+"""The law class of a decoder: those of one class give a request answers of one distribution, so speed may choose.
+
+exact                the target's own law: `Rejection` of any K, candidates or tree, `Autoregressive`, and SMC at
+                     control 1; sparse verification that is strict changes nothing
+exact, <schedule>    likewise of the model whose layers reuse selected blocks by that schedule: another model
+population …         SMC by all its options but K. N, control and power say how near to the target it comes, so that
+                     speed alone may not choose among them
+approximate …        sparse verification that shares blocks: depends on who reads together, so every option counts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from smcjax.decoders import DECODINGS, SMC, Decoding
+from smcjax.plain import short
+from smcjax.sparse import SparseVerification
+
+EXACT = "exact"
+
+
+def law_of(decoding: Decoding) -> str:
+    """The name of the decoder's law class."""
+    sparse = decoding.speculation.sparse
+    if sparse is not None and sparse.precision == "approximate":
+        return f"approximate, {_options(decoding)}"
+    reused = "" if sparse is None or sparse.precision == "strict" else f", blocks by schedule {sparse.schedule}"
+    if decoding.exact:
+        return EXACT + reused
+    assert isinstance(decoding, SMC)
+    alike = dataclasses.replace(decoding, gamma=1, bonus=True, defer_bonus=True, trace=False, sparse=None)
+    return f"population, {_options(alike)}{reused}"
+
+
+def _options(decoding: Decoding) -> str:
+    options = {"name": decoding.name, **as_json(decoding)}
+    return " ".join(f"{name} {value}" for name, value in options.items() if name != "decoder")
+
+
+def as_json(decoding: Decoding) -> dict[str, Any]:
+    """The decoder's name and its options that are not their defaults, as JSON has them."""
+    result: dict[str, Any] = {"decoder": decoding.name}
+    for field in dataclasses.fields(decoding):  # type: ignore[arg-type]
+        value = getattr(decoding, field.name)
+        if isinstance(value, SparseVerification):
+            result[field.name] = dataclasses.asdict(value)
+        elif value != field.default:
+            result[field.name] = value
+    return result
+
+
+def from_json(value: Any) -> Decoding:
+    """The decoder that `as_json` wrote; raises ValueError for anything that is none."""
+    if not isinstance(value, dict) or value.get("decoder") not in DECODINGS:
+        raise ValueError(f"a strategy's decoding must name a decoder of {', '.join(DECODINGS)}, got {short(value)}.")
+    kind = DECODINGS[value["decoder"]]
+    options = {name: _tuples(option) for name, option in value.items() if name != "decoder"}
+    unknown = options.keys() - {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no option {sorted(unknown)[0]!r}.")
+    if isinstance(options.get("sparse"), dict):
+        sparse = {name: _tuples(option) for name, option in options["sparse"].items()}
+        unknown = sparse.keys() - {field.name for field in dataclasses.fields(SparseVerification)}
+        if unknown:
+            raise ValueError(f"SparseVerification has no option {sorted(unknown)[0]!r}.")
+        options["sparse"] = SparseVerification(**sparse)
+    return kind(**options)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,226 @@
+"""The profile file: what `smcjax profile` has measured of one pair of models on one device.
+
+    {"format": 1, "device", "jax", "smcjax", "commit", "date", "model", "draft", "settings": {…},
+     "strategies": [{"decoding": {"decoder", …options}, "law", "tokens_per_cycle", "reached": [K], "prompts": [n],
+                     "cells": [{"requests", "context", "ms", "windows": [w]}, …]}, …],
+     "left_out": [{"strategy", "why"}, …]}
+
+`requests` are running ones, and so the lanes of the batch; `context` is tokens of prompt and answer of each; `ms` is
+the median of windows, in milliseconds a cycle, through the engine. `reached` are the fractions of cycles whose accepted
+drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each prompt. `model` and `draft` are fingerprints of
+the models as they were kept on the device. Every strategy has been measured at every load and context of the file, so
+that no two are compared by what only one of them was seen to do; what could not be is in `left_out`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from smcjax.decoders import Decoding
+from smcjax.files import MIB, Unreadable, read_json
+from smcjax.plain import short
+from smcjax.planner.laws import as_json, from_json, law_of
+
+FORMAT = 1
+LARGEST = 16 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Milliseconds a cycle with `requests` running ones, each of `context` tokens; `windows` are those of each."""
+
+    requests: int
+    context: int
+    ms: float
+    windows: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"a cell's {name} must be a whole number of at least 1, got {short(value)}.")
+        if not _is_positive(self.ms) or not all(map(_is_positive, self.windows)):
+            raise ValueError(f"a cell's times must be numbers above 0, got {short((self.ms, *self.windows))}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A strategy: a decoder with all its options, and what was measured of it.
+
+    Attributes:
+        decoding: the decoder.
+        tokens_per_cycle: of one request in the mean.
+        reached: the fraction of cycles whose accepted drafts reach each position 1 … K; empty where none are rejected.
+        prompts: tokens a cycle on each prompt.
+        cells: times.
+    """
+
+    decoding: Decoding
+    tokens_per_cycle: float
+    reached: tuple[float, ...] = ()
+    prompts: tuple[float, ...] = ()
+    cells: tuple[Cell, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in self.reached):
+            raise ValueError(f"reached must be fractions from 0 to 1, got {short(self.reached)}.")
+        if any(later > earlier for earlier, later in itertools.pairwise(self.reached)):
+            raise ValueError(f"reached must not rise, as who reaches a position has passed others; got {self.reached}.")
+        if self.reached and not (self.decoding.ragged and len(self.reached) == self.decoding.speculation.gamma):
+            raise ValueError(f"reached must have a fraction for each draft position of {self.decoding}.")
+        for value in (self.tokens_per_cycle, *self.prompts):
+            if not _is_positive(value):
+                raise ValueError(f"tokens a cycle must be numbers above 0, got {short(value)}.")
+
+    @property
+    def law(self) -> str:
+        """The law class."""
+        return law_of(self.decoding)
+
+    @property
+    def grid(self) -> set[tuple[int, int]]:
+        """The loads and contexts that were measured."""
+        return {(cell.requests, cell.context) for cell in self.cells}
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """All of a file. `device`, `model` and `draft` say whose it is, `settings` how the models were run."""
+
+    device: str
+    model: str
+    draft: str | None
+    strategies: tuple[Measured, ...]
+    jax: str = ""
+    smcjax: str = ""
+    commit: str | None = None
+    date: str = ""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    left_out: tuple[dict[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ValueError("a profile must have at least one strategy.")
+        if len({one.decoding for one in self.strategies}) < len(self.strategies):
+            raise ValueError("a profile has one strategy twice.")
+        first = self.strategies[0]
+        for one in self.strategies:
+            if len(one.grid) != len(one.cells) or not one.cells:
+                raise ValueError(f"{one.decoding} must have one cell for each load and context, and at least one.")
+            if one.grid != first.grid:
+                raise ValueError(f"{one.decoding} was measured at other loads or contexts than {first.decoding}.")
+        loads, contexts = self.loads, self.contexts
+        if len(first.grid) != len(loads) * len(contexts):
+            raise ValueError("a profile must have every load at every context.")
+
+    @property
+    def loads(self) -> list[int]:
+        """Numbers of running requests, ascending."""
+        return sorted({cell.requests for cell in self.strategies[0].cells})
+
+    @property
+    def contexts(self) -> list[int]:
+        """Contexts, ascending."""
+        return sorted({cell.context for cell in self.strategies[0].cells})
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's content."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        strategies = [
+            {**dataclasses.asdict(one), "decoding": as_json(one.decoding), "law": one.law} for one in self.strategies
+        ]
+        return {"format": FORMAT, **fields, "strategies": strategies}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all."""
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Profile:
+        """The profile of a file's content; raises ValueError for anything that is none."""
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            found = value.get("format") if isinstance(value, dict) else value
+            raise ValueError(f"format must be {FORMAT}, got {short(found)}.")
+        for name in ("device", "model", "jax", "smcjax", "date"):
+            if not isinstance(value.get(name), str):
+                raise ValueError(f"{name} must be text, got {short(value.get(name))}.")
+        for name in ("draft", "commit"):
+            if not isinstance(value.get(name), str | None):
+                raise ValueError(f"{name} must be text or null, got {short(value.get(name))}.")
+        strategies, settings = value.get("strategies"), value.get("settings")
+        if not isinstance(strategies, list) or not isinstance(settings, dict):
+            raise ValueError("it must have a list of strategies, and settings.")
+        left_out = value.get("left_out", [])
+        if not isinstance(left_out, list) or not all(isinstance(one, dict) for one in left_out):
+            raise ValueError("left_out must be a list of objects.")
+        names = ("device", "model", "draft", "jax", "smcjax", "commit", "date")
+        return cls(
+            strategies=tuple(map(_measured, strategies)),
+            settings=settings,
+            left_out=tuple(left_out),
+            **{name: value.get(name) for name in names},  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a file. Raises ValueError, in one sentence, for one that cannot be read or is no profile."""
+        try:
+            return cls.from_json(read_json(path, LARGEST))
+        except Unreadable as error:
+            raise ValueError(f"profile {str(path)!r} {error}; {error.mend}.") from None
+        except (ValueError, TypeError, KeyError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"profile {str(path)!r} is no profile of this version ({reason}); make one by smcjax profile."
+            ) from None
+
+    def check(self, *, device: str, model: str, draft: str | None) -> None:
+        """Raises ValueError unless it was measured on this device, with these models."""
+        mend = "make one by smcjax profile, or leave profile out"
+        if self.device != device:
+            raise ValueError(f"profile was measured on {self.device} and this device is {device}; {mend}.")
+        for what, mine, given in (("model", self.model, model), ("draft_model", self.draft, draft)):
+            if given is not None and mine != given:
+                raise ValueError(
+                    f"profile was measured with another {what}, or with this one in another dtype or quantization; "
+                    f"{mend}."
+                )
+
+
+def _measured(value: Any) -> Measured:
+    if not isinstance(value, dict) or not isinstance(value.get("cells"), list):
+        raise ValueError(f"a strategy must be an object with cells, got {short(value)}.")
+    cells = []
+    for cell in value["cells"]:
+        if not isinstance(cell, dict) or not {"requests", "context", "ms"} <= cell.keys() <= set(_CELL):
+            raise ValueError(f"a cell must have {', '.join(_CELL)}, got {short(cell)}.")
+        cells.append(Cell(**{**cell, "windows": tuple(cell.get("windows", ()))}))
+    lists = {name: value.get(name, []) for name in ("reached", "prompts")}
+    if not all(isinstance(one, list) for one in lists.values()):
+        raise ValueError("reached and prompts must be lists of numbers.")
+    return Measured(
+        decoding=from_json(value.get("decoding")),
+        tokens_per_cycle=value["tokens_per_cycle"],
+        reached=tuple(lists["reached"]),
+        prompts=tuple(lists["prompts"]),
+        cells=tuple(cells),
+    )
+
+
+_CELL = tuple(field.name for field in dataclasses.fields(Cell))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,87 @@
+"""Profiles that tests make: from measured figures, and random ones by a law of cycle times that holds everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import hypothesis.strategies as st
+
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.planner import Cell, Measured, Profile
+from smcjax.sparse import SparseVerification
+
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+ALONE = Autoregressive()
+EXACT: tuple[Decoding, ...] = (
+    ALONE,
+    Rejection(1),
+    Rejection(2),
+    Rejection(4),
+    Rejection(4, n_candidates=8),
+    Rejection(8),
+    Rejection(tree=(2, 1)),
+)
+OTHERS: tuple[Decoding, ...] = (
+    SMC(8, 8),
+    SMC(4, 8),
+    SMC(8, 8, control=0.1),
+    Rejection(4, sparse=SparseVerification("shared", 4)),
+    Rejection(4, sparse=SparseVerification("merged", 4, schedule=2)),
+)
+
+
+def reached(gamma: int, rate: float) -> tuple[float, ...]:
+    """Fractions of cycles that reach each position where every draft is accepted with the same probability."""
+    return tuple(rate**position for position in range(1, gamma + 1))
+
+
+def measured(decoding: Decoding, times: Mapping[int, float], rate: float = 0.7, context: int = 1024) -> Measured:
+    """A strategy at one context; `times` are milliseconds by load."""
+    depths = reached(decoding.speculation.gamma, rate) if decoding.ragged else ()
+    tokens = 1 + sum(depths) if decoding.ragged else float(decoding.tokens_per_cycle)
+    return Measured(decoding, tokens, depths, (tokens,), tuple(Cell(n, context, ms) for n, ms in times.items()))
+
+
+def profile(*strategies: Measured) -> Profile:
+    return Profile("a device", "a target", "a draft", strategies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Cycle times `streams + each · lanes` of strategies, and acceptance of a draft given those before it."""
+
+    costs: dict[Decoding, tuple[float, float]]
+    rate: float
+
+    def ms(self, decoding: Decoding, lanes: int) -> float:
+        streams, each = self.costs[decoding]
+        return streams + each * lanes
+
+    def speed(self, decoding: Decoding, lanes: int, rate: float | None = None) -> float:
+        """Tokens a second of a full batch."""
+        rate = self.rate if rate is None else rate
+        tokens = 1 + sum(reached(decoding.speculation.gamma, rate)) if decoding.ragged else 1.0
+        return 1e3 * lanes * tokens / self.ms(decoding, lanes)
+
+    def profile(self, noise: Sequence[float] = ()) -> Profile:
+        """What `smcjax profile` would measure; `noise` is each strategy's relative error of its times."""
+        errors = noise or [0.0] * len(self.costs)
+        return profile(
+            *(
+                measured(one, {n: self.ms(one, n) * (1 + error) for n in LOADS}, self.rate)
+                for one, error in zip(self.costs, errors, strict=True)
+            )
+        )
+
+
+@st.composite
+def machines(draw: st.DrawFn, strategies: Sequence[Decoding] = EXACT) -> Machine:
+    """Machines on which more drafts cost more, a cycle's own time and each lane's."""
+    target, draft = draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 2.0))
+    lane, rate = draw(st.floats(0.01, 0.3)), draw(st.floats(0.1, 0.95))
+    costs = {
+        one: (target + draft * one.speculation.gamma, lane * (1 + one.rows * one.speculation.scored * 0.7))
+        for one in strategies
+    }
+    return Machine(costs, rate)
