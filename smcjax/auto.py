@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
 from smcjax.plain import use_plain_numbers
+from smcjax.planner import Planner, Profile, law_of
 from smcjax.sparse import SparseVerification
 
 CONTROL = 0.1  # of a population that nothing else is said about
 CANDIDATES = 8  # of an exact answer where a cycle's time is that of its weights' stream
+NEGLIGIBLE = 0.02  # of a load's speed: what is gained by less is not worth programs of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Auto:
     For one answer exact decoding is right with any draft, and as fast as SMC under a control (docs/usage.md, "Which
     decoder"). Several candidates give more tokens a cycle, and cost little where that is the stream of the weights, as
     on a GPU with few requests; on a CPU they cost what their tokens cost. Weights, evidence and powers are what a
-    population is for, and the control keeps a draft's mistakes out of it.
+    population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax profile`) exact
+    decoders take turns as the load changes (`strategies`).
 
     Attributes:
         n_particles: N of a population; None: none is asked for by it, and 8 where another argument asks for one.
@@ -70,14 +73,47 @@ class Auto:
     def choose(self, *, has_draft: bool, candidates_pay: bool) -> Decoding:
         """The decoder for a pair of models, or a target alone, on a machine.
 
-        `candidates_pay` says whether several candidates gain more tokens than they cost time: today by the device
-        alone, and a planner that knows the load can say it better.
+        `candidates_pay` says whether several candidates gain more tokens than they cost time, by the device alone;
+        a profile says it by load (`strategies`).
         """
         if self.wants_population:
             return self._population()
         if not has_draft:
             return Autoregressive(self.sparse)
         return Rejection(self.gamma, n_candidates=CANDIDATES if candidates_pay else 1, sparse=self.sparse)
+
+    def strategies(self, profile: Profile, *, has_draft: bool, loads: Sequence[int]) -> tuple[Decoding, ...]:
+        """The exact decoders of one law that are fastest at one of these loads by a profile, in its order.
+
+        Where nothing is said of `sparse`, or only its schedule, any strict way of reading blocks may be among them;
+        where `gamma` is given, only drafts of that many tokens. Raises ValueError where a population is asked for, and
+        where the profile has nothing that suits.
+        """
+        if self.wants_population:
+            raise ValueError(
+                "profile chooses among exact decoders, and a population is asked for, whose size and control are no "
+                "question of speed; leave profile out."
+            )
+        law = law_of(Rejection(sparse=self.sparse))
+        planner = Planner(profile)
+        suiting = [one for one in planner.strategies(law) if self._suits(one, has_draft)]
+        if not suiting:
+            drafts = "" if self.gamma is None else f" with gamma {self.gamma}"
+            raise ValueError(
+                f"profile has no strategy of the law {law!r}{drafts} that this LLM can use; measure one by smcjax "
+                "profile, or leave profile out."
+            )
+        return tuple(planner.useful(law, loads, among=suiting, margin=NEGLIGIBLE))
+
+    def _suits(self, one: Decoding, has_draft: bool) -> bool:
+        """True for a decoder that may take turns with others, and is as asked for."""
+        if not one.agrees or (one.drafts and not has_draft):
+            return False
+        if not one.drafts:
+            return True
+        sparse = one.speculation.sparse
+        as_asked = self.sparse is None or not self.sparse.is_grouped or sparse == self.sparse
+        return as_asked and self.gamma in (None, one.speculation.gamma)
 
     def _population(self) -> SMC:
         given = {"n_particles": self.n_particles, "gamma": self.gamma, "select": self.select}

@@ -80,12 +80,14 @@ class Decoding(abc.ABC):
         drafts: whether it needs a draft model.
         weighted: whether the rows of a request are weighted particles.
         rows_argument: the argument that says how many rows a request has; None where there is one.
+        agrees: whether the rows of a request agree between cycles.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     weighted: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
+    agrees: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod
@@ -205,6 +207,7 @@ class SMC(Decoding):
 
     name = "smc"
     weighted = True
+    agrees = False
     rows_argument = "n_particles"
 
     n_particles: int = 8

@@ -10,7 +10,9 @@ import pytest
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.auto import CHOICES, CONTROL
 from smcjax.decoders import DECODINGS
+from smcjax.planner import law_of
 from tests.checkpoints import write_pair
+from tests.planner.tables import measured, profile
 
 SPARSE = SparseVerification("merged", 4)
 POPULATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -60,6 +62,57 @@ def test_the_registry() -> None:
     """Every decoder by its name, and "auto", which is none."""
     assert {**DECODINGS, "auto": Auto} == CHOICES
     assert all(choice.name == name for name, choice in CHOICES.items())
+
+
+MERGED, SHARED = SparseVerification("merged", 4), SparseVerification("shared", 4)
+SPACED = SparseVerification("merged", 4, schedule=2)
+MEASURED: dict[Any, float] = {  # milliseconds a cycle at one request; at 64 the target alone is fastest by far
+    Autoregressive(): 9.0,
+    Autoregressive(SparseVerification(schedule=2)): 9.0,
+    Rejection(2): 4.0,
+    Rejection(4): 3.0,
+    Rejection(4, sparse=MERGED): 1.0,
+    Rejection(4, sparse=SHARED): 0.1,
+    Rejection(4, sparse=SPACED): 0.5,
+    SMC(8, 8): 0.1,
+    SMC(8, 8, control=1.0): 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_draft", "chosen"),
+    [
+        ({}, True, (Autoregressive(), Rejection(4, sparse=MERGED))),
+        ({}, False, (Autoregressive(),)),
+        ({"gamma": 2}, True, (Autoregressive(), Rejection(2))),
+        ({"sparse": MERGED}, True, (Autoregressive(), Rejection(4, sparse=MERGED))),
+        ({"sparse": SPACED}, True, (Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED))),
+        (
+            {"sparse": SparseVerification(schedule=2)},
+            True,
+            (Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED)),
+        ),
+    ],
+    ids=str,
+)
+def test_strategies_of_a_profile(asked: dict[str, Any], has_draft: bool, chosen: tuple[Any, ...]) -> None:
+    """Exact ones of the law that is asked for, of which the batch's state can be advanced: never SMC, never shared."""
+    rows = (measured(one, {1: ms, 64: 1.0 if not one.drafts else 99.0}) for one, ms in MEASURED.items())
+    made = profile(*rows)
+    auto = Auto(**asked)
+    assert auto.strategies(made, has_draft=has_draft, loads=(1, 64)) == chosen
+    assert len({law_of(one) for one in chosen}) == 1
+    assert auto.strategies(made, has_draft=has_draft, loads=(64,)) == chosen[:1]
+
+
+def test_what_no_profile_answers() -> None:
+    made = profile(measured(Rejection(4), {1: 1.0}))
+    with pytest.raises(ValueError, match=r"^profile chooses among exact decoders, and a population is asked for"):
+        Auto(evidence=True).strategies(made, has_draft=True, loads=(1,))
+    with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' with gamma 3 that"):
+        Auto(gamma=3).strategies(made, has_draft=True, loads=(1,))
+    with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' that this LLM can use"):
+        Auto().strategies(made, has_draft=False, loads=(1,))
 
 
 def answer(decoding: Any, tmp_path: Path, *, draft: bool = True) -> tuple[Any, Any]:

@@ -153,6 +153,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
         help="smc (default); exact: rejection, or the target alone; auto: exact, unless -N, --power, --select, "
         "--control or --trace asks for a population",
     )
+    group.add_argument("--profile", metavar="FILE", help="of smcjax profile: auto then decodes by load")
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
     group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
@@ -295,6 +296,8 @@ def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
 def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding | Auto:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
     fields = OPTIONS[args.decoding]
+    if args.profile is not None and args.decoding != Auto.name:
+        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {args.decoding}; leave it out.")
     given = {}
     for name in {name: None for options in OPTIONS.values() for name in options}:
         value = getattr(args, name)
@@ -327,8 +330,10 @@ def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM` from the model options."""
+    """Keyword arguments of `LLM` from the model options, and the profile where a command takes one."""
+    profile = getattr(args, "profile", None)
     return {
+        **({} if profile is None else {"profile": profile}),
         "draft_model": args.draft_model,
         "revision": args.revision,
         "draft_revision": args.draft_revision,

@@ -48,6 +48,7 @@ class Program[D: Decoding]:
         constrains: whether they bring `Requests.automaton`, the rows `Sequences.automaton`, and memory the automata.
         scores: whether reports bring the `Scores` of new tokens (`smcjax.decoding.scores`).
         scores_prompts: whether reports of prefill bring those of the prompt's tokens.
+        by: a decoder whose cycles advance the groups in place of `decoding`'s (`smcjax.engine.narrowing`); None: none.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
@@ -64,6 +65,7 @@ class Program[D: Decoding]:
     constrains: bool = False
     scores: bool = False
     scores_prompts: bool = False
+    by: Decoding | None = None
 
     def __post_init__(self) -> None:
         if self.proposer is not None:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
+from smcjax.decoders import Decoding
 from smcjax.device import on_cpu
 from smcjax.engine.clock import Clock
 from smcjax.engine.extras import ProgramChoice, extras_now, extras_of
@@ -27,7 +27,7 @@ from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
 from smcjax.engine.prefix_cache import PrefixCache
-from smcjax.engine.programs import Progress
+from smcjax.engine.programs import Progress, shown
 from smcjax.engine.requests import Request, make_batch
 from smcjax.engine.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.runner import Chunk, Runner
@@ -35,6 +35,7 @@ from smcjax.engine.running import Running
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import StablePrefixStream
+from smcjax.engine.turns import Turns
 from smcjax.engine.whole import whole
 from smcjax.tokenizer import Tokenizer
 
@@ -50,6 +51,7 @@ class _Reported:
     value: Any
     groups: list[tuple[int, Running]]
     free: tuple[Mark, Any] | None  # the number of free pages after it
+    by: Decoding  # of a cycle: whose it is
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         tokenizer: for text; None where the model has none.
         prefix_caching: whether full pages of prompts stay for later requests that begin alike.
         optimistic: the rule of admission (`smcjax.engine.scheduler`).
+        turns: chooses the decoder of each cycle; None: always the runner's own.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
     """
@@ -76,9 +79,11 @@ class Engine:
         tokenizer: Tokenizer | None,
         prefix_caching: bool = True,
         optimistic: bool = False,
+        turns: Turns | None = None,
         overlap: bool | None = None,
     ) -> None:
-        self.runner = runner
+        self.runner, self._turns = runner, turns
+        runner.takes_turns = turns is not None and turns.leaves_the_draft_behind
         self._decoder, self._tokenizer = runner.program, tokenizer
         decoding, page_size = runner.program.decoding, runner.program.page_size
         self._scheduler = Scheduler(
@@ -187,23 +192,16 @@ class Engine:
             "compilations": len(self.runner.programs),
             "compile_seconds": self.runner.programs.seconds,
             **self.totals,
+            **({} if self._turns is None else {"strategy_switches": self._turns.switches}),
         }
 
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for what few ask for."""
         self._settle()
-        with contextlib.ExitStack() as stack:
-            bar: Any = None
-
-            def heard(done: int, total: int) -> None:
-                nonlocal bar
-                if bar is None:  # not if there is nothing to compile
-                    bar = stack.enter_context(
-                        tqdm(total=total, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True)
-                    )
-                bar.update(done - bar.n)
-
-            self._compile(self._scheduler.sizes, self.runner.program, heard)
+        own = self.runner.program
+        for program in [own] if self._turns is None else self._turns.programs(own):
+            with contextlib.ExitStack() as stack:
+                self._compile(self._scheduler.sizes, program, shown(stack, use_tqdm))
 
     @whole
     def step(self) -> list[RequestOutput]:
@@ -249,6 +247,7 @@ class Engine:
         if schedule.idle:
             return
         program, refusal = self._ready_program(schedule)
+        by = program.by or program.decoding
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -279,7 +278,11 @@ class Engine:
                 first = dataclasses.replace(first, prompt=None)
                 self._report("first", (first, None), {i: g for i, g in groups.items() if g.started})
         if schedule.cycle:
-            self._report("cycle", runner.step(program), {g.lane: g for g in self._scheduler.groups if g.started})
+            started = {g.lane: g for g in self._scheduler.groups if g.started}
+            if runner.takes_turns and self._turns is not None:
+                whose = {lane: self._running[group.request.request_id] for lane, group in started.items()}
+                runner.catch_up(self._turns.lacking(by, runner.program.decoding, whose))
+            self._report("cycle", runner.step(program), started, by)
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
@@ -288,7 +291,10 @@ class Engine:
     def _ready_program(self, schedule: Schedule) -> tuple[Any, str | None]:
         """The compiled program with the extras that a round asks for; and why it is without them, if it is."""
         extras = extras_now(schedule, map(self._extras, self._scheduler.groups))
-        return self._choice.ready(self.runner.program, schedule.size, extras, self._compile)
+        program = self.runner.program
+        if self._turns is not None:
+            program = self._turns.program(program, schedule, self._running)
+        return self._choice.ready(program, schedule.size, extras, self._compile)
 
     def _extras(self, group: Group) -> set[str]:
         return extras_of(group, streams=group.request.request_id in self._streams, ragged=self._decoder.ragged)
@@ -327,7 +333,9 @@ class Engine:
             self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)
 
-    def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
+    def _report(
+        self, kind: str, results: tuple[Any, Any], groups: dict[int, Group], by: Decoding | None = None
+    ) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""
         value, free = results
         if not groups and free is None:
@@ -336,7 +344,7 @@ class Engine:
             leaf.copy_to_host_async()
         whose = [(index, self._running[group.request.request_id]) for index, group in groups.items()]
         marked = None if free is None else (self._scheduler.mark(), free)
-        self._reported.append(_Reported(self._round, kind, value, whose, marked))
+        self._reported.append(_Reported(self._round, kind, value, whose, marked, by or self._decoder.decoding))
 
     def _leave(self, running: Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
@@ -359,20 +367,23 @@ class Engine:
                 self._scheduler.free.report(mark, int(jax.device_get(free)))
             value = jax.device_get(reported.value) if reported.groups else None
             self.seconds_waited += time.perf_counter() - began
+            if reported.kind == "cycle" and self._turns is not None:
+                self._turns.heard(reported.by, value, [index for index, _ in reported.groups])
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
-                else:
-                    self._follow(reported.kind, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
+                    continue
+                self._follow(reported, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
         for output in outputs:
             self._count(output)
         return outputs
 
-    def _follow(self, kind: str, running: Running, value: Any) -> None:
+    def _follow(self, reported: _Reported, running: Running, value: Any) -> None:
         """Follows one group by a report, of a chunk of prefill or a cycle: streams, stop strings, its end."""
+        kind = reported.kind
         if kind == "cycle" and not value.ran:
             return
-        running.take(kind, value)
+        running.take(kind, value, reported.by.drafts_per_cycle)
         if kind == "prompt":
             return
         name = running.request.request_id
@@ -410,6 +421,7 @@ class Engine:
             running.times,
             self._decoder,
             self._tokenizer,
+            drafted=running.drafted,
             num_cached_tokens=running.group.cached,
             preemptions=running.preemptions,
             aborted=running.aborted,

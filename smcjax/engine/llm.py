@@ -23,6 +23,7 @@ from smcjax.engine.engine import Engine
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices, worst_case_pages
 from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.planned import Planned
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import (
     Prompt,
@@ -67,6 +68,7 @@ class LLM:
             target, whose other weights are shared.
         decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`; or "auto", `Auto(...)`, which
             chooses one of them now by what is asked for.
+        profile: with "auto", a file of `smcjax profile` of this pair and device: exact decoders take turns by load.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
             made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
@@ -106,6 +108,7 @@ class LLM:
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
         decoding: Decoding | Auto | str | None = None,
+        profile: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         draft_quantization: str | None = None,
@@ -131,6 +134,11 @@ class LLM:
             )
         check_path("model", model)
         check_path("draft_model", draft_model)
+        check_path("profile", profile)
+        if profile is not None and not isinstance(choice, Auto):
+            raise ValueError(
+                f"profile is {str(profile)!r} and decoding is {choice}, which needs none; use decoding='auto'."
+            )
         check_revision("revision", revision)
         check_revision("draft_revision", draft_revision)
         check_layers("draft_drop_layers", draft_drop_layers)
@@ -181,11 +189,16 @@ class LLM:
             implementation = share._implementation
 
         enable_compilation_cache()
+        self._planned: Planned | None = None
         if isinstance(choice, Auto):
             require_devices()
             has_draft = model is None or draft_model is not None or draft_drop_layers is not None
-            choice = choice.choose(has_draft=has_draft, candidates_pay=not on_cpu() and draft_model != NGRAM)
-            logger.info("Decoding by %s.", choice)
+            if profile is not None:
+                self._planned = Planned(profile, choice, has_draft=has_draft, max_num_seqs=max_num_seqs)
+                choice = self._planned.decoding
+            else:
+                choice = choice.choose(has_draft=has_draft, candidates_pay=not on_cpu() and draft_model != NGRAM)
+                logger.info("Decoding by %s.", choice)
         self.decoding: Decoding = choice
         drafts = self.decoding.drafts
         of_drafts: dict[str, Any] = {
@@ -240,6 +253,8 @@ class LLM:
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
+            if self._planned is not None:
+                self._planned.check(self.models)
             self.tokenizer = self.models.tokenizer
             self._automata = Automata(self.tokenizer, self.models.target.vocab_size)
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
@@ -273,12 +288,15 @@ class LLM:
         self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
         params = PairParams(models.target_params, models.draft_params)
         runner = Runner(decoder, params, self.num_pages, Programs(), models.spread)
+        planned, begin_again = self._planned, admission == "optimistic"
+        turns = None if planned is None else planned.turns(decoder, begin_again=begin_again)
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,
             tokenizer=self.tokenizer,
             prefix_caching=enable_prefix_caching,
             optimistic=admission == "optimistic",
+            turns=turns,
         )
         runner.take_memory()
 

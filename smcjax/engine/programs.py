@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from tqdm import tqdm
 
 from smcjax.engine.memory import device_memory
 from smcjax.engine.product_choice import chosen_hints, matmuls_asked
@@ -233,6 +234,19 @@ def _require_memory(what: str, executables: Iterable[Any]) -> int:
             "n_particles, gamma or max_model_len, or num_pages or gpu_memory_utilization for less KV."
         )
     return scratch
+
+
+def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
+    """A listener that shows a bar of progress, until the stack closes: none where there is nothing to compile."""
+    bar: Any = None
+
+    def heard(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = stack.enter_context(tqdm(total=total, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True))
+        bar.update(done - bar.n)
+
+    return heard
 
 
 def abstract(tree: Any) -> Any:

@@ -7,6 +7,7 @@ lanes is donated to every program and taken from its result:
     join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
     prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens; full pages are cached
     step      one cycle of all groups that have started
+    catch up  the draft reads tokens that cycles without drafts have made
     leave     one lane's population, its pages given back
     move      the groups into a batch of another size (`smcjax.engine.lanes`): integers only
 """
@@ -33,6 +34,7 @@ from smcjax.engine.attached import Attached, Constraints, attach, detach
 from smcjax.engine.batch import Batch
 from smcjax.engine.constraints import AutomatonPlaces, make_tables
 from smcjax.engine.lanes import put, take
+from smcjax.engine.narrowing import advance, catch_up
 from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
 from smcjax.engine.requests import Request, make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
@@ -91,6 +93,7 @@ class Runner:
         self.params = params
         self.programs = programs
         self.num_pages = num_pages
+        self.takes_turns = False  # whether cycles without drafts are among those of several decoders
         self.size = 0  # lanes of the batch in flight; 0: none yet
         # KV and pages while there is no batch, the batch's state otherwise. All None before `take_memory`.
         self._memory: Any = None
@@ -248,7 +251,7 @@ class Runner:
             lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
-        call = self.programs[program, self.size, count, length, "prefill"]
+        call = self.programs[reading(program), self.size, count, length, "prefill"]
         asked = self._put((lanes, start_at, cached, slots))
         extra = self._extra(program)
         (self.state, self.cached), first, states = call(self.params, self.state, self.cached, *asked, *extra)
@@ -265,6 +268,20 @@ class Runner:
         self.state, info, free, states = call(self.params, self.state, *self._extra(program))
         self._walked(states)
         return info, free
+
+    def catch_up(self, lacking: Mapping[int, tuple[int, int]]) -> None:
+        """Has the draft read tokens of the groups in some lanes: positions from the first number to before the second.
+
+        Positions of the prompts it does not read again, and there may be fewer tokens than that.
+        """
+        chunk = self.chunks.together
+        for number in range(max((-(-(end - begin) // chunk) for begin, end in lacking.values()), default=0)):
+            start_at = np.full(self.size, self.program.max_model_len, np.int32)  # beyond every answer
+            for lane, (begin, end) in lacking.items():
+                if begin + number * chunk < end:
+                    start_at[lane] = begin + number * chunk
+            call = self.programs[self.size, chunk, "catch up"]
+            self.state = call(self.params, self.state, self._put(start_at))
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
         """The population of a lane, one group, which is free from now on, and how many pages are then."""
@@ -283,7 +300,7 @@ class Runner:
         """
         jobs: dict[Any, Job] = {}
         for size in sizes:
-            if (program, size, 1, self.chunks.alone, "prefill") not in self.programs:
+            if not self._is_compiled(size, program):
                 jobs |= self.jobs(size, program)
         for size in sizes:
             for other in {*sizes, *others} - {size}:
@@ -293,6 +310,11 @@ class Runner:
         least, most = min(sizes), max(sizes)
         many = f"{least} to {most}" if least < most else f"{most}"
         self.programs.compile(f"for {many} request{'s' if most > 1 else ''} at a time", jobs, progress)
+
+    def _is_compiled(self, size: int, program: Any) -> bool:
+        """True where all of `jobs` are there."""
+        keys = ((reading(program), size, 1, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
+        return all(key in self.programs for key in keys)
 
     def _abstract_state(self, size: int) -> Any:
         memory = jax.eval_shape(self._new_memory)
@@ -320,7 +342,7 @@ class Runner:
         extra = (Attached(adjustments, constraints),) if program.adjusts or program.constrains else ()
 
         def step(params: Any, state: Any, *attached: Attached) -> Any:
-            state, info = program.step(params, attach(state, *attached))
+            state, info = advance(program, params, attach(state, *attached))
             return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
 
         jobs: dict[Any, Job] = {
@@ -336,9 +358,13 @@ class Runner:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
-            plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
+            plain[reading(program), size, count, length, "prefill"] = Job(
+                self._prefill(program, length), (1, 2), arguments
+            )
         if constraints is not None:
             plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
+        if self.takes_turns and program.proposer is not None:
+            plain[size, self.chunks.together, "catch up"] = self._catching_up(params, state, lanes=size)
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
 
@@ -346,6 +372,12 @@ class Runner:
         """The states of all rows' automata behind the tokens that they have."""
         none_yet = jnp.zeros_like(state.sequences.length)
         return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
+
+    def _catching_up(self, params: Any, state: Any, lanes: int) -> Job:
+        def read(params: Any, state: Any, start_at: jax.Array) -> Any:
+            return catch_up(self.program, params, state, start_at, self.chunks.together)
+
+        return Job(read, (1,), (params, state, jax.ShapeDtypeStruct((lanes,), jnp.int32)))
 
     def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
         _, state = self._abstract_state(old_size)
@@ -429,6 +461,11 @@ class Runner:
 def stepping(program: Any) -> Any:
     """The program of whose cycles `program`'s are: prompts make no difference to them."""
     return dataclasses.replace(program, scores_prompts=False) if program.scores_prompts else program
+
+
+def reading(program: Any) -> Any:
+    """The program by which prompts are read where `program` advances the groups."""
+    return dataclasses.replace(program, by=None) if program.by is not None else program
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

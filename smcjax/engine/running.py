@@ -32,6 +32,8 @@ class Running:
     aborted: bool = False
     refused: str | None = None  # why it cannot be answered
     last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
+    drafted: int = 0  # draft tokens in these cycles
+    lacking: int | None = None  # a position before which the draft lacks nothing; None: it lacks nothing
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
     first: Scores | None = None  # of first tokens, [N], where they are asked for
     prompt: list[Scores] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
@@ -47,16 +49,33 @@ class Running:
     def again(self, group: Group) -> Running:
         """The record of a preempted group that begins anew; its reader and its clock go on."""
         history = self.decoder.history(len(self.request.token_ids)) if self.history is not None else None
-        return dataclasses.replace(self, group=group, infos=[], last_cycle=None, first=None, prompt=[], history=history)
+        fresh: dict[str, Any] = {
+            "infos": [],
+            "drafted": 0,
+            "lacking": None,
+            "last_cycle": None,
+            "first": None,
+            "prompt": [],
+        }
+        return dataclasses.replace(self, group=group, history=history, **fresh)
 
-    def take(self, kind: str, value: Any) -> None:
-        """Keeps what results will be made of. Scores in a report that are for others in the batch are left out."""
+    @property
+    def known_length(self) -> int:
+        """Tokens of prompt and answer by the last report, of the longest row."""
+        return int(np.max(self.infos[-1].length)) if self.infos else len(self.request.token_ids) + 1
+
+    def take(self, kind: str, value: Any, drafts: int = 0) -> None:
+        """Keeps what results will be made of; a cycle had so many `drafts`.
+
+        Scores in a report that are for others in the batch are left out.
+        """
         asked = self.request.params.scores(streams=self.certain is not None)
         if kind == "prompt":
             self.prompt.append(value)
         elif kind == "first":
             self.first = value.scores if asked else None
         elif kind == "cycle":
+            self.drafted += drafts
             self.infos.append(value if asked or value.scores is None else dataclasses.replace(value, scores=None))
 
     def settled(self, kind: str, value: Any) -> bool:

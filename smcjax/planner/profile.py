@@ -190,12 +190,11 @@ class Profile:
         """Raises ValueError unless it was measured on this device, with these models."""
         mend = "make one by smcjax profile, or leave profile out"
         if self.device != device:
-            raise ValueError(f"profile was measured on {self.device} and this device is {device}; {mend}.")
+            raise ValueError(f"profile is of {self.device} and this device is {device}; {mend}.")
         for what, mine, given in (("model", self.model, model), ("draft_model", self.draft, draft)):
             if given is not None and mine != given:
                 raise ValueError(
-                    f"profile was measured with another {what}, or with this one in another dtype or quantization; "
-                    f"{mend}."
+                    f"profile is of another {what}, or of this one in another dtype or quantization; {mend}."
                 )
 
 

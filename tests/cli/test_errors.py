@@ -27,7 +27,10 @@ EVAL = ["eval", "-n", "1"]
 BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
 USAGE: list[tuple[list[str], str]] = [
-    (["frobnicate"], "'frobnicate' is not one of generate, chat, serve, eval, bench, viz, doctor; see smcjax --help"),
+    (
+        ["frobnicate"],
+        "'frobnicate' is not one of generate, chat, serve, eval, bench, profile, viz, doctor; see smcjax --help",
+    ),
     (["generat", "hello"], "did you mean generate? See smcjax --help."),
     (["--verison"], "unrecognized option --verison; did you mean --version?"),
     ([*GENERATE, "another"], "another"),

@@ -116,11 +116,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_whose_it_is() -> None:
     MADE.check(device="a device", model="12ab", draft="34cd")
     MADE.check(device="a device", model="12ab", draft=None)
-    with pytest.raises(ValueError, match=r"^profile was measured on a device and this device is another; make one"):
+    with pytest.raises(ValueError, match=r"^profile is of a device and this device is another; make one"):
         MADE.check(device="another", model="12ab", draft="34cd")
-    with pytest.raises(ValueError, match=r"^profile was measured with another model, or with this one in another"):
+    with pytest.raises(ValueError, match=r"^profile is of another model, or of this one in another"):
         MADE.check(device="a device", model="ffff", draft="34cd")
-    with pytest.raises(ValueError, match=r"^profile was measured with another draft_model"):
+    with pytest.raises(ValueError, match=r"^profile is of another draft_model"):
         MADE.check(device="a device", model="12ab", draft="ffff")
 
 

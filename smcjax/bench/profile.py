@@ -1,0 +1,319 @@
+"""`smcjax profile`: what each strategy of a pair takes and gives on this device, for `smcjax.planner`.
+
+Times are of cycles through the engine, with its own programs, on real weights, tokens and KV: requests of a context's
+length, made of the prompts' tokens, are admitted together and read in; cycles that warm up follow, then windows that
+are timed, each ended by a wait for the device. Tokens a cycle are those of answers to the prompts. A strategy is
+measured whole or left out, so that all of a profile have the same loads and contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import smcjax
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.engine.engine import Engine
+from smcjax.engine.fingerprints import fingerprints
+from smcjax.engine.llm import LLM
+from smcjax.engine.memory import buckets
+from smcjax.engine.requests import Prompt
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.planner import Cell, Measured, Profile
+from smcjax.sparse import SparseVerification
+
+WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        strategies: decoders, those first that are wanted most.
+        loads: numbers of running requests: powers of two, and the largest, as the engine's batches are.
+        contexts: tokens of a request when its cycles are timed.
+        cycles, windows: timed cycles of a window, and windows.
+        max_tokens, temperature, seed: of the answers that tokens a cycle are counted in.
+        budget: seconds after which no further strategy is begun or gone on with; None: no end.
+    """
+
+    strategies: tuple[Decoding, ...]
+    loads: tuple[int, ...] = (1, 2, 4, 8)
+    contexts: tuple[int, ...] = (128,)
+    cycles: int = 16
+    windows: int = 3
+    max_tokens: int = 96
+    temperature: float = 0.7
+    seed: int = 0
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.loads} - {*buckets(max(self.loads))})
+        if unknown:
+            raise ValueError(
+                f"requests must be powers of two, but for the largest, as batches are, got {unknown[0]}; leave it out."
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens by which a request grows while it is timed, at most."""
+        width = max(one.tokens_per_cycle for one in self.strategies)
+        return (2 * WARMUP + self.windows * self.cycles + 2) * width
+
+
+def strategies(
+    *,
+    gammas: Sequence[int],
+    candidates: Sequence[int],
+    particles: Sequence[int] = (),
+    controls: Sequence[float] = (0.0,),
+    tree: Sequence[int] | None = None,
+    sparse: Sequence[SparseVerification | None] = (None,),
+    has_draft: bool = True,
+) -> tuple[Decoding, ...]:
+    """The target alone; rejection for each K, number of candidates and way to verify; along a tree; SMC.
+
+    The target alone is there once for each schedule of `sparse`. SMC verifies by those that are not approximate.
+    """
+    found: list[Decoding] = [Autoregressive(None if one is None else one.of_single_queries) for one in sparse]
+    if has_draft:
+        for one, gamma, count in itertools.product(sparse, gammas, candidates):
+            found.append(Rejection(gamma, n_candidates=count, sparse=one))
+        if tree is not None:
+            found += [Rejection(tree=tuple(tree), sparse=one) for one in sparse]
+        for one, gamma, count, control in itertools.product(sparse, gammas, particles, controls):
+            if one is None or one.precision != "approximate":
+                found.append(SMC(count, gamma, control=control, sparse=one))
+    return tuple(dict.fromkeys(found))
+
+
+class _OutOfBudget(Exception):
+    """The time for this profile is used up."""
+
+
+class Profiler:
+    """Measures a plan's strategies one after the other, on models that are loaded once.
+
+    Args:
+        plan: what to measure.
+        models: arguments of `LLM` that say which models, and how they are kept.
+        on_progress: hears a line now and then.
+
+    A context manager; `measure` does the work.
+    """
+
+    def __init__(self, plan: Plan, models: dict[str, Any], on_progress: Callable[[str], None] = lambda _: None) -> None:
+        self.plan, self._heard = plan, on_progress
+        self._began = time.perf_counter()
+        own = {name: models[name] for name in ("page_size", "num_pages") if name in models}
+        first: Decoding = next((one for one in plan.strategies if one.drafts), plan.strategies[0])
+        # It holds the weights, and answers nothing.
+        self._base = LLM(**{**models, "num_pages": 2}, decoding=_plain(first), max_num_seqs=1, compile_at_start=False)
+        try:
+            self._max_model_len = self._longest(models.get("max_model_len"))
+        except BaseException:
+            self._base.close()
+            raise
+        self._own = own
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._base.close()
+
+    def _longest(self, given: int | None) -> int:
+        """The longest sequence; raises ValueError where contexts do not fit the models."""
+        needed = max(self.plan.contexts) + self.plan.room
+        longest = min(self._base.models.max_position_embeddings, given or (1 << 20))
+        if needed > longest:
+            raise ValueError(
+                f"contexts of {max(self.plan.contexts)} tokens grow to {needed} while they are timed and the longest "
+                f"sequence is {longest}; lower contexts, windows, cycles or gamma."
+            )
+        return min(longest, max(needed, 2048))
+
+    def measure(self, prompts: Sequence[Prompt]) -> Profile:
+        """The profile. Raises ValueError where not even one strategy could be measured."""
+        found: list[Measured] = []
+        left_out: list[dict[str, str]] = []
+        for number, decoding in enumerate(self.plan.strategies, 1):
+            name = f"[{number}/{len(self.plan.strategies)}] {decoding}"
+            try:
+                found.append(self._strategy(name, decoding, prompts))
+            except _OutOfBudget as ended:
+                left_out.append({"strategy": str(decoding), "why": str(ended)})
+            except _DoesNotFit as error:
+                left_out.append({"strategy": str(decoding), "why": str(error)})
+            if left_out and left_out[-1]["strategy"] == str(decoding):
+                self._heard(f"{name}: left out, {left_out[-1]['why']}")
+        if not found:
+            raise ValueError(f"no strategy could be measured ({left_out[0]['why']}); raise budget, or measure less.")
+        models = self._base.models
+        whose = fingerprints(models)
+        return Profile(
+            device=whose.device,
+            model=whose.model,
+            draft=whose.draft,
+            strategies=tuple(found),
+            jax=jax.__version__,
+            smcjax=smcjax.__version__,
+            commit=_commit(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            settings={
+                "dtype": models.target.dtype,
+                "page_size": self._base.page_size,
+                "implementation": self._base._implementation,
+                "prompts": len(prompts),
+                "max_tokens": self.plan.max_tokens,
+                "temperature": self.plan.temperature,
+                "seed": self.plan.seed,
+                "cycles": self.plan.cycles,
+                "windows": self.plan.windows,
+            },
+            left_out=tuple(left_out),
+        )
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _require_budget(self) -> None:
+        if self.plan.budget is not None and self._seconds > self.plan.budget:
+            raise _OutOfBudget(f"the budget of {self.plan.budget:g} s was used up")
+
+    def _strategy(self, name: str, decoding: Decoding, prompts: Sequence[Prompt]) -> Measured:
+        """Everything about one strategy, on an `LLM` of its own that shares the models."""
+        self._require_budget()
+        with LLM(
+            share=self._base,
+            decoding=decoding,
+            max_model_len=self._max_model_len,
+            max_num_seqs=max(self.plan.loads),
+            enable_prefix_caching=False,  # all requests of a load read all of their prompts, and start together
+            compile_at_start=False,
+            **self._own,
+        ) as llm:
+            cells = []
+            for context, load in itertools.product(self.plan.contexts, self.plan.loads):
+                cells.append(self._cell(llm, prompts, context, load))
+                self._heard(
+                    f"{name}: {load} running, {context:,} tokens: {cells[-1].ms:.2f} ms a cycle ({self._seconds:.0f} s)"
+                )
+                self._require_budget()
+            counted = self._tokens(llm, decoding, prompts)
+        self._heard(f"{name}: {counted.tokens_per_cycle:.2f} tokens a cycle ({self._seconds:.0f} s)")
+        return dataclasses.replace(counted, cells=tuple(cells))
+
+    def _cell(self, llm: LLM, prompts: Sequence[Prompt], context: int, load: int) -> Cell:
+        """The time of a cycle, of `load` requests that have all been read and none of which ends meanwhile."""
+        engine, plan = llm.engine, self.plan
+        params = SamplingParams(max_tokens=plan.room, temperature=plan.temperature or 1.0, ignore_eos=True)
+        prompts_ids = _of_length(context, load, [_token_ids(llm, one) for one in prompts])
+        try:
+            asked = [
+                llm.request({"prompt_token_ids": ids}, dataclasses.replace(params, seed=number))
+                for number, ids in enumerate(prompts_ids)
+            ]
+        except ValueError as error:  # even one alone
+            raise _DoesNotFit(f"one request of {context:,} tokens cannot run: {str(error).rstrip('.')}") from None
+        pages = sum(request.worst_case_pages for request in asked)
+        if pages > llm.num_pages - 1:
+            raise _DoesNotFit(f"{load} running may need {pages} KV pages and there are {llm.num_pages - 1}")
+        try:
+            for request in asked:
+                engine.add_request(request)
+            while not engine.all_started:
+                engine.step()
+            _steps(engine, WARMUP)
+            windows = [_steps(engine, plan.cycles) for _ in range(plan.windows)]
+        finally:
+            for name in engine.request_ids():
+                engine.abort(name)
+            while engine.busy:
+                engine.step()
+        return Cell(load, context, statistics.median(windows), tuple(windows))
+
+    def _tokens(self, llm: LLM, decoding: Decoding, prompts: Sequence[Prompt]) -> Measured:
+        """Tokens a cycle on the prompts, without times."""
+        if not decoding.ragged:
+            tokens = float(decoding.tokens_per_cycle)
+            return Measured(decoding, tokens, (), (tokens,) * len(prompts))
+        plan = self.plan
+        params = [
+            SamplingParams(
+                max_tokens=plan.max_tokens, temperature=plan.temperature, seed=(plan.seed + number) & MAX_SEED
+            )
+            for number in range(len(prompts))
+        ]
+        outputs = [one.metrics for one in llm.generate(list(prompts), params, use_tqdm=False)]
+        cycles = sum(one.cycles for one in outputs)
+        each = tuple(_per_cycle(one.generated_tokens, one.cycles) for one in outputs)
+        if not cycles or any(one.accepted_at is None for one in outputs):  # SMC under a control: no count by position
+            return Measured(decoding, _per_cycle(sum(o.generated_tokens - 1 for o in outputs) + 1, cycles), (), each)
+        counts = np.sum([one.accepted_at for one in outputs], axis=0)
+        reached = tuple(float(count) / cycles for count in counts)
+        return Measured(decoding, 1 + sum(reached), reached, each)
+
+
+class _DoesNotFit(Exception):
+    """A load needs more memory than there is."""
+
+
+def _plain(decoding: Decoding) -> Decoding:
+    """The least decoder that needs the same models."""
+    return Rejection(1, sparse=decoding.speculation.sparse) if decoding.drafts else Autoregressive()
+
+
+def _per_cycle(tokens: int, cycles: int) -> float:
+    """Tokens a cycle of an answer, whose first token no cycle made."""
+    return max(1.0, (tokens - 1) / cycles) if cycles else 1.0
+
+
+def _steps(engine: Engine, cycles: int) -> float:
+    """Milliseconds a cycle of so many steps, the device's end awaited."""
+    began = time.perf_counter()
+    for _ in range(cycles):
+        if engine.step():
+            raise RuntimeError("a request ended while it was timed: its weights broke, so the timing says nothing")
+    jax.block_until_ready(engine.runner.state)
+    return 1e3 * (time.perf_counter() - began) / cycles
+
+
+def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    return llm.request(prompt, SamplingParams(max_tokens=1)).token_ids
+
+
+def _of_length(context: int, count: int, token_ids: Sequence[list[int]]) -> list[list[int]]:
+    """So many prompts of `context` tokens each, made of the given ones, another one first in each."""
+    result = []
+    for number in range(count):
+        endless = itertools.chain.from_iterable(itertools.cycle(token_ids))
+        skipped = sum(len(ids) for ids in token_ids[: number % len(token_ids)])
+        result.append(list(itertools.islice(endless, skipped, skipped + context)))
+    return result
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is run from; None where it is installed otherwise."""
+    root = Path(smcjax.__file__).parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return None
+    try:
+        ran = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() or None if ran.returncode == 0 else None

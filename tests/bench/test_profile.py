@@ -1,0 +1,113 @@
+"""What a profile measures: the strategies, the prompts of a length, and what is said where something does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
+from smcjax.bench import profile
+from smcjax.bench.profile import Plan, Profiler, strategies
+from smcjax.engine.fingerprints import fingerprints
+from smcjax.planner import Cell, Planner
+from tests.checkpoints import Pair, write_pair
+
+SMALL = Plan((Autoregressive(), Rejection(2)), loads=(1, 2), contexts=(8,), cycles=2, windows=2, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def models(pair: Pair, **changes: Any) -> dict[str, Any]:
+    return {"model": pair.target, "draft_model": pair.draft, "page_size": 4, **changes}
+
+
+def test_strategies() -> None:
+    assert strategies(gammas=[4], candidates=[1], has_draft=False) == (Autoregressive(),)
+    assert strategies(gammas=[2, 4, 2], candidates=[1, 8]) == (
+        Autoregressive(),
+        *(Rejection(2), Rejection(2, n_candidates=8), Rejection(4), Rejection(4, n_candidates=8)),
+    )
+    with_others = strategies(gammas=[3], candidates=[1], particles=[4], controls=[0.0, 0.1], tree=[2, 1])
+    assert with_others[1:] == (Rejection(3), Rejection(tree=(2, 1)), SMC(4, 3), SMC(4, 3, control=0.1))
+
+
+def test_strategies_of_sparse_targets() -> None:
+    """The target alone once a schedule; no SMC where blocks are shared."""
+    merged, shared, reusing = (
+        SparseVerification("merged", 4),
+        SparseVerification("shared", 4),
+        SparseVerification("merged", 4, schedule=2),
+    )
+    found = strategies(gammas=[2], candidates=[1], particles=[4], sparse=[merged, shared, reusing])
+    assert found == (
+        *(Autoregressive(), Autoregressive(SparseVerification(schedule=2))),
+        *(Rejection(2, sparse=one) for one in (merged, shared, reusing)),
+        *(SMC(4, 2, sparse=one) for one in (merged, reusing)),
+    )
+
+
+def test_loads_are_sizes_of_batches() -> None:
+    assert Plan((Autoregressive(),), loads=(1, 2, 4, 6)).loads == (1, 2, 4, 6)
+    with pytest.raises(ValueError, match=r"^requests must be powers of two, but for the largest, as .* got 3; leave"):
+        Plan((Autoregressive(),), loads=(1, 3, 8))
+
+
+def test_prompts_of_a_length() -> None:
+    """Made of the given ones, another one first in each."""
+    assert profile._of_length(5, 3, [[1, 2, 3], [4]]) == [[1, 2, 3, 4, 1], [4, 1, 2, 3, 4], [1, 2, 3, 4, 1]]
+
+
+@pytest.mark.slow
+def test_measuring(pair: Pair) -> None:
+    heard: list[str] = []
+    with Profiler(dataclasses.replace(SMALL, loads=(1,)), models(pair), heard.append) as profiler:
+        made = profiler.measure(["a", "bc"])
+        whose = fingerprints(profiler._base.models)
+    assert (made.device, made.model, made.draft) == (whose.device, whose.model, whose.draft)
+    assert [one.decoding for one in made.strategies] == list(SMALL.strategies)
+    alone, drafting = made.strategies
+    assert alone.prompts == (1.0, 1.0)
+    assert len(drafting.reached) == 2
+    assert 1 <= drafting.tokens_per_cycle <= 3
+    assert [(cell.requests, cell.context, len(cell.windows)) for cell in alone.cells] == [(1, 8, 2)]
+    assert all(cell.ms > 0 for one in made.strategies for cell in one.cells)
+    assert len(heard) == 2 * 2
+    assert "[2/2] rejection by token, K=2: 1 running, 8 tokens:" in heard[2]
+    assert len(Planner(made).rank("exact", 2, 8)) == 2
+
+
+@pytest.mark.slow
+def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that memory has no room for, and what the budget does not reach: whole strategies, with the reason."""
+    strategies = (Autoregressive(), Rejection(2, n_candidates=4), Rejection(2, n_candidates=2))
+    with Profiler(dataclasses.replace(SMALL, strategies=strategies), models(pair, num_pages=40)) as profiler:
+        cell, times = profiler._cell, iter((1.0, 2.0))
+
+        def measured(llm: LLM, prompts: Any, context: int, load: int) -> Cell:
+            return cell(llm, prompts, context, load) if llm.decoding.drafts else Cell(load, context, next(times))
+
+        monkeypatch.setattr(profiler, "_cell", measured)
+        made = profiler.measure(["a"])
+    assert [one.decoding for one in made.strategies] == [Autoregressive()]
+    largest, larger = made.left_out
+    assert largest["strategy"] == "rejection by token, K=2, 4 candidates"
+    assert largest["why"].startswith("one request of 8 tokens cannot run: it may need 46 KV pages and there are 39")
+    assert larger["why"] == "2 running may need 48 KV pages and there are 39"
+    with (
+        Profiler(dataclasses.replace(SMALL, budget=1e-9), models(pair)) as profiler,
+        pytest.raises(ValueError, match=r"^no strategy could be measured \(the budget of 1e-09 s was used up\); raise"),
+    ):
+        profiler.measure(["a"])
+    with pytest.raises(ValueError, match=r"^contexts of 1000 tokens grow to \d+ while they are timed and the longest"):
+        Profiler(dataclasses.replace(SMALL, contexts=(1000,)), models(pair))
+
+
+def test_the_commit_is_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(profile.smcjax, "__file__", str(tmp_path / "smcjax" / "__init__.py"))
+    assert profile._commit() is None
