@@ -1,0 +1,99 @@
+"""The benchmarks of sparse cycles and their quality: rows, bytes by the specification's table, and that they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_sparse as bench
+import bench_sparse_quality as quality
+
+from smcjax import SMC, Autoregressive, Rejection, SparseVerification
+from smcjax.bench.cycle import Models
+from smcjax.planner import Profile
+from tests.planner.tables import measured
+
+
+@pytest.mark.parametrize(
+    ("context", "naive", "merged", "shared"),
+    [(8192, 75, 16.8, 8.4), (32_768, 132, 23.1, 14.7), (65_536, 208, 31.5, 23.1)],
+)
+def test_issued_bytes(context: int, naive: float, merged: float, shared: float) -> None:
+    """A layer of the 8B model, nine queries, neighbours that share three quarters of their blocks; in MB."""
+    config = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config
+    config = dataclasses.replace(config, num_layers=1)
+    for sparse, expected in (
+        (None, naive),
+        (SparseVerification("merged", 9), merged),
+        (SparseVerification("shared", 9), shared),
+    ):
+        found = bench.issued_bytes(config, Rejection(8, sparse=sparse), context, 0.75)
+        assert found / 1e6 == pytest.approx(expected, rel=0.012)
+    alone = bench.issued_bytes(config, Autoregressive(), context, 0.75)
+    assert alone * 9 == bench.issued_bytes(config, Rejection(8), context, 0.75)
+    dense = dataclasses.replace(Models("llama-3.1-8b", "llama-3.2-1b").target_config, num_layers=1)
+    assert bench.issued_bytes(dense, Rejection(8), context, 0.75) == 4096 * context
+
+
+def test_rows() -> None:
+    names = {name: [line.name for line in lines(8, 32)] for name, lines in bench.BENCHMARKS.items()}
+    assert names["spacing"] == [f"spacing {spacing}" for spacing in (1, 2, 4, 8, 32)]
+    assert names["verify"][1:] == ["merged", "merged, first layer selects"]
+    assert len(names["cycles"]) == 6
+    assert sum("N = 32" in name for name in names["particles"]) == 3
+    assert [line.decoding.speculation.sparse for line in bench.spacing_lines(8, 1)] == [SparseVerification("merged", 9)]
+
+
+def test_acceptance_is_replayed(tmp_path: Path) -> None:
+    """From a profile's chain of as many drafts; the prefix of it for fewer; none for what rejects nothing."""
+    made = Profile("d", "m", "n", (measured(Rejection(8), {1: 1.0}, 0.5),))
+    made.save(tmp_path / "p.json")
+    args = bench.arguments(["cycles", "--tiny", "--profile", str(tmp_path / "p.json")])
+    reached, source = bench.replayed(args)
+    assert reached == [0.5**position for position in range(1, 9)]
+    assert "replayed from" in source
+    assert bench.tokens_per_round(Rejection(2), reached) == 1.75
+    assert bench.tokens_per_round(SMC(4, 3), reached) == 4
+    assert bench.tokens_per_round(Autoregressive(), reached) == 1
+    with pytest.raises(SystemExit, match="has no rejection of 9 drafts"):
+        bench.replayed(bench.arguments(["cycles", "--tiny", "--gamma", "9", "--profile", str(tmp_path / "p.json")]))
+
+
+def test_routing_is_what_other_layers_save() -> None:
+    lines = [
+        {"name": name, "context": 64, "requests": 1, "ms": ms}
+        for name, ms in (("merged", 10.0), ("merged, first layer selects", 7.0))
+    ]
+    assert bench.routing(lines, 4) == ["T = 64, 1 requests: routing 40% of a verification"]
+
+
+def test_agreement_and_thirds() -> None:
+    assert quality.agreement([[1, 2, 3, 4], [5]], [[1, 2, 9, 4], [5]]) == (0.8, 1.5)
+    assert quality.agreement([[1, 2]], [[1, 2, 3]]) == (2 / 3, 2.0)
+    assert quality.thirds([[True] * 2 + [False] * 4, [True, True, True]]) == [1.0, 1 / 3, 1 / 3]
+    found = quality.contenders(["merged", "per_query"], [4, 8], [1, 2], 3)
+    assert len(found) == 2 * (1 + 2 + 1)
+    assert all(one.speculation.sparse is None or measure.exact for one, measure in found)
+    assert found[4][0] == found[4][1] == Autoregressive(SparseVerification(schedule=2))
+
+
+@pytest.mark.slow
+def test_it_runs_at_toy_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.BENCHMARKS, "verify", lambda gamma, layers: bench.verify_lines(gamma, layers)[1:])
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg"))
+    assert bench.main(["verify", "--tiny", "--gamma", "2", *files]) == 0
+    out = capsys.readouterr().out
+    assert "Acceptance is assumed, 0.8 of each draft" in out
+    assert "of a verification" in out
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    assert [line["name"] for line in lines] == ["merged", "merged, first layer selects"]
+    assert all(line["ms"] > 0 and 0 < line["unique_bytes"] <= line["issued_bytes"] for line in lines)
+    assert (tmp_path / "out.svg").stat().st_size > 1000
