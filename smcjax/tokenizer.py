@@ -91,6 +91,11 @@ class Tokenizer:
             inner = tokenizer_of(file)
         return None if inner is None else cls(inner, inner.get_vocab())
 
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json, tokenizer_config.json and the chat template, as `load` reads them."""
+        with _quiet():
+            self._inner.save_pretrained(directory)
+
     def __len__(self) -> int:
         """The number of tokens, special and added ones included; ids may have gaps, so no bound on them."""
         return len(self.vocab)

@@ -47,22 +47,24 @@ class Line:
     params: SamplingParams
 
 
-def read_lines(path: str, params: SamplingParams, decoding: Decoding | Auto) -> list[Line]:
-    """The requests of a file, "-" for standard input, with `params` where a line says nothing else.
+def read_lines(
+    path: str, params: SamplingParams, decoding: Decoding | Auto, *, option: str = "--input-file"
+) -> list[Line]:
+    """The requests of the file that `option` names, "-" for standard input, with `params` where a line says no more.
 
     Raises ValueError for a file that cannot be read or holds none, and its kind InputLineError, with the line's number,
     for a request that `decoding` cannot run.
     """
-    text = read_stdin("--input-file -") if path == "-" else read_file("--input-file", path, INPUT_BYTES)
+    text = read_stdin(f"{option} -") if path == "-" else read_file(option, path, INPUT_BYTES)
     lines = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 lines.append(_line(number, line, params, decoding))
             except ValueError as error:
-                raise InputLineError(f"--input-file {path} line {number}: {error}") from None
+                raise InputLineError(f"{option} {path} line {number}: {error}") from None
     if not lines:
-        raise ValueError(f"--input-file {path} holds no request; write one a line.")
+        raise ValueError(f"{option} {path} holds no request; write one a line.")
     return lines
 
 

@@ -40,11 +40,7 @@ BUNDLED = {"recall": "recall/target", "recall-draft": "recall/draft"}  # a name 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
-# What is read of a directory, but for the weights. Nothing that is pickled, nothing that could be run.
-_FILES = [
-    "config.json",
-    "generation_config.json",
-    _INDEX,
+TOKENIZER_FILES = (  # and chat templates
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -55,7 +51,9 @@ _FILES = [
     "merges.txt",
     "tekken.json",
     "chat_template.jinja",
-]
+)
+# What is read of a directory, but for the weights. Nothing that is pickled, nothing that could be run.
+_FILES = ["config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES]
 
 
 def is_hub_id(name: str) -> bool:

@@ -32,5 +32,14 @@ def questions(task: str, seed: int, n: int, *, context: int = 2048) -> list[Ques
     return [Question(word_problems.prompt(one), functools.partial(_answered, one)) for one in problems]
 
 
+def training_prompts(task: str, seed: int, n: int, *, context: int = 2048) -> list[str]:
+    """`n` prompts of the training split, whose templates and numbers the questions of a task do without."""
+    if task == "recall":
+        from smcjax.tasks import recall
+
+        return [one.prompt for one in recall.generate(seed, n, "train", context)]
+    return [word_problems.prompt(one) for one in word_problems.generate(seed, n, "train")]
+
+
 def _answered(problem: word_problems.Problem, text: str) -> list[bool]:
     return [word_problems.is_correct(problem, text)]

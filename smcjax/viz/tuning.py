@@ -1,0 +1,44 @@
+"""The course of a draft's training, as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from smcjax.viz.picture import write_figure
+
+HELD_OUT = {
+    "weight_variance": "χ² of a block: variance of weights",
+    "token_divergence": "D₂ a token, nats",
+    "kl": "KL a token, nats",
+    "acceptance": "1 − probability that a draft is accepted",
+}
+
+
+def draw_tuning(report: dict[str, Any], path: Path) -> None:
+    """The loss over the steps, and figures on held-out answers from before the first step on; 95% intervals.
+
+    `report` holds what `smcjax.tuning.run.Report` does; the suffix of `path` says the format.
+    """
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).flatten()
+    axes[0].plot(*zip(*report["loss"], strict=True), color="C0")
+    axes[0].set_title("loss a token, on answers trained on", fontsize="medium")
+    course = [{"step": 0, **report["before"]}, *report["held_out"]]
+    for number, (name, label) in enumerate(HELD_OUT.items(), 1):
+        values = [[1 - value for value in point[name]] if name == "acceptance" else point[name] for point in course]
+        means, ends = [value[0] for value in values], [sorted(value[1:]) for value in values]
+        steps = [point["step"] for point in course]
+        axes[number].plot(steps, means, color=f"C{number}")
+        axes[number].fill_between(steps, *zip(*ends, strict=True), color=f"C{number}", alpha=0.2)
+        axes[number].set_title(f"held out: {label}", fontsize="medium")
+    for one in axes[:5]:
+        one.set_yscale("log")
+        one.set_xlabel("step")
+        one.grid(alpha=0.3)
+    axes[5].set_axis_off()
+    write_figure(figure, path)
