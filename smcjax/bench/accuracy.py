@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from smcjax.device import on_cpu
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.vote import elect
 from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.questions import Question
 
@@ -20,8 +25,11 @@ class Evaluation:
     """One run over all questions."""
 
     parts: list[list[bool]]  # a verdict on each part of each question
-    outputs: list[RequestOutput]
+    outputs: list[RequestOutput]  # of each question all answers, one after the other
     seconds: float  # wall time, compilation excluded
+    device_seconds: (
+        float  # the same; on a CPU the time of all cores together, whatever else they do, compilation included
+    )
     generated_tokens: int
     cycles: int
     steps: int  # of the engine: cycles of all requests that run, together
@@ -56,22 +64,48 @@ class Evaluation:
             "preemptions": self.preemptions,
             "errors": sum(output.error is not None for output in self.outputs),
             "seconds": self.seconds,
+            "device_seconds_per_question": self.device_seconds / len(self.parts),
         }
 
 
+def majority(texts: Sequence[str]) -> str:
+    """A text with the answer behind "####" that most texts give, the first of equal ones; where none gives any, the
+    first (self-consistency: Wang et al. 2022, arXiv 2203.11171)."""
+    elected = elect(texts, np.zeros(len(texts)))
+    return texts[0 if elected is None else elected.row]
+
+
 def evaluate(
-    llm: LLM, questions: list[Question], params: SamplingParams, *, seed: int, use_tqdm: bool = True
+    llm: LLM,
+    questions: list[Question],
+    params: SamplingParams,
+    *,
+    seed: int,
+    answers: int = 1,
+    use_tqdm: bool = True,
 ) -> Evaluation:
-    """Asks `llm` every question once. Each has a seed of its own, so results do not depend on the batching."""
-    each = [dataclasses.replace(params, seed=(seed * 1_000_003 + index) & MAX_SEED) for index in range(len(questions))]
-    before, began = llm.metrics(), time.perf_counter()
-    outputs = llm.generate([question.prompt for question in questions], each, use_tqdm=use_tqdm)
-    seconds, after = time.perf_counter() - began, llm.metrics()
+    """Asks `llm` every question, `answers` times, of which the majority's is judged.
+
+    Each request has a seed of its own, so results do not depend on the batching; the first answers to all questions
+    have the seeds that they have alone.
+    """
+    places = [(number, index) for index in range(len(questions)) for number in range(answers)]
+    each = [
+        dataclasses.replace(params, seed=(seed * 1_000_003 + index + number * 500_009) & MAX_SEED)
+        for number, index in places
+    ]
+    before, began, used = llm.metrics(), time.perf_counter(), time.process_time()
+    outputs = llm.generate([questions[index].prompt for _, index in places], each, use_tqdm=use_tqdm)
+    seconds, used, after = time.perf_counter() - began, time.process_time() - used, llm.metrics()
+    texts = [output.outputs[0].text for output in outputs]
+    chosen = [majority(texts[begin : begin + answers]) for begin in range(0, len(texts), answers)]
     spent = {name: after[name] - before[name] for name in ("compile_seconds", "steps", "preemptions")}
+    seconds -= spent["compile_seconds"]
     return Evaluation(
-        parts=[question.right(output.outputs[0].text) for question, output in zip(questions, outputs, strict=True)],
+        parts=[question.right(text) for question, text in zip(questions, chosen, strict=True)],
         outputs=outputs,
-        seconds=seconds - spent["compile_seconds"],
+        seconds=seconds,
+        device_seconds=used if on_cpu() else seconds,
         generated_tokens=sum(output.metrics.generated_tokens for output in outputs),
         cycles=sum(output.metrics.cycles for output in outputs),
         steps=int(spent["steps"]),

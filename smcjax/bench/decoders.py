@@ -1,8 +1,9 @@
 """`smcjax bench decoders`: exact decoders and SMC beside each other, on the same problems with the same request seeds.
 
 Accuracy is on freshly generated questions, unless told otherwise word problems of the bundled pair; a cycle is one
-target forward, so tokens a cycle say what a decoder would gain where cycles cost the same, and tokens a second what it
-gains on this machine.
+target forward, so tokens a cycle say what a decoder would gain where cycles cost the same, tokens a second what it
+gains on this machine, and device-seconds a question what an answer costs where many are asked: time of the one GPU, or
+of a CPU's cores together, to which other work beside does not add.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ DRAFT = "draft alone"
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One decoder of a pair, or with `of_draft` of its draft alone."""
+    """One decoder of a pair, or with `of_draft` of its draft alone; of several `answers` the majority's counts."""
 
     name: str
     decoding: Decoding
     of_draft: bool = False
+    answers: int = 1
 
     @property
     def exact(self) -> bool:
         """True where the contender's answers are distributed exactly as the target's."""
-        return self.decoding.exact and not self.of_draft
+        return self.decoding.exact and not self.of_draft and self.answers == 1
 
     def models(self, target: str | None, draft: str | None) -> dict[str, Any]:
         """Arguments of `LLM` for a pair; None for both is the bundled one."""
@@ -55,9 +57,13 @@ def contenders(
     sparse: SparseVerification | None = None,
     approximate: bool = False,
     controls: Sequence[float] = (0.0,),
+    answers: Sequence[int] = (),
+    votes: bool = False,
 ) -> list[Contender]:
-    """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders and
-    SMC of N particles under each control.
+    """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
+    the majority of several exact `answers`, and SMC of N particles under each control.
+
+    With `votes` SMC answers by a vote as well, as it is and without resampling (threshold 0).
 
     All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
     """
@@ -73,10 +79,18 @@ def contenders(
             Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n, **by))
             for n in candidates
         ]
+        result += [
+            Contender(f"majority of {n} exact answers, K={gamma}", Rejection(gamma, **by), answers=n) for n in answers
+        ]
         for n, control in itertools.product(particles, controls):
             smc = SMC(n_particles=n, gamma=gamma, control=control, approximate=approximate, **by)
             name = f"SMC, N={n}, K={gamma}" + (f", control {control:g}" if control else "")
             result.append(Contender(name, smc))
+            if votes:
+                vote = dataclasses.replace(smc, select="vote")
+                result.append(Contender(f"{name}, vote", vote))
+                never = dataclasses.replace(vote, ess_threshold=0.0)
+                result.append(Contender(f"{name}, vote, never resampled", never))
     return result
 
 
@@ -101,12 +115,14 @@ def compare(
     first: Evaluation | None = None
     for contender in chosen:
         with LLM(**contender.models(model, draft_model), decoding=contender.decoding, **llm) as engine:
-            evaluation = evaluate(engine, asked, params, seed=seed, use_tqdm=False)
+            engine.warm_up()
+            evaluation = evaluate(engine, asked, params, seed=seed, answers=contender.answers, use_tqdm=False)
         first = first or evaluation
         difference, low, high = clustered_difference_interval(evaluation.parts, first.parts)
         metrics = [output.metrics for output in evaluation.outputs]
         accepted = [one.mean_accepted_length for one in metrics if one.mean_accepted_length is not None]
         ess = [one.mean_ess for one in metrics if one.mean_ess is not None]
+        evidence = [one.smc.log_evidence for one in evaluation.outputs if one.smc is not None and one.error is None]
         rows.append(
             {
                 "decoder": contender.name,
@@ -117,6 +133,7 @@ def compare(
                 "difference_high": high,
                 "mean_accepted_length": float(np.mean(accepted)) if accepted else None,
                 "mean_ess": float(np.mean(ess)) if ess else None,
+                "mean_log_evidence": float(np.mean(evidence)) if evidence else None,
             }
         )
         on_result(rows[-1])
@@ -127,20 +144,24 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
     lines = [
         "| decoder | accuracy, 95% interval | minus the first row (paired, points) | tokens a cycle | tokens/s here "
-        "| drafts accepted a cycle | mean ESS |",
-        "|---|---|---|---|---|---|---|",
+        "| device-seconds a question | drafts accepted a cycle | mean ESS | mean log Ẑ |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for number, row in enumerate(rows):
         ends = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
         difference = "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends) if number else "–"
         accuracy = (100 * row[name] for name in ("accuracy", "ci_low", "ci_high"))
-        others = ("–" if row[name] is None else f"{row[name]:.2f}" for name in ("mean_accepted_length", "mean_ess"))
+        others = (
+            "–" if row[name] is None else f"{row[name]:.2f}"
+            for name in ("mean_accepted_length", "mean_ess", "mean_log_evidence")
+        )
         cells = (
             row["decoder"] + (" (exact)" if row["exact"] else ""),
             "{:.1f}% ({:.1f} to {:.1f})".format(*accuracy),
             difference,
             f"{row['tokens_per_cycle']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
+            f"{row['device_seconds_per_question']:.3f}",
             *others,
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -73,11 +73,15 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
         "--controls", type=share, nargs="+", default=[0.0], metavar="C", help="of SMC, each from 0 to 1 (0)"
     )
     decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
+    decoders.add_argument(
+        "--answers", type=ROWS, nargs="*", default=[], metavar="N", help="exact ones, whose majority counts (none)"
+    )
+    decoders.add_argument("--votes", action="store_true", help="SMC by a vote too, resampled and not")
     decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
     decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
     decoders.add_argument("--max-model-len", type=whole(2, 1 << 20), help="prompt and answer (320, or --context)")
-    decoders.add_argument("--plot", metavar="FILE", help="accuracy over speed: .svg, .png or .pdf")
+    decoders.add_argument("--plot", metavar="FILE", help="accuracy over cost: .svg, .png or .pdf")
     decoders.add_argument("--json", action="store_true", help="one JSON line a decoder last")
     add_sparse_options(decoders)
     add_debug_option(decoders)
@@ -194,7 +198,15 @@ def run_decoders(args: argparse.Namespace) -> int:
 
     rows = compare(
         contenders(
-            args.particles, args.gammas, args.candidates, args.tree, sparse, bool(args.approximate), args.controls
+            args.particles,
+            args.gammas,
+            args.candidates,
+            args.tree,
+            sparse,
+            bool(args.approximate),
+            args.controls,
+            args.answers,
+            args.votes,
         ),
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smcjax import CompletionOutput, RequestOutput, SamplingParams
-from smcjax.bench.accuracy import evaluate
+from smcjax.bench.accuracy import evaluate, majority
 from smcjax.engine.outputs import RequestMetrics
 from smcjax.tasks import recall
 from smcjax.tasks.intervals import wilson_interval
@@ -57,6 +57,40 @@ def test_the_report() -> None:
     assert (report["steps"], report["preemptions"]) == (100, 2)
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}
+
+
+class Voters(Oracle):
+    """Answers each question as `texts` has it, one after the other."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(0, [])
+        self.texts = texts
+
+    def generate(self, prompts: list[str], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
+        self.params = params
+        metrics = RequestMetrics(cycles=4, resamples=0, generated_tokens=10, drafted=0, seconds=1.0)
+        return [
+            RequestOutput("", None, [], [CompletionOutput(0, text, [1], "stop")], True, metrics) for text in self.texts
+        ]
+
+
+def test_majorities() -> None:
+    """Of three answers that of most counts, the first of equal ones, and where there is none the first text."""
+    first, second = (problem.answer for problem in generate(7, 2, "eval"))
+    wrong = first + second + 1
+    texts = [f"#### {wrong}", f"#### {first}", f"so #### {first}", f"#### {second}", f"#### {wrong}", "none"]
+    oracle = Voters(texts)
+    asked = questions("words", 7, 2)
+    evaluation = evaluate(oracle, asked, SamplingParams(), seed=9, answers=3, use_tqdm=False)
+    assert evaluation.correct == [True, True]
+    assert evaluation.report()["n"] == 2
+    assert evaluation.report()["generated_tokens"] == 60
+    seeds = [one.seed for one in oracle.params]
+    assert len(set(seeds)) == 6
+    alone = Voters([f"#### {wrong}", f"#### {second}"])
+    assert evaluate(alone, asked, SamplingParams(), seed=9, use_tqdm=False).correct == [False, True]
+    assert [one.seed for one in alone.params] == [seeds[0], seeds[3]]
+    assert majority(["a", "b"]) == "a"
 
 
 def test_lines_of_answer_are_judged_each() -> None:

@@ -38,6 +38,16 @@ def test_contenders_under_controls() -> None:
     assert [one.exact for one in (smc, controlled, exact)] == [False, False, True]
 
 
+def test_contenders_that_vote() -> None:
+    """None is exact: neither the majority of exact answers nor a vote under control 1."""
+    majority, smc, vote, never = contenders([8], [4], [], controls=[1.0], answers=[3], votes=True)[4:]
+    assert (majority.decoding, majority.answers) == (Rejection(4), 3)
+    assert vote.decoding == SMC(8, 4, control=1.0, select="vote")
+    assert never.decoding == SMC(8, 4, control=1.0, select="vote", ess_threshold=0.0)
+    assert [one.exact for one in (majority, smc, vote, never)] == [False, True, False, False]
+    assert [one.answers for one in (smc, vote, never)] == [1, 1, 1]
+
+
 def test_contenders_that_verify_alike() -> None:
     """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
     shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
@@ -61,7 +71,7 @@ def test_models_of_a_contender() -> None:
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
-    small = ["-n", "4", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "1"]
+    small = ["-n", "4", "--particles", "2", "--candidates", "--gammas", "3", "--max-num-seqs", "1", "--answers", "2"]
     assert main(["bench", "decoders", *small, "--json", "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -70,9 +80,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         DRAFT,
         "rejection by token, K=3",
         "rejection by block, K=3",
+        "majority of 2 exact answers, K=3",
         "SMC, N=2, K=3",
     ]
-    alone, _, token, block, smc = rows
+    alone, _, token, block, both, smc = rows
+    assert both["generated_tokens"] == pytest.approx(2 * token["generated_tokens"], rel=0.2)
+    assert smc["mean_log_evidence"] < 2
     assert alone["tokens_per_cycle"] == pytest.approx(1, abs=0.05)
     for row in (token, block):
         assert row["exact"]
