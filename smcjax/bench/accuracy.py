@@ -27,9 +27,7 @@ class Evaluation:
     parts: list[list[bool]]  # a verdict on each part of each question
     outputs: list[RequestOutput]  # of each question all answers, one after the other
     seconds: float  # wall time, compilation excluded
-    device_seconds: (
-        float  # the same; on a CPU the time of all cores together, whatever else they do, compilation included
-    )
+    device_seconds: float  # the same; on a CPU the time of all cores together, and there of compilation too
     generated_tokens: int
     cycles: int
     steps: int  # of the engine: cycles of all requests that run, together

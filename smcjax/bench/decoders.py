@@ -115,7 +115,8 @@ def compare(
     first: Evaluation | None = None
     for contender in chosen:
         with LLM(**contender.models(model, draft_model), decoding=contender.decoding, **llm) as engine:
-            engine.warm_up()
+            # Compiles what is needed, so that the time of a CPU's cores is that of answers.
+            evaluate(engine, asked[: llm.get("max_num_seqs", 8)], params, seed=seed + 1, use_tqdm=False)
             evaluation = evaluate(engine, asked, params, seed=seed, answers=contender.answers, use_tqdm=False)
         first = first or evaluation
         difference, low, high = clustered_difference_interval(evaluation.parts, first.parts)
