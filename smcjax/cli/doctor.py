@@ -138,7 +138,7 @@ def _bundled_models() -> Finding:
     from smcjax.model.hub import BUNDLED, bundled_model
 
     sizes = []
-    for name in ("target", "draft", *BUNDLED.values()):
+    for name in BUNDLED.values():
         directory = bundled_model(name)
         load_config(directory)
         sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")

@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     """Trains, writes the draft with its report and picture, prints figures before and after."""
     output = Path(args.output)
     _check_output(output, args.resume)
+    if args.prompts == "recall" and args.model is None and args.draft_model is None:
+        args.model = "recall"
+        args.draft_model = None if args.draft_drop_layers is not None else "recall-draft"
     prompts, held_out = _prompts(args)
     _require_optax()
 

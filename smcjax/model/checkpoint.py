@@ -96,7 +96,7 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
 
 
 def resolve_model_path(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The directory or file that `name` means: itself, a model of the recall pair (`hub.BUNDLED`), one of an extra
+    """The directory or file that `name` means: itself, a bundled model (`hub.BUNDLED`), one of an extra
     (`hub.PACKAGED`), or a hub id's snapshot.
 
     A hub id ("org/name", "org/name:file.gguf") is downloaded, at `revision`, unless it is in the local cache.

@@ -36,7 +36,13 @@ PACKAGED = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-BUNDLED = {"recall": "recall/target", "recall-draft": "recall/draft"}  # a name → its directory in smcjax/bundled
+BUNDLED = {  # a name → its directory in smcjax/bundled
+    "words": "target",
+    "words-draft": "draft",
+    "words-smc-draft": "smc_draft",
+    "recall": "recall/target",
+    "recall-draft": "recall/draft",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 32 * MIB  # of an index, room for 200,000 tensors
