@@ -97,9 +97,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is tried. `control` is c, `adapt` the share of N that the ESS is to keep (c then follows it from cycle to
-    cycle), `by_block` lets a token spend what the block has gained, `chains` are independent drafts of a row, `level`
-    resamples only where rows are equally long, `branching` is λ in place of all that."""
+    """A way to reject drafts.
+
+    `control` is c, `adapt` the share of N that the ESS is to keep (c then follows it from cycle to cycle), `by_block`
+    lets a token spend what the block has gained, `chains` are independent drafts of a row, `level` resamples only where
+    rows are equally long, `branching` is λ in place of all that.
+    """
 
     name: str
     control: float = 0.0

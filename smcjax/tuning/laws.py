@@ -1,4 +1,4 @@
-"""What both models say about the tokens of the target's answers, dense and without a cache.
+"""The laws of both models at the tokens of the target's answers, dense and without a cache.
 
 The target's normalised hidden states are made once and kept in host memory, E numbers a token instead of V; its law is
 one product away.
@@ -32,11 +32,11 @@ class Laws:
     temperature: float
 
     def log_p(self, target_params: Params, states: Float[Array, "B A E"]) -> Float[Array, "B A V"]:
-        """The target's, behind its hidden states; float32."""
+        """log p of the target behind its hidden states, float32."""
         return self._log_law(target_params, states)
 
     def log_q(self, draft_params: Params, batch: Batch) -> Float[Array, "B A V"]:
-        """The draft's, at the places of a batch; float32."""
+        """log q of the draft at the places of a batch, float32."""
         return self._log_law(draft_params, states_at(self.draft, draft_params, batch))
 
     def _log_law(self, params: Params, states: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ class TargetStates:
                 self._states[self._ends[row] - length : self._ends[row]] = own[:length]
 
     def of(self, batch: Batch) -> Float[np.ndarray, "B A E"]:
-        """Those of a batch; 0 where nothing counts."""
+        """The states of a batch; 0 where nothing counts."""
         assert self._states is not None
         found = np.zeros((*batch.counted.shape, self._states.shape[-1]), self._states.dtype)
         for row, own, counted in zip(batch.rows, found, batch.counted, strict=True):

@@ -1,4 +1,4 @@
-"""How far a draft is from its target on answers that it was not trained on, with intervals over answers."""
+"""Distances of a draft from its target on answers that it was not trained on, with intervals over answers."""
 
 from __future__ import annotations
 

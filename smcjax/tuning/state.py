@@ -28,7 +28,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """What `write_arrays` wrote; None where there is no such file. Raises ValueError for another kind of file."""
+    """Returns arrays and facts of a file of `write_arrays`, None where there is none; ValueError for other files."""
     if not path.exists():
         return None
     try:
