@@ -29,7 +29,8 @@ BENCH = ["bench", "cycle", "--target-shape", "tiny-target", "--draft-shape", "ti
 USAGE: list[tuple[list[str], str]] = [
     (
         ["frobnicate"],
-        "'frobnicate' is not one of generate, chat, serve, eval, bench, profile, tune-draft, viz, doctor; see smcjax --help",
+        "'frobnicate' is not one of generate, chat, serve, eval, bench, profile, tune-draft, viz, doctor; "
+        "see smcjax --help",
     ),
     (["generat", "hello"], "did you mean generate? See smcjax --help."),
     (["--verison"], "unrecognized option --verison; did you mean --version?"),
