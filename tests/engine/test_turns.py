@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,21 @@ def test_greedy_answers_are_the_targets_own(llm: LLM, base: LLM) -> None:
             assert [[top.token_id for top in place] for place in one.top_logprobs] == [
                 [top.token_id for top in place] for place in same.top_logprobs or []
             ]
+
+
+@pytest.mark.slow
+def test_answers_have_their_form(llm: LLM) -> None:
+    """A row's automaton goes along where rows are left out and made again, and where the draft catches up."""
+
+    def asked(number: int) -> SamplingParams:
+        form = {"type": "regex", "regex": "[ab]{3}c{2,9}d"} if number % 3 else None
+        return params(number, max_tokens=16, ignore_eos=False, response_format=form)
+
+    switch = scripted(llm, 3)
+    outputs = answers(llm, 9, asked, 1)
+    assert {*switch.chosen} == {*STRATEGIES}
+    texts = {number: output.outputs[0].text for number, output in outputs.items()}
+    assert {number for number, text in texts.items() if re.fullmatch("[ab]{3}c{2,9}d", text)} == {1, 2, 4, 5, 7, 8}
 
 
 @pytest.mark.slow
