@@ -7,8 +7,10 @@ import os
 from collections.abc import Sequence
 
 
-def check_range(name: str, value: object, least: int, most: int) -> None:
-    """Raises ValueError where argument `name` is no whole number within these bounds."""
+def check_range(name: str, value: object, least: int, most: int, *, or_none: bool = False) -> None:
+    """Raises ValueError where argument `name` is no whole number within these bounds, nor, if that may be, None."""
+    if or_none and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
 
@@ -38,6 +40,27 @@ def check_layers(name: str, value: object) -> None:
         raise ValueError(f"{name} must be numbers of layers such as (3, 12), or None, got {value!r}.")
 
 
-def is_share(value: object) -> bool:
-    """True for a number above 0 and at most 1."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+def check_share(name: str, value: object) -> None:
+    """Raises ValueError where argument `name` is no number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
+
+
+def check_choice(name: str, value: object, *known: str) -> None:
+    """Raises ValueError where argument `name` is none of the known values."""
+    if value not in known:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
+
+
+def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raises ValueError where argument `name` is neither True nor False nor, if that may be, None."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        raise ValueError(f"{name} must be {'True, False or None' if or_none else 'True or False'}, got {value!r}.")
+
+
+def check_devices(size: object, of_draft: object) -> None:
+    """Raises ValueError where the two models cannot be held by so many devices."""
+    check_range("tensor_parallel_size", size, 1, 1 << 10)
+    check_range("draft_tensor_parallel_size", of_draft, 1, 1 << 10, or_none=True)
+    if of_draft not in (None, 1, size):
+        raise ValueError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {size}, got {of_draft}.")

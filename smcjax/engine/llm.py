@@ -17,7 +17,16 @@ from smcjax.decoders import SMC, Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
 from smcjax.device import on_cpu
-from smcjax.engine.arguments import check_layers, check_path, check_range, check_revision, is_share
+from smcjax.engine.arguments import (
+    check_choice,
+    check_devices,
+    check_flag,
+    check_layers,
+    check_path,
+    check_range,
+    check_revision,
+    check_share,
+)
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
@@ -146,31 +155,16 @@ class LLM:
         check_quantization("draft_quantization", draft_quantization)
         check_range("max_num_seqs", max_num_seqs, 1, 4096)
         check_range("page_size", page_size, 1, 64)
-        if implementation not in ("auto", "xla"):
-            raise ValueError(f"implementation must be 'auto' or 'xla', got {implementation!r}.")
+        check_choice("implementation", implementation, "auto", "xla")
         check_range("seed", seed, 0, MAX_SEED)
-        if max_model_len is not None:
-            check_range("max_model_len", max_model_len, 2, 1 << 20)
-        if num_pages is not None:
-            check_range("num_pages", num_pages, 2, 1 << 30)
-        if not isinstance(enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r}.")
-        if admission not in ("worst_case", "optimistic"):
-            raise ValueError(f"admission must be 'worst_case' or 'optimistic', got {admission!r}.")
-        if not isinstance(compile_at_start, bool | None):
-            raise ValueError(f"compile_at_start must be True, False or None, got {compile_at_start!r}.")
-        check_range("tensor_parallel_size", tensor_parallel_size, 1, 1 << 10)
-        if draft_tensor_parallel_size is not None:
-            check_range("draft_tensor_parallel_size", draft_tensor_parallel_size, 1, 1 << 10)
-            if draft_tensor_parallel_size not in (1, tensor_parallel_size):
-                raise ValueError(
-                    f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {tensor_parallel_size}, got "
-                    f"{draft_tensor_parallel_size}."
-                )
-        if not is_share(gpu_memory_utilization):
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}.")
-        if not is_share(kv_fraction):
-            raise ValueError(f"kv_fraction must be above 0 and at most 1, got {kv_fraction!r}.")
+        check_range("max_model_len", max_model_len, 2, 1 << 20, or_none=True)
+        check_range("num_pages", num_pages, 2, 1 << 30, or_none=True)
+        check_flag("enable_prefix_caching", enable_prefix_caching)
+        check_choice("admission", admission, "worst_case", "optimistic")
+        check_flag("compile_at_start", compile_at_start, or_none=True)
+        check_devices(tensor_parallel_size, draft_tensor_parallel_size)
+        check_share("gpu_memory_utilization", gpu_memory_utilization)
+        check_share("kv_fraction", kv_fraction)
         if share is not None:
             _check_shares(
                 share,

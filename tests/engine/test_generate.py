@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -121,14 +122,14 @@ def test_stop_strings_cut_text_and_tokens(llm: LLM, plain: LLM) -> None:
         params = SamplingParams(seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
         whole = generate(engine, "ab", params)[0].outputs[0]
         stop, other = whole.text[4:6], whole.text[9:12]
-        cut = generate(engine, "ab", SamplingParams(**{**vars(params), "stop": [other, stop]}))[0].outputs[0]
+        cut = generate(engine, "ab", dataclasses.replace(params, stop=[other, stop]))[0].outputs[0]
         assert cut.finish_reason == "stop"
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
         assert engine.tokenizer is not None
         assert engine.tokenizer.decode(cut.token_ids) == cut.text + stop
         assert cut.logprobs == (whole.logprobs or [])[: len(cut.token_ids)]
-        absent = generate(engine, "ab", SamplingParams(**{**vars(params), "stop": "no such text"}))[0].outputs[0]
+        absent = generate(engine, "ab", dataclasses.replace(params, stop="no such text"))[0].outputs[0]
         assert absent == whole
 
 
