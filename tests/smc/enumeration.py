@@ -58,7 +58,9 @@ Watch = tuple[float, float]  # a group's control and the watchdog's excess
 
 MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "none": [],
-    "bonus without its log Z": [(weights, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
+    "bonus without its log Z": [
+        (weights, "bonus_increment", lambda power, logits, allowed=None: jnp.zeros(logits.shape[:-1]))
+    ],
     "weights counted past the end": [(cycle, "block_weight", lambda increments, block: jnp.sum(increments, axis=1))],
     "log N omitted": [
         (module, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1)) for module in (resampling, lifecycle)
@@ -74,7 +76,9 @@ CONTROL_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "the residual replaced by p": [(control, "residual", lambda p, q: p)],
     "weights of discarded drafts counted": MUTATIONS["weights counted past the end"],
     "weighed by another control": [(cycle, "run_of", _under_another_control)],
-    "the power's normaliser left out": [(cycle, "bonus_increment", lambda power, logits: jnp.zeros(logits.shape[:-1]))],
+    "the power's normaliser left out": [
+        (cycle, "bonus_increment", lambda power, logits, allowed=None: jnp.zeros(logits.shape[:-1]))
+    ],
 }
 
 
