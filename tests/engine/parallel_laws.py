@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ from smcjax.model.parallel import (
     layouts,
 )
 from smcjax.model.params import param_shapes
-from tests.checkpoints import Pair, write_model, write_pair
+from tests.checkpoints import write_model
 from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE
 from tests.model.test_eagle import HEAD
@@ -56,12 +55,6 @@ def _eight_devices() -> None:
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """271 ids are no multiple of any number of devices, nor are the 264 that the draft leaves of them of 16."""
     return write_model(tmp_path_factory.mktemp("pair") / "target", 271, 1, **TARGET_SHAPE)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Models with a tokenizer."""
-    return write_pair(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
@@ -158,21 +151,6 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
     on_one = {key: value for key, value in options.items() if key != "draft_tensor_parallel_size"}
     model = deep if "draft_drop_layers" in options else target
     assert answers(model, of_draft, decoding, size, **options) == alone(model, of_draft, decoding, **on_one)
-
-
-@pytest.mark.parametrize("decoding", [SMC(3, 2), Rejection(2)])
-def test_answers_of_a_form_are_those_of_one_device(decoding: Any, pair: Pair) -> None:
-    form = {"type": "regex", "regex": "[ab]{3}c{2,9}d"}
-    params = [SamplingParams(max_tokens=16, seed=seed, response_format=form) for seed in range(3)]
-
-    def by(size: int) -> list[Any]:
-        fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 1, "page_size": 4, "dtype": "float32"}
-        with LLM(pair.target, draft_model=pair.draft, decoding=decoding, tensor_parallel_size=size, **fields) as llm:
-            outputs = llm.generate([{"prompt_token_ids": [97, 98, 97]}] * 3, params, use_tqdm=False)
-        assert all(re.fullmatch("[ab]{3}c{2,9}d", output.outputs[0].text) for output in outputs)
-        return [told(output) for output in outputs]
-
-    assert by(2) == by(1)
 
 
 def test_an_eagle_head_reads_what_devices_hold_of_its_target() -> None:
