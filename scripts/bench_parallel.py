@@ -128,7 +128,7 @@ def _memory() -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """What was measured, and beside it what was predicted of the same shape."""
+    """Prints measured times beside the predicted ones of the same shape."""
     lines = [
         "| target | devices | layers | decoder | requests | ms a cycle | all layers, computed | predicted | tokens/s "
         "| of the weight roofline | compiled in, s |",

@@ -1,4 +1,4 @@
-"""What sparse verification does to greedy answers: lines right by length, tokens equal, and drafts accepted.
+"""Measures how sparse verification changes greedy answers: lines right by length, tokens equal, and drafts accepted.
 
     python scripts/bench_sparse_quality.py                       # the small trained pair of the tests, some minutes
     python scripts/bench_sparse_quality.py --documents 1 --context 512 --modes merged

@@ -96,6 +96,19 @@ def check_models(args: argparse.Namespace) -> None:
             continue
 
 
+def add_version_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that say which version of the two models is meant."""
+    group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
+    group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
+    group.add_argument(
+        "--draft-drop-layers",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+        help="layers from 0 that the draft does without; without --draft-model it is made of the target",
+    )
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds options for the models and how they are held."""
     group = parser.add_argument_group("models")
@@ -109,15 +122,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="draft: likewise, of the same tokenizer; an EAGLE-3 head; or ngram (rejection)",
     )
-    group.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
-    group.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
-    group.add_argument(
-        "--draft-drop-layers",
-        type=int,
-        nargs="+",
-        metavar="LAYER",
-        help="layers from 0 that the draft does without; without --draft-model it is made of the target",
-    )
+    add_version_options(group)
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto (default): bfloat16 on a GPU")
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smcjax.cli.options import add_quiet_option
+from smcjax.cli.options import add_quiet_option, add_version_options
 from smcjax.cli.parser import above, share, whole
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS
@@ -32,15 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--model", metavar="MODEL", help="target (default: the bundled pair)")
     models.add_argument("--draft-model", "--draft", metavar="MODEL", help="draft to begin with, of the same tokenizer")
-    models.add_argument("--revision", help="branch, tag or commit of the target's hub id (main)")
-    models.add_argument("--draft-revision", help="branch, tag or commit of the draft's hub id (main)")
-    models.add_argument(
-        "--draft-drop-layers",
-        type=int,
-        nargs="+",
-        metavar="LAYER",
-        help="layers from 0 that the draft does without; without --draft-model it is made of the target",
-    )
+    add_version_options(models)
     answers = parser.add_argument_group("the target's answers")
     answers.add_argument("--prompts", required=True, metavar="FILE", help=f"a JSONL file, or {' or '.join(TASKS)}")
     answers.add_argument("-n", "--num-prompts", type=whole(2, 1_000_000), default=2048, help="prompts (2048)")

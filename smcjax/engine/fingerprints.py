@@ -51,7 +51,7 @@ class Fingerprints:
 
 
 def fingerprints(models: Models) -> Fingerprints:
-    """Those of loaded models on the default device."""
+    """Makes the fingerprints of loaded models on the default device."""
     proposer = models.proposer
     draft = None if proposer is None else fingerprint(proposer, models.draft_params)
     return Fingerprints(device_name(), fingerprint(models.target, models.target_params), draft)

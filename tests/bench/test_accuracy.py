@@ -75,7 +75,7 @@ class Voters(Oracle):
 
 
 def test_majorities() -> None:
-    """Of three answers that of most counts, the first of equal ones, and where there is none the first text."""
+    """A majority is the answer with most counts, the first of equal ones, and where there is none the first text."""
     first, second = (problem.answer for problem in generate(7, 2, "eval"))
     wrong = first + second + 1
     texts = [f"#### {wrong}", f"#### {first}", f"so #### {first}", f"#### {second}", f"#### {wrong}", "none"]

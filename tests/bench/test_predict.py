@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
 def test_one_device_is_what_was_measured() -> None:
-    """Of docs/performance.md: 10.63 and 10.73 ms a cycle, 4.12 ms of the target alone."""
+    """The prediction meets docs/performance.md: 10.63 and 10.73 ms a cycle, 4.12 ms of the target alone."""
     cycle = predict(H200, SMALL, DRAFT, 1, SMC(8, 8), Pieces())
     alone = predict(H200, SMALL, DRAFT, 1, Autoregressive(), Pieces())
     assert cycle.sum_seconds == alone.sum_seconds == (0.0, 0.0)

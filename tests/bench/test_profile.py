@@ -1,4 +1,4 @@
-"""What a profile measures: the strategies, the prompts of a length, and what is said where something does not fit."""
+"""Describes a profile's measurements: strategies, prompts of a length, and what is said where something does not fit."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def told(output: Any) -> Any:
 
 
 def same_everywhere(llm: LLM) -> None:
-    """What all devices have whole they have alike, to the last bit."""
+    """Checks that arrays which all devices have whole are alike, to the last bit."""
     runner = llm.engine.runner
     whole = [leaf for leaf in jax.tree.leaves((runner.state, runner.cached)) if leaf.is_fully_replicated]
     assert len(whole) > 20

@@ -65,7 +65,7 @@ class Machine:
         return 1e3 * lanes * tokens / self.ms(decoding, lanes)
 
     def profile(self, noise: Sequence[float] = ()) -> Profile:
-        """What `smcjax profile` would measure; `noise` is each strategy's relative error of its times."""
+        """Makes the profile that would be measured; `noise` is each strategy's relative error of its times."""
         errors = noise or [0.0] * len(self.costs)
         return profile(
             *(

@@ -168,7 +168,7 @@ def test_what_rejects_nothing_has_no_rate() -> None:
 
 
 def test_strategies_worth_compiling() -> None:
-    """Those that are fastest somewhere; what nearly never matters is left out by a margin, and one is always left."""
+    """Keeps strategies that are fastest somewhere; a margin leaves out what hardly matters, and one is always left."""
     planner = h100()
     assert planner.useful("exact", (8, 16, 32)) == [SPECULATING, ALONE]
     assert planner.useful("exact", (1, 2)) == [SPECULATING]

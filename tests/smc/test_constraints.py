@@ -162,7 +162,7 @@ def test_unbiased(case: str) -> None:
 
 
 def test_every_answer_has_the_form_and_all_of_them_are_said() -> None:
-    """What is allowed step by step is exactly what can still become an answer, whatever the cap."""
+    """Each step allows exactly the tokens that can still become an answer, whatever the cap."""
     for regex, cap in itertools.product(("(ab)+", "a?b{2}", "b|aaa", "", "(a|b){2,3}", "ab|b"), (1, 2, 3, 4)):
         toy = FormToy(vocab=4, cap=cap, stop=3, regex=regex)
         answers = set(toy.outcomes(1.0))

@@ -115,7 +115,7 @@ def test_an_interrupted_training_goes_on(
 
 
 def test_a_draft_made_of_the_target(tuned: Tune, tmp_path: Path) -> None:
-    """Of a target of two layers, without its first."""
+    """A draft can be made of a target of two layers, without its first."""
     target = write_model(tmp_path / "target", 272, 1, num_layers=2)
     report = tuned(tmp_path / "draft", model=target, dropped=[0])
     config, params = load_checkpoint(tmp_path / "draft")
