@@ -1,4 +1,4 @@
-"""Reports the gain of choosing, in a profile's own numbers: over loads and prompts, and regret by the best fixed choice.
+"""Reports what choosing gains, in a profile's own numbers: over loads and prompts, and regret.
 
     regret   1 − (speed of what was chosen) / (speed of the best fixed strategy), over the same loads: below 0 where
              choosing beats every fixed strategy

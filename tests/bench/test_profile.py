@@ -1,4 +1,4 @@
-"""Describes a profile's measurements: strategies, prompts of a length, and what is said where something does not fit."""
+"""Describes measurements: strategies, prompts of a length, and what is said where something does not fit."""
 
 from __future__ import annotations
 
