@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
+import itertools
 import json
 import os
 import threading
@@ -145,12 +148,18 @@ def test_nothing_is_left_behind(server: Running) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_requests(server: Running) -> None:
-    """Memory and descriptors of 10,000 requests are those of the first 2,000; a body that is kept would be 8 MiB."""
+    """Memory does not grow with requests, nor do descriptors: some 2,000 of 10,000 add less than 500 bytes each.
+
+    A body that is kept adds its two pages in every part, while other tests' memory, which is in this process too, comes
+    and goes in steps, so that one part may grow by megabytes.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
-    body = {"model": EXACT_NAME, "prompt": "ab", "max_tokens": 1, "user": "x" * 1000}
+    body = {"model": EXACT_NAME, "prompt": "ab", "max_tokens": 1, "user": "x" * 8000}
 
     def resident() -> int:
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # another system's C library
+            ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * page
 
@@ -164,9 +173,12 @@ def test_ten_thousand_requests(server: Running) -> None:
             await asyncio.gather(*(some(http, range(first, times, 8)) for first in range(8)))
 
     asyncio.run(ask(2000))
-    descriptors, before = len(os.listdir("/proc/self/fd")), resident()
-    asyncio.run(ask(8000))
-    assert resident() - before < 6 << 20
+    descriptors, memory = len(os.listdir("/proc/self/fd")), [resident()]
+    for _ in range(4):
+        asyncio.run(ask(2000))
+        memory.append(resident())
+    grown = [after - before for before, after in itertools.pairwise(memory)]
+    assert min(grown) < 1_000_000, grown
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
     assert server.served.in_flight == 0
     assert idle(server.llm(EXACT_NAME), 1.0)
