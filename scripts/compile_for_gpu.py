@@ -29,7 +29,7 @@ from profile_cycle import cycle_parser
 from smcjax import smc
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.sequences import Requests
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.model.folding import fold_norms
 from smcjax.model.params import param_shapes
@@ -80,7 +80,8 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
     """The optimised program of one cycle."""
     topology = topologies.get_topology_desc("1x1", "cuda", target_config=H200, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    pages = 1 + requests * worst_case_pages(context, program.max_model_len, program.rows, program.page_size)
+    footprint = Footprint.of(program.decoding, program.page_size)
+    pages = 1 + requests * footprint.worst_case(context, program.max_model_len)
 
     def start() -> Any:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)

@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 QUICK = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
 
-# Tracing and lowering make millions of objects, few of which are garbage: collected as often as Python would, a tenth of
+# Tracing and lowering make millions of objects, few of them garbage: collected as often as Python would, a tenth of
 # all time.
 gc.set_threshold(20_000, 20, 50)
 

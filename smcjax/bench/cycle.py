@@ -27,7 +27,8 @@ from smcjax.decoding.groups import PairParams
 from smcjax.device import this_device
 from smcjax.engine.batch import Batch
 from smcjax.engine.loading import check_pages, make_decoder
-from smcjax.engine.memory import Budget, memory_of_each, weight_bytes, worst_case_pages
+from smcjax.engine.memory import Budget, memory_of_each, weight_bytes
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.model.params import Params
@@ -84,7 +85,7 @@ class Case:
     def num_pages(self) -> int:
         """Pages that the requests can need from their prompts on, and the trash page."""
         shared = self.context - self.private
-        return 1 + self.groups * worst_case_pages(shared, self.max_model_len, self.rows, self.page_size)
+        return 1 + self.groups * Footprint.of(self.decoding, self.page_size).worst_case(shared, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import check_pages, make_decoder
-from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Request
 from smcjax.engine.runner import Runner
@@ -86,7 +86,8 @@ def build_engine(models: Models, load: Load) -> Engine:
     enable_compilation_cache()
     check_pages(models.target_config, load.page_size)
     models.require_room(with_draft=load.decoding.drafts)
-    pages = 1 + load.max_num_seqs * worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
+    footprint = Footprint.of(load.decoding, load.page_size)
+    pages = 1 + load.max_num_seqs * footprint.worst_case(load.input_len, load.max_model_len)
     geometry = (load.max_model_len, load.page_size, load.implementation)
     decoder = make_decoder(load.decoding, models.local_target, models.local_draft, *geometry)
     draft_params = models.draft_params(load.implementation) if load.decoding.drafts else None
@@ -105,7 +106,7 @@ def make_requests(models: Models, load: Load) -> list[tuple[float, Request]]:
     rng = np.random.default_rng(load.seed)
     gaps = rng.exponential(1.0, load.num_prompts) / load.request_rate
     gaps[0] = 0.0
-    pages = worst_case_pages(load.input_len, load.max_model_len, load.rows, load.page_size)
+    pages = Footprint.of(load.decoding, load.page_size).worst_case(load.input_len, load.max_model_len)
     requests = []
     for number, arrival in enumerate(np.cumsum(gaps)):
         token_ids = rng.integers(0, models.target_config.vocab_size, load.input_len).tolist()

@@ -91,7 +91,7 @@ class Engine:
             runner.num_pages - 1,
             runner.chunks,
             PrefixCache(runner.cache_slots if prefix_caching else 0, page_size),
-            Footprint(decoding.rows, page_size, decoding.tokens_per_cycle, ragged=decoding.ragged),
+            Footprint.of(decoding, page_size),
             optimistic=optimistic,
         )
         self._lag = int(not on_cpu() if overlap is None else overlap)

@@ -30,8 +30,9 @@ from smcjax.engine.arguments import (
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
-from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices, worst_case_pages
+from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.planned import Planned
 from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import (
@@ -220,6 +221,7 @@ class LLM:
         self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
+        self.footprint = Footprint.of(self.decoding, page_size)
         self._seed = seed
         self._counter = 0
         if share is not None:
@@ -303,7 +305,7 @@ class LLM:
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
-            largest_request=worst_case_pages(1, self.max_model_len, self.decoding.rows, self.page_size),
+            largest_request=self.footprint.worst_case(1, self.max_model_len),
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
@@ -459,7 +461,7 @@ class LLM:
         automaton = automaton_of(params, self._automata, stop_ids)
         if automaton is not None:
             check_room(automaton, limit - len(token_ids))
-        pages = worst_case_pages(len(token_ids), limit, self.decoding.rows, self.page_size)
+        pages = self.footprint.worst_case(len(token_ids), limit)
         if pages > self.num_pages - 1:
             fewer = "max_tokens" if self.decoding.rows == 1 else f"max_tokens or {self.decoding.rows_argument}"
             raise ValueError(

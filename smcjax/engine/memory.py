@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 
 from smcjax.device import on_cpu
-from smcjax.kv import pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
@@ -99,15 +98,6 @@ class Budget:
             f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}, KV {self.kv / 2**30:.2f} "
             f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}."
         )
-
-
-def worst_case_pages(prompt_length: int, limit: int, rows: int, page_size: int) -> int:
-    """Pages of one request when every row diverges right after the prompt.
-
-    Full pages of the prompt stay shared for good; whatever comes after is each row's own up to `limit` tokens.
-    """
-    shared = min(prompt_length, limit) // page_size
-    return shared + rows * (pages_for(limit, page_size) - shared)
 
 
 def choose_num_pages(

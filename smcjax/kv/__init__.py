@@ -13,6 +13,7 @@ from smcjax.kv.pages import (
     make_room,
     page_of,
     pages_for,
+    pages_touched,
     rebind,
     release,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "make_room",
     "page_of",
     "pages_for",
+    "pages_touched",
     "rebind",
     "release",
 ]

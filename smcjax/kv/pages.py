@@ -203,7 +203,7 @@ def _make_room_reference(
     no page is freed here, and a population never needs more pages than its rows' own worst case.
     """
     rows, table_width = block_table.shape
-    touched = _touched(max_width, page_size)
+    touched = pages_touched(max_width, page_size)
     logical = first[:, None] // page_size + jnp.arange(touched)
     in_use = live[:, None] & (logical <= last[:, None] // page_size)
     row = jnp.arange(rows)[:, None]
@@ -229,7 +229,7 @@ def _make_room_reference(
 
 
 def _make_room_sm90(pool: PagePool, *args: Any, page_size: int, max_width: int, **named: Any) -> Room:
-    named |= {"page_size": page_size, "touched": _touched(max_width, page_size)}
+    named |= {"page_size": page_size, "touched": pages_touched(max_width, page_size)}
     counts, left, *where = make_room_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
     return Room(PagePool(counts, pool.free, left), *where)
 
@@ -238,7 +238,7 @@ def _supports_room(pool: PagePool, block_table: jax.Array, *args: Any, group: in
     return supports_page_tables(rows=block_table.shape[0], group=group)
 
 
-def _touched(width: int, page_size: int) -> int:
+def pages_touched(width: int, page_size: int) -> int:
     """Pages that `width` consecutive positions may lie in, wherever the first is."""
     return (width + page_size - 2) // page_size + 1
 

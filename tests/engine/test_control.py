@@ -16,8 +16,7 @@ import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
 from smcjax.engine.extras import ProgramChoice
-from smcjax.engine.memory import worst_case_pages
-from smcjax.engine.page_budget import FreePages
+from smcjax.engine.page_budget import Footprint, FreePages
 from smcjax.engine.runner import Runner
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
@@ -25,7 +24,7 @@ from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import fingerprint, prompt, sound
 
 ROWS, PAGE_SIZE, COUNT, MAX_MODEL_LEN = 4, 4, 6, 32
-PAGES = worst_case_pages(1, MAX_MODEL_LEN, ROWS, PAGE_SIZE)
+PAGES = Footprint(ROWS, PAGE_SIZE, 1).worst_case(1, MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import pytest
 
-from smcjax import SamplingParams
+from smcjax import SMC, Rejection, SamplingParams
 from smcjax.engine import loading, memory, programs
-from smcjax.engine.memory import buckets, choose_num_pages, device_memory, worst_case_pages
+from smcjax.engine.memory import buckets, choose_num_pages, device_memory
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.runner import Runner
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -37,16 +38,19 @@ def choose(num_pages: int | None = None, **changes: Any) -> int:
 
 def test_worst_case_by_hand() -> None:
     # 5 prompt tokens in pages of 4, 10 in all, 3 rows: page 0 stays shared; positions 4 … 9 are 2 pages a row.
-    assert worst_case_pages(5, 10, 3, 4) == 1 + 3 * 2
-    assert worst_case_pages(4, 5, 3, 4) == 1 + 3 * 1
-    assert worst_case_pages(3, 4, 3, 4) == 3
-    assert worst_case_pages(7, 9, 1, 1) == 9
-    assert worst_case_pages(1, 2048, 8, 16) == 8 * 128
+    assert Footprint(3, 4, 1).worst_case(5, 10) == 1 + 3 * 2
+    assert Footprint(3, 4, 1).worst_case(4, 5) == 1 + 3 * 1
+    assert Footprint(3, 4, 1).worst_case(3, 4) == 3
+    assert Footprint(1, 1, 1).worst_case(7, 9) == 9
+    assert Footprint(8, 16, 1).worst_case(1, 2048) == 8 * 128
+    # Eight candidates of four drafts, which agree between cycles: in one each touches two pages of 16 at most.
+    assert Footprint.of(Rejection(4, n_candidates=8), 16).worst_case(1000, 2048) == 128 + 8 * 2
+    assert Footprint.of(SMC(n_particles=8, gamma=4), 16).worst_case(1000, 2048) == 62 + 8 * 66
 
 
 def test_the_worst_case_of_one_token_is_the_worst() -> None:
     for page_size in (1, 4, 16):
-        worst = [worst_case_pages(prompt, 48, 4, page_size) for prompt in range(1, 48)]
+        worst = [Footprint(4, page_size, 1).worst_case(prompt, 48) for prompt in range(1, 48)]
         assert max(worst) == worst[0]
         assert worst == sorted(worst, reverse=True)
 
@@ -112,7 +116,7 @@ def test_an_llm_on_a_gpu_takes_its_share(pair: Pair, monkeypatch: pytest.MonkeyP
     page_bytes = 4 * 2 * 2 * 8 * 4  # tokens, keys and values, layers of both models, head size, f32
     with smc_llm(pair) as full:
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(full.engine.runner.params))
-        assert full.num_pages == 1 + 4 * worst_case_pages(1, 48, 4, 4)
+        assert full.num_pages == 1 + 4 * Footprint(4, 4, 1).worst_case(1, 48)
     monkeypatch.setattr(memory, "gpu_memory", lambda: 2 * (weights + 99 * page_bytes))
     with smc_llm(pair, gpu_memory_utilization=0.5) as half:
         assert half.num_pages == 99
@@ -151,7 +155,7 @@ def test_the_budget_is_logged_before_it_is_taken(
     with caplog.at_level("INFO", "smcjax"), pytest.raises(RuntimeError, match="taken"):
         smc_llm(pair)
     line = caplog.messages[-1]
-    pages = 1 + 4 * worst_case_pages(1, 48, 4, 4)
+    pages = 1 + 4 * Footprint(4, 4, 1).worst_case(1, 48)
     assert line.startswith("Memory, GiB of ")
     assert "weights target 0.00 + draft 0.00, KV 0.00" in line
     assert f"({pages} pages of 4 tokens), left for scratch" in line

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams, SparseVerification
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import Footprint
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.model import LayerSpec
 from smcjax.model.nsa import NSA
@@ -39,7 +39,7 @@ def test_cached_prefixes_and_preemption_change_no_token(tmp_path: Path) -> None:
     pair = Pair(target, write_model(tmp_path / "draft", 264, 2, **OF_SPARSE, hidden_size=12))
     with smc_llm(pair, SMC, page_size=page_size, enable_prefix_caching=False, max_num_seqs=1) as llm:
         alone = [fingerprint(output) for output in in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)]
-    pages = 1 + worst_case_pages(1, MAX_MODEL_LEN, 4, page_size)  # for the largest request
+    pages = 1 + Footprint(4, page_size, 1).worst_case(1, MAX_MODEL_LEN)  # for the largest request
     with smc_llm(pair, SMC, page_size=page_size, num_pages=pages, admission="optimistic", max_num_seqs=6) as llm:
         outputs = in_short_chunks(llm).generate(PROMPTS, PARAMS, use_tqdm=False)
         assert [fingerprint(output) for output in outputs] == alone

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 
 from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.memory import worst_case_pages
 from smcjax.engine.page_budget import Footprint, FreePages
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
@@ -38,7 +37,7 @@ def params(number: int) -> SamplingParams:
 
 def worst(number: int) -> int:
     length = len(prompt(number)["prompt_token_ids"])
-    return worst_case_pages(length, length + (params(number).max_tokens or 0), ROWS, PAGE_SIZE)
+    return Footprint(ROWS, PAGE_SIZE, WIDTH).worst_case(length, length + (params(number).max_tokens or 0))
 
 
 WORST = max(worst(number) for number in range(COUNT))
@@ -252,7 +251,7 @@ def test_bounds_add_up_to_the_worst_case(length: int, new: int, rows: int, page_
     footprint, limit = Footprint(rows, page_size, width), length + new
     ceilings = [footprint.ceiling(length, limit, cycles) for cycles in range(new + 2)]
     assert ceilings == sorted(ceilings)
-    assert ceilings[-1] == worst_case_pages(length, limit, rows, page_size)
+    assert ceilings[-1] == footprint.worst_case(length, limit)
     for cycles in range(1, new + 1):
         # Rows that share nothing but full pages of the prompt need no copies: the rest of the bound is for those.
         grown = ceilings[cycles + 1] - ceilings[cycles]
@@ -298,6 +297,28 @@ class Device:
         self.free += self.held.pop(name)
 
 
+@given(st.data(), st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 17), st.integers(1, 9))
+def test_rows_that_agree_between_cycles(
+    data: st.DataObject, length: int, new: int, rows: int, page_size: int, width: int
+) -> None:
+    """A group that gains 1 to W tokens a cycle, in which every row has pages of its own for what it writes."""
+    footprint, limit = Footprint(rows, page_size, width, ragged=True, agrees=True), length + new
+    assert footprint.worst_case(length, limit) <= Footprint(rows, page_size, width).worst_case(length, limit)
+    reached, most = length, 0
+    for cycles in range(new):
+        named = -(-reached // page_size)
+        first, last = reached // page_size, (min(reached + width, limit) - 1) // page_size
+        taken = rows * (last - first + 1) - (reached % page_size > 0)  # somebody keeps the part-filled page
+        assert taken <= footprint.need(length, limit, cycles) or reached >= limit - 1
+        assert named + taken <= footprint.ceiling(length, limit, cycles + 1) <= footprint.worst_case(length, limit)
+        most = max(most, named + taken)
+        reached = min(reached + data.draw(st.integers(1, width)), limit)
+        if reached == limit:
+            break
+    if width == 1 and page_size == 1:
+        assert most >= footprint.worst_case(length, limit) - rows  # so it is not to be had much lower
+
+
 def play(seed: int, pages: int, lag: int, greed: float) -> int:
     """Twelve requests to their ends; returns how often one was preempted."""
     rng, footprint = random.Random(seed), Footprint(ROWS, PAGE_SIZE, WIDTH)
@@ -310,7 +331,7 @@ def play(seed: int, pages: int, lag: int, greed: float) -> int:
     arriving = []
     for number in range(12):
         length, new = rng.randint(1, 19), rng.randint(1, 26)
-        most = worst_case_pages(length, length + new, ROWS, PAGE_SIZE)
+        most = Footprint(ROWS, PAGE_SIZE, WIDTH).worst_case(length, length + new)
         arriving.append(Request(str(number), None, [1] * length, SamplingParams(), length + new, (), 0, most))
     reports: list[tuple[int, Any, int]] = []
     preempted = 0
@@ -354,7 +375,7 @@ def play(seed: int, pages: int, lag: int, greed: float) -> int:
     raise AssertionError("it does not end")
 
 
-LARGEST = worst_case_pages(1, 45, ROWS, PAGE_SIZE)
+LARGEST = Footprint(ROWS, PAGE_SIZE, WIDTH).worst_case(1, 45)
 
 
 @settings(max_examples=300)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import Footprint
 from smcjax.model import save_checkpoint
 from tests import exact
 from tests.checkpoints import Pair
@@ -39,7 +39,7 @@ def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
 @pytest.fixture(scope="module", params=DECODINGS, ids=["one candidate", "two candidates", "tree"])
 def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Memory for about two of the largest requests, taken by whoever comes."""
-    pages = 1 + 2 * worst_case_pages(1, MAX_MODEL_LEN, request.param.rows, PAGE_SIZE)
+    pages = 1 + 2 * Footprint.of(request.param, PAGE_SIZE).worst_case(1, MAX_MODEL_LEN)
     with rejecting(pair, request.param, num_pages=pages, admission="optimistic") as llm:
         yield llm
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, RequestOutput, SamplingParams
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import Footprint
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
@@ -66,7 +66,7 @@ def test_autoregressive_requests_are_their_own_too(plain: LLM) -> None:
 def test_memory_from_one_requests_worst_case_upward(
     pair: Pair, alone: list[tuple[Any, ...]], max_num_seqs: int
 ) -> None:
-    worst = worst_case_pages(19, 48, 4, 4)  # request 2, the largest
+    worst = Footprint(4, 4, 1).worst_case(19, 48)  # request 2, the largest
     with smc_llm(pair, max_num_seqs=max_num_seqs, num_pages=worst + 1) as tight:
         order = [2, 5, 0, 3, 1, 4, 6]
         assert [fingerprint(output) for output in ask(tight, order)] == [alone[i] for i in order]

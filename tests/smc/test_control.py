@@ -19,7 +19,7 @@ from scipy.special import logsumexp
 from smcjax import smc
 from smcjax.decoders import ALARM
 from smcjax.decoding.ngram import NGram
-from smcjax.engine.memory import worst_case_pages
+from smcjax.engine.page_budget import Footprint
 from smcjax.kv import pages_for
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
 from tests.smc.enumeration import CONTROL_MUTATIONS, Enumeration, Toy
@@ -137,7 +137,7 @@ def test_rows_have_unequal_lengths_and_fork(base: tuple[list[Any], list[smc.Info
 def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]) -> None:
     """Pages of 7 tokens, no more of them than the requests' worst cases, and a bonus shown to the draft at once."""
     size, n = 7, BASE.decoding.n_particles
-    bound = sum(worst_case_pages(len(ask.prompt), ask.limit(MAX_MODEL_LEN), n, size) for ask in ASKS)
+    bound = sum(Footprint(n, size, 1).worst_case(len(ask.prompt), ask.limit(MAX_MODEL_LEN)) for ask in ASKS)
     undeferred = dataclasses.replace(BASE.decoding, defer_bonus=False)
     program = dataclasses.replace(BASE, page_size=size, decoding=undeferred)
     assert answers(program, num_pages=bound + 1)[0] == base[0]
