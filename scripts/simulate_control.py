@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -65,10 +66,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def drawn(rng: np.random.Generator, law: np.ndarray) -> np.ndarray:
+def drawn(rng: np.random.Generator, law: np.ndarray, uniforms: np.ndarray | None = None) -> np.ndarray:
     """One token a row of `law` [R, V], which need not be normalised."""
     sums = np.cumsum(law, axis=1)
-    return np.minimum((rng.random(len(law))[:, None] * sums[:, -1:] >= sums).sum(axis=1), V - 1)
+    uniforms = rng.random(len(law)) if uniforms is None else uniforms
+    return np.minimum((uniforms[:, None] * sums[:, -1:] >= sums).sum(axis=1), V - 1)
 
 
 @dataclasses.dataclass
@@ -102,6 +104,13 @@ class Variant:
     `control` is c, `adapt` the share of N that the ESS is to keep (c then follows it from cycle to cycle), `by_block`
     lets a token spend what the block has gained, `chains` are independent drafts of a row, `level` resamples only where
     rows are equally long, `branching` is λ in place of all that.
+
+    `hand_over` ends the population after so many cycles, or before it would first be resampled (inf): one row of it,
+    drawn by weight, goes on alone, exactly, with `candidates` drafts. `early` tosses a coin once some rows have ended:
+    these stay, with the probability that is their share of the weight, and the group ends; or only the others do.
+
+    `bonus` says when bonus tokens are drawn: "before" a resampling, "after" it, or "with" it, rows and tokens together
+    by one systematic grid. `ahead` is κ in resampling by w·ψ, with ψ the κ-th power of the next column's Σ p²/q.
     """
 
     name: str
@@ -112,12 +121,17 @@ class Variant:
     level: bool = False
     branching: float | None = None
     particles: int = 8
+    hand_over: float | None = None
+    candidates: int = 1
+    early: bool = False
+    bonus: str = "before"
+    ahead: float = 0.0
 
 
 def advance(
     pair: Pair, rng: np.random.Generator, rows: Rows, c: np.ndarray, variant: Variant, gamma: int
-) -> np.ndarray:
-    """One cycle: the rows' log weights' increments. `c` is each row's control.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The drafts of a cycle: the rows' log weights' increments, and which are owed a bonus. `c` is each row's control.
 
     For any probability `a` of acceptance and any law r behind a rejection, the emitted token's law is m = q·a + R·r,
     R = Σ q·(1 − a), and p/m is its weight; here r ∝ max(p − q, 0). A further chain that agrees so far is accepted by
@@ -159,9 +173,15 @@ def advance(
         agree[live] &= drafts == token[:, None]
         rows.append(live, token)
         going[live] = kept & ~rows.done[live]
-    live = np.flatnonzero(going)
-    rows.append(live, drawn(rng, pair.p[rows.context[live]]))
-    return gained
+    return gained, going
+
+
+def draw_bonus(
+    pair: Pair, rng: np.random.Generator, rows: Rows, owed: np.ndarray, uniforms: np.ndarray | None = None
+) -> None:
+    """Adds the bonus token to rows that are owed one, by given uniforms [R] or new ones."""
+    live = np.flatnonzero(owed)
+    rows.append(live, drawn(rng, pair.p[rows.context[live]], None if uniforms is None else uniforms[live]))
 
 
 def branched(pair: Pair, rng: np.random.Generator, rows: Rows, lam: float, gamma: int) -> tuple[Rows, np.ndarray]:
@@ -193,12 +213,13 @@ def branched(pair: Pair, rng: np.random.Generator, rows: Rows, lam: float, gamma
     return Rows(*(x.reshape(-1, *x.shape[2:]) for x in together)), np.stack(weights, axis=1).reshape(-1)
 
 
-def systematic(rng: np.random.Generator, weights: np.ndarray, count: int) -> np.ndarray:
-    """Ancestors [G, count] of weights [G, M]."""
+def systematic(rng: np.random.Generator, weights: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestors [G, count] of weights [G, M], and how far into its ancestor's weight each stands, uniform in [0, 1)."""
     sums = np.cumsum(weights, axis=1)
     wanted = (rng.random((len(weights), 1)) + np.arange(count)) / count * sums[:, -1:]
-    found = (wanted[:, :, None] >= sums[:, None, :]).sum(axis=2)
-    return np.minimum(found, weights.shape[1] - 1)
+    found = np.minimum((wanted[:, :, None] >= sums[:, None, :]).sum(axis=2), weights.shape[1] - 1)
+    own = np.maximum(np.take_along_axis(weights, found, axis=1), 1e-300)
+    return found, 1 - (np.take_along_axis(sums, found, axis=1) - wanted) / own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,41 +235,90 @@ class Result:
 def simulate(pair: Pair, variant: Variant, groups: int, gamma: int, seed: int = 0) -> Result:
     """All groups to their ends."""
     rng, n = np.random.default_rng(seed), variant.particles
-    rows = Rows.begun(groups * n)
+    rows, answers = Rows.begun(groups * n), Rows.begun(groups)
     log_weight, evidence = np.zeros((groups, n)), np.zeros(groups)
     cycles, c = np.zeros(groups, int), np.full(groups, variant.control)
     base = np.arange(groups)[:, None] * n
-    while not rows.done.all():
-        cycles += ~rows.done.reshape(groups, n).all(axis=1)
+    spread = (pair.p**2 / pair.q).sum(axis=1) ** variant.ahead
+
+    def end(which: np.ndarray, by: np.ndarray) -> None:
+        """Takes a row of some groups by weights `by`, [G, N], for their answers, and ends their populations."""
+        evidence[which] += log_mean(log_weight)[which]
+        chosen = rows.taken((systematic(rng, by, 1)[0] + base)[which, 0])
+        for field in dataclasses.fields(Rows):
+            getattr(answers, field.name)[which] = getattr(chosen, field.name)
+        ended[which] = True
+        rows.done.reshape(groups, n)[which] = True
+
+    ended = np.zeros(groups, bool)
+    while not ended.all():
+        cycles += ~ended
         if variant.branching is not None:
             children, weights = branched(pair, rng, rows, variant.branching, gamma)
             weights = weights.reshape(groups, -1)
-            going = ~rows.done.reshape(groups, n).all(axis=1)
-            evidence += np.where(going, np.log(weights.sum(axis=1) / n), 0.0)
-            chosen = systematic(rng, weights, n) + np.arange(groups)[:, None] * weights.shape[1]
+            evidence += np.where(ended, 0.0, np.log(weights.sum(axis=1) / n))
+            chosen = systematic(rng, weights, n)[0] + np.arange(groups)[:, None] * weights.shape[1]
             own = (base + np.arange(n)) * (gamma + 1) + gamma
-            rows = children.taken(np.where(going[:, None], chosen, own).reshape(-1))
+            rows = children.taken(np.where(ended[:, None], own, chosen).reshape(-1))
+            end(~ended & rows.done.reshape(groups, n).all(axis=1), np.ones((groups, n)))
             continue
-        log_weight += advance(pair, rng, rows, np.repeat(c, n), variant, gamma).reshape(groups, n)
-        top = log_weight.max(axis=1, keepdims=True)
-        weights = np.exp(log_weight - top)
+        gained, owed = advance(pair, rng, rows, np.repeat(c, n), variant, gamma)
+        log_weight += gained.reshape(groups, n)
+        if variant.bonus == "before":
+            draw_bonus(pair, rng, rows, owed)
+        done = rows.done.reshape(groups, n)
+        if variant.early:
+            log_weight = np.where(ended[:, None], log_weight, parted(rng, log_weight, done))
+        weights = np.exp(log_weight - log_weight.max(axis=1, keepdims=True))
         ess = weights.sum(axis=1) ** 2 / (weights**2).sum(axis=1)
-        going = ~rows.done.reshape(groups, n).all(axis=1)
         if variant.adapt is not None:
             c = np.clip(c * (variant.adapt * n / ess), 0.01, 1.0)
-        poor = going & (ess < 0.5 * n)
+        end(~ended & (done | (weights == 0)).all(axis=1), weights)
+        poor = ~ended & (ess < 0.5 * n)
         if variant.level:
             length = rows.length.reshape(groups, n)
             poor &= length.min(axis=1) == length.max(axis=1)
-        ancestors = np.where(poor[:, None], systematic(rng, weights, n), np.arange(n)) + base
-        evidence += np.where(poor, top[:, 0] + np.log(weights.mean(axis=1)), 0.0)
-        log_weight = np.where(poor[:, None], 0.0, log_weight)
-        rows = rows.taken(ancestors.reshape(-1))
-    top = log_weight.max(axis=1, keepdims=True)
-    weights = np.exp(log_weight - top)
-    evidence += top[:, 0] + np.log(weights.mean(axis=1))
-    chosen = (systematic(rng, weights, 1) + base)[:, 0]
-    return Result(evidence, cycles, rows.tokens[chosen], rows.length[chosen])
+        if variant.hand_over is not None:
+            end(~ended & (poor if variant.hand_over == np.inf else cycles == variant.hand_over), weights)
+            poor &= ~ended
+        psi = np.where(rows.done, 1.0, spread[rows.context]).reshape(groups, n)
+        found, inside = systematic(rng, weights * psi, n)
+        ancestors = np.where(poor[:, None], found, np.arange(n))
+        gain = log_mean(log_weight) + np.log((weights * psi).sum(axis=1) / weights.sum(axis=1))
+        evidence += np.where(poor, gain, 0.0)
+        log_weight = np.where(poor[:, None], -np.log(np.take_along_axis(psi, ancestors, axis=1)), log_weight)
+        taken = (ancestors + base).reshape(-1)
+        rows, owed = rows.taken(taken), owed[taken]
+        if variant.bonus != "before":
+            at = np.where(poor[:, None] & (variant.bonus == "with"), inside, rng.random((groups, n)))
+            draw_bonus(pair, rng, rows, owed, at.reshape(-1))
+        idle = rows.done.reshape(groups, n) | np.isneginf(log_weight)
+        end(~ended & idle.all(axis=1), np.exp(log_weight))  # copies of rows that have all finished
+    exact = Variant("", chains=variant.candidates)
+    while not answers.done.all():
+        cycles += ~answers.done
+        _, owed = advance(pair, rng, answers, np.ones(groups), exact, gamma)
+        draw_bonus(pair, rng, answers, owed)
+    return Result(evidence, cycles, answers.tokens, answers.length)
+
+
+def parted(rng: np.random.Generator, log_weight: np.ndarray, done: np.ndarray) -> np.ndarray:
+    """Log weights [G, N] after a coin of each group: the rows that have ended stay, or the others do.
+
+    They stay with the probability that is their share of the weight, and are divided by it; the others weigh 0.
+    """
+    weights = np.exp(log_weight - log_weight.max(axis=1, keepdims=True))
+    share = (weights * done).sum(axis=1) / weights.sum(axis=1)
+    stop = rng.random(len(share)) < share
+    with np.errstate(divide="ignore"):
+        stays = log_weight - np.log(np.where(stop, share, 1 - share))[:, None]
+    return np.where(done == stop[:, None], stays, -np.inf)
+
+
+def log_mean(log_weight: np.ndarray) -> np.ndarray:
+    """log of the mean weight of each group, [G]."""
+    top = log_weight.max(axis=1)
+    return top + np.log(np.exp(log_weight - top[:, None]).mean(axis=1))
 
 
 def variation(pair: Pair, result: Result) -> float:
@@ -270,6 +340,27 @@ VARIANTS = [
     *(Variant(f"(d) control {c:g}, N = 4, 2 chains each", c, chains=2, particles=4) for c in (0.1, 0.3)),
     *(Variant(f"(d') control {c:g}, N = 4, 1 chain", c, particles=4) for c in (0.1, 0.3)),
     *(Variant(f"(e) control {c:g} by block", c, by_block=True) for c in (0.05, 0.1, 0.3, 0.5)),
+    *(Variant(f"(f) exact, {m} candidates", 1.0, hand_over=1, particles=1, candidates=m) for m in (1, 8)),
+    *(
+        Variant(f"(f) control {c:g}, {t} cycles, then exact, 8 candidates", c, hand_over=t, candidates=8)
+        for c in (0.0, 0.1)
+        for t in (1, 2, 3, 4, 5)
+    ),
+    *(
+        Variant(f"(f) control {c:g} up to a resampling, then exact, 8 candidates", c, hand_over=np.inf, candidates=8)
+        for c in (0.0, 0.1)
+    ),
+    *(Variant(f"(g) control {c:g}, a coin at the first end", c, early=True) for c in (0.0, 0.1, 0.3, 0.5, 1.0)),
+    *(
+        Variant(f"(h) control {c:g}, bonus {when} resampling", c, bonus=when)
+        for c in (0.0, 0.1, 0.3)
+        for when in ("after", "with")
+    ),
+    *(
+        Variant(f"(i) control {c:g}, resampled by w·ψ, κ = {k:g}", c, ahead=k)
+        for c in (0.0, 0.1, 0.3)
+        for k in (-0.5, 0.25, 0.5, 1.0)
+    ),
 ]
 
 
@@ -282,19 +373,21 @@ def noise_for(acceptance: float, ends: bool) -> float:
     return low
 
 
-def rows_of(acceptance: float, groups: int, gamma: int) -> list[str]:
-    """The table's rows."""
+def rows_of(acceptance: float, groups: int, gamma: int, variants: Sequence[Variant] = VARIANTS) -> Iterator[str]:
+    """The table's rows, one as each variant ends."""
     endless, ending = (Pair.made(noise_for(acceptance, ends), ends) for ends in (False, True))
-    rows = []
-    for variant in VARIANTS:
+    for variant in variants:
         whole = simulate(endless, variant, groups, gamma)
         ended = simulate(ending, variant, groups, gamma)
-        speed, evidence = CAP / whole.cycles.mean(), whole.log_evidence.mean()
-        length = ended.lengths.mean() / mean_length(ending)
-        rows.append(
-            f"| {variant.name} | {speed:.2f} | {evidence:.2f} | {variation(endless, whole):.3f} | {length:.3f} |"
+        cells = (
+            f"{CAP / whole.cycles.mean():.2f}",
+            f"{whole.log_evidence.mean():.2f}",
+            f"{np.maximum(1 - np.exp(whole.log_evidence), 0).mean():.3f}",
+            f"{variation(endless, whole):.3f}",
+            f"{ended.lengths.mean() / mean_length(ending):.3f}",
+            f"{ended.lengths.mean() / ended.cycles.mean():.2f}",
         )
-    return rows
+        yield f"| {variant.name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -302,12 +395,15 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.61, 0.76])
     parser.add_argument("--groups", type=int, default=5000)
     parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name begins so (all)")
     args = parser.parse_args()
+    variants = [variant for variant in VARIANTS if variant.name.startswith(tuple(args.only))]
     for acceptance in args.acceptance:
         print(f"\nA token is accepted {acceptance:g} of the time; N = 8, K = {args.gamma}, {args.groups:,} groups\n")
-        print("| variant | tokens a cycle | mean log Ẑ | total variation | length over the target's |")
-        print("|---|---|---|---|---|")
-        for row in rows_of(acceptance, args.groups, args.gamma):
+        columns = "variant", "tokens a cycle", "mean log Ẑ", "distance ≤", "total variation"
+        print(f"| {' | '.join(columns)} | length over the target's | tokens a cycle of texts that end |")
+        print("|---" * 7 + "|")
+        for row in rows_of(acceptance, args.groups, args.gamma, variants):
             print(row, flush=True)
 
 

@@ -26,14 +26,32 @@ def test_every_variant_is_unbiased(variant: sim.Variant) -> None:
         assert abs(values.mean() - wanted) < 4 * values.std() / np.sqrt(GROUPS) + 1e-9
 
 
+def _half(gained: np.ndarray, owed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a cycle gives, with weights that are half as sharp."""
+    return 0.5 * gained, owed
+
+
 def test_what_is_biased_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: weights that are half as sharp, and lengths that no weight makes up for."""
     advance = sim.advance
     lengths = sim.simulate(PAIR, sim.Variant("", 0.0), GROUPS, gamma=3, seed=1).lengths
-    monkeypatch.setattr(sim, "advance", lambda *args: 0.5 * advance(*args))
+    parted = sim.parted
+    with monkeypatch.context() as patch:
+        patch.setattr(sim, "parted", lambda rng, w, done: np.where(np.isinf(parted(rng, w, done)), -np.inf, w))
+        coins = np.exp(sim.simulate(PAIR, sim.Variant("", 0.0, early=True), GROUPS, gamma=3, seed=1).log_evidence)
+    assert abs(coins.mean() - 1) > 4 * coins.std() / np.sqrt(GROUPS), "weights not divided by the coin's share"
+    monkeypatch.setattr(sim, "advance", lambda *args: _half(*advance(*args)))
     evidence = np.exp(sim.simulate(PAIR, sim.Variant("", 0.1), GROUPS, gamma=3, seed=1).log_evidence)
     for values, wanted in ((evidence, 1.0), (lengths, sim.mean_length(PAIR))):
         assert abs(values.mean() - wanted) > 4 * values.std() / np.sqrt(GROUPS)
+
+
+def test_evidence_bounds_the_distance() -> None:
+    """E max(1 − Ẑ, 0) is above the total variation of each token, less what 1,000 answers leave by chance."""
+    result = sim.simulate(PAIR, sim.Variant("", 0.0), GROUPS, gamma=3, seed=1)
+    bound = np.maximum(1 - np.exp(result.log_evidence), 0).mean()
+    chance = sim.variation(PAIR, sim.simulate(PAIR, sim.Variant("", 1.0), GROUPS, gamma=3, seed=1))
+    assert sim.variation(PAIR, result) - chance < bound < 0.3
 
 
 def test_the_target_itself() -> None:
