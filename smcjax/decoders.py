@@ -203,6 +203,9 @@ class SMC(Decoding):
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
         vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
             has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".
+        early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
+            or lets the others go on without them, so that it does not wait for the longest particle. Unbiased; at
+            its end about as many particles weigh 0 as had not finished.
     """
 
     name = "smc"
@@ -225,6 +228,7 @@ class SMC(Decoding):
     sparse: SparseVerification | None = None
     approximate: bool = False
     vote_by: Callable[[str], Hashable] | None = None
+    early_end: bool = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -246,7 +250,7 @@ class SMC(Decoding):
             raise ValueError(f"vote_by must be a function from a text to an answer, or None, got {self.vote_by!r}.")
         if self.vote_by is not None and self.select != "vote":
             raise ValueError(f"vote_by is set and select is {self.select!r}; use select='vote', or leave it out.")
-        for name in ("bonus", "defer_bonus", "trace", "approximate"):
+        for name in ("bonus", "defer_bonus", "trace", "approximate", "early_end"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_sparse(self.sparse)
@@ -307,7 +311,8 @@ class SMC(Decoding):
         control = f", control {self.control:g}" if self.control else ""
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
         vote = ", vote" if self.select == "vote" else ""
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{vote}{_in_words(self.sparse)}"
+        early = ", early end" if self.early_end else ""
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{_in_words(self.sparse)}"
 
     def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1.

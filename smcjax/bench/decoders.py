@@ -59,11 +59,13 @@ def contenders(
     controls: Sequence[float] = (0.0,),
     answers: Sequence[int] = (),
     votes: bool = False,
+    early_ends: bool = False,
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
     the majority of several exact `answers`, and SMC of N particles under each control.
 
-    With `votes` SMC answers by a vote as well, as it is and without resampling (threshold 0).
+    With `early_ends` SMC decodes with early ends as well; with `votes` it answers by a vote as well, as it is and
+    without resampling (threshold 0).
 
     All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
     """
@@ -86,6 +88,8 @@ def contenders(
             smc = SMC(n_particles=n, gamma=gamma, control=control, approximate=approximate, **by)
             name = f"SMC, N={n}, K={gamma}" + (f", control {control:g}" if control else "")
             result.append(Contender(name, smc))
+            if early_ends:
+                result.append(Contender(f"{name}, early end", dataclasses.replace(smc, early_end=True)))
             if votes:
                 vote = dataclasses.replace(smc, select="vote")
                 result.append(Contender(f"{name}, vote", vote))

@@ -77,6 +77,7 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
         "--answers", type=ROWS, nargs="*", default=[], metavar="N", help="exact ones, whose majority counts (none)"
     )
     decoders.add_argument("--votes", action="store_true", help="SMC by a vote too, resampled and not")
+    decoders.add_argument("--early-ends", action="store_true", help="SMC with early ends too")
     decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
     decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
     decoders.add_argument("--max-num-seqs", type=BATCH, default=16, help="requests at once (16)")
@@ -207,6 +208,7 @@ def run_decoders(args: argparse.Namespace) -> int:
             args.controls,
             args.answers,
             args.votes,
+            args.early_ends,
         ),
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         name: name
         for name in (
             *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            *("control", "watchdog", "approximate"),
+            *("control", "watchdog", "early_end", "approximate"),
         )
     },
     "rejection": {
@@ -180,6 +180,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
     )
     group.add_argument(
         "--watchdog", type=float, metavar="NATS", help="of SMC: raise control when evidence falls faster a token (off)"
+    )
+    group.add_argument(
+        "--early-end", action="store_const", const=True, help="of SMC: do not wait for the longest particle (wait)"
     )
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample); vote: by the text behind ####")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})

@@ -29,6 +29,7 @@ class Purpose(enum.IntEnum):
     SELECT = RESAMPLE + 1
     ACCEPT = RESAMPLE + 2  # the uniforms that drafts are accepted by
     NEXT = RESAMPLE + 3  # the token behind the accepted ones
+    END = RESAMPLE + 4  # the coin by which a population ends early
 
 
 def group_keys(keys: Key[Array, " G"], cycle: Int[Array, " G"], purpose: Purpose) -> Key[Array, " G"]:

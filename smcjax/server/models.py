@@ -117,6 +117,7 @@ def label_of(decoding: Decoding) -> str:
         parts += [f"c{decoding.control:g}"] if decoding.control else []
         parts += [f"w{decoding.watchdog:g}"] if decoding.watchdog is not None else []
         parts += [f"p{decoding.power:g}"] if decoding.power != 1 else []
+        parts += ["early"] if decoding.early_end else []
     elif isinstance(decoding, Rejection):
         parts += [f"n{decoding.n_candidates}"] if decoding.n_candidates > 1 else []
         parts += ["tree" if decoding.tree is not None else f"k{decoding.gamma}"]

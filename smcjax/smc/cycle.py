@@ -36,6 +36,7 @@ from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
 from smcjax.smc.control import at, correction, increment, judge
 from smcjax.smc.resampling import Resampling, plan_resampling
+from smcjax.smc.roulette import spin
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.watchdog import watch
 from smcjax.smc.weights import bonus_increment, draft_increment, log_mass, logprob_at, temper
@@ -50,6 +51,8 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state = weigh(state, proposal)
     if program.decoding.watchdog is not None:
         state = watch(program.decoding, before, state)
+    if program.decoding.early_end:
+        state = update_running(spin(state))
     if program.ragged:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     state, info = resample(program, state, proposal.tokens)

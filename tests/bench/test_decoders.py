@@ -48,6 +48,14 @@ def test_contenders_that_vote() -> None:
     assert [one.answers for one in (smc, vote, never)] == [1, 1, 1]
 
 
+def test_contenders_with_early_ends() -> None:
+    """Exact at control 1 whenever a population ends."""
+    contender = contenders([8], [4], [], controls=[1.0], early_ends=True)[-1]
+    assert contender.name == "SMC, N=8, K=4, control 1, early end"
+    assert contender.decoding == SMC(8, 4, control=1.0, early_end=True)
+    assert contender.exact
+
+
 def test_contenders_that_verify_alike() -> None:
     """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
     shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)

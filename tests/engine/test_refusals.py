@@ -48,6 +48,7 @@ WRONG_SMC: dict[str, list[Any]] = {
     "trace": [1, "yes", None],
     "control": [-0.1, 1.1, NAN, INF, 10**12, "1", None, True],
     "watchdog": [0, -1, 101, NAN, INF, "1", True],
+    "early_end": [1, "yes", None],
 }
 WRONG_LLM: dict[str, list[Any]] = {
     "model": [5, True, ["a"]],

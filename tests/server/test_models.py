@@ -25,6 +25,7 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
         (SMC(n_particles=32, gamma=4, control=0.1), "smc-n32-k4-c0.1"),
         (SMC(watchdog=0.5), "smc-n8-k8-w0.5"),
         (SMC(power=2.0), "smc-n8-k8-p2"),
+        (SMC(early_end=True), "smc-n8-k8-early"),
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
         (Rejection(tree=(2, 1)), "rejection-tree"),

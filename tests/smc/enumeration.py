@@ -28,7 +28,7 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
-from smcjax.smc import control, cycle, lifecycle, resampling, watchdog, weights
+from smcjax.smc import control, cycle, lifecycle, resampling, roulette, watchdog, weights
 from smcjax.smc.resampling import ancestors
 
 
@@ -50,7 +50,20 @@ def _under_another_control(laws: Any, drafts: Any, accepted: Any, following: Any
     return _RUN_OF(laws, drafts, accepted, following, jnp.sqrt(c))
 
 
+def _undivided(log_weight: Any, finished: Any, uniforms: Any) -> Any:
+    """A mistaken `part`: who stays weighs what it weighed before the coin."""
+    return jnp.where(jnp.isneginf(_PART(log_weight, finished, uniforms)), -jnp.inf, log_weight)
+
+
+def _by_counts(log_weight: Any, finished: Any, uniforms: Any) -> Any:
+    """A mistaken `part`: weights are divided by another share than the coin's."""
+    counts = _PART(jnp.where(jnp.isneginf(log_weight), -jnp.inf, 0.0), finished, uniforms)
+    stays = ~jnp.isneginf(_PART(log_weight, finished, uniforms))
+    return jnp.where(stays, log_weight + counts, -jnp.inf)
+
+
 _RUN_OF = cycle.run_of
+_PART = roulette.part
 CHUNK = 1024  # populations a call: one compiled shape
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
@@ -80,13 +93,18 @@ CONTROL_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (cycle, "bonus_increment", lambda power, logits, allowed=None: jnp.zeros(logits.shape[:-1]))
     ],
 }
+ROULETTE_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "weights not divided by the share": [(roulette, "part", _undivided)],
+    "the finished ones always stay": [(roulette, "part", lambda w, done, u: _PART(w, done, jnp.zeros_like(u)))],
+    "a coin of counts": [(roulette, "part", _by_counts)],
+}
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
     with contextlib.ExitStack() as stack:
-        for module, attribute, replacement in {**MUTATIONS, **CONTROL_MUTATIONS}[name]:
+        for module, attribute, replacement in {**MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}[name]:
             stack.enter_context(mock.patch.object(module, attribute, replacement))
         yield
 
@@ -217,6 +235,13 @@ def _watched(config: smc.SMC, alarm: float, control: Any, excess: Any, old: Any,
     return after.control, after.excess
 
 
+@functools.partial(jax.jit, static_argnames=("mutation",))
+def _spin(mutation: str, log_weight: Any, finished: Any, uniforms: Any) -> tuple[Any]:
+    """The log weights behind coins of these uniforms."""
+    with mutated(mutation):
+        return (roulette.part(log_weight, finished, uniforms),)
+
+
 @functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
 def _settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> tuple[Any, ...]:
     """Which populations go on, fail, resample; and, should they end here, log Ẑ and the weights to select by."""
@@ -297,6 +322,7 @@ class Enumeration:
     resampled: float = 0.0  # expected number of resamplings
     failed: float = 0.0  # probability that no weight is left
     raised: float = 0.0  # expected number of cycles under a raised control
+    stopped: float = 0.0  # probability that a coin ends the population
     _seen: dict = dataclasses.field(default_factory=dict)
 
     def run(self) -> Enumeration:
@@ -308,7 +334,9 @@ class Enumeration:
             populations = {((start,) * self.config.n_particles, unwatched): (1.0, 1.0)}
             populations = self._end(self._extend(populations, self._first))
             while populations:
-                populations = self._end(self._resample(self._extend(populations, block)))
+                extended = self._extend(populations, block)
+                parted = self._parted(extended) if self.config.early_end else extended
+                populations = self._end(self._resample(parted))
         return self
 
     def _first(self, prefix: Tokens) -> Proposals:
@@ -423,6 +451,29 @@ class Enumeration:
                         self.measure[tokens] = self.measure.get(tokens, 0.0) + measure * np.exp(log_evidence) * weight
                         self.selected[tokens] = self.selected.get(tokens, 0.0) + chance * weight
         return going
+
+    def _parted(self, populations: dict) -> dict:
+        """Populations of which some rows have finished after either outcome of their coin."""
+        result: dict = {}
+        mixed = []
+        for (rows, watch), (measure, chance) in populations.items():
+            done = {finished for _, finished, log_weight in rows if log_weight > -np.inf}
+            if len(done) == 2:
+                mixed.append((rows, watch, measure, chance))
+            else:
+                _add(result, rows, watch, measure, chance)
+        if mixed:
+            log_weight, finished = (np.array([[row[at] for row in rows] for rows, *_ in mixed]) for at in (2, 1))
+            weight = np.exp(log_weight - log_weight.max(axis=1, keepdims=True))
+            share = (weight * finished).sum(axis=1) / weight.sum(axis=1)
+            for stops, of in ((True, share), (False, 1 - share)):
+                uniforms = np.where(stops, share / 2, (1 + share) / 2)
+                (after,) = _chunked(functools.partial(_spin, self.mutation), log_weight, finished, uniforms)
+                self.stopped += float(sum(chance * s for (*_, chance), s in zip(mixed, of, strict=True))) * stops
+                for (rows, watch, measure, chance), p, new in zip(mixed, of.tolist(), after.tolist(), strict=True):
+                    kept = tuple((*row[:2], w) for row, w in zip(rows, new, strict=True))
+                    _add(result, kept, watch, measure * p, chance * p)
+        return result
 
     def _resample(self, populations: dict) -> dict:
         result: dict = {}

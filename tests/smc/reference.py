@@ -157,6 +157,17 @@ def decode(
                 return False
         return True
 
+    def coin(u: float) -> None:
+        """Lets the finished rows stay, or the others, by their share of the weight."""
+        parts = [[row for row in rows if row.finished == done and row.log_weight > -np.inf] for done in (True, False)]
+        if all(parts):
+            masses = [np.exp([row.log_weight for row in part]).sum() for part in parts]
+            loser = 1 if u < masses[0] / sum(masses) else 0
+            for row in parts[1 - loser]:
+                row.log_weight -= np.log(masses[1 - loser] / sum(masses))
+            for row in parts[loser]:
+                row.log_weight = -np.inf
+
     def ended() -> bool:
         return all(row.finished or np.isneginf(row.log_weight) for row in rows)
 
@@ -185,6 +196,8 @@ def decode(
             if config.bonus and not row.finished:
                 bonus(row, cycle, i, Purpose.BONUS)
 
+        if config.early_end:
+            coin(float(jax.random.uniform(_fold(key, cycle, Purpose.END), ())))
         log_weight = np.array([row.log_weight for row in rows])
         weights = np.exp(log_weight - lse(log_weight))
         ess = 1 / (weights**2).sum()

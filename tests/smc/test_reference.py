@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-particle": {"n_particles": 1, "power": 1.5},
     "undeferred": {"defer_bonus": False, "ess_threshold": 0.9},
     "long-block": {"gamma": 5, "ess_threshold": 1.0},
+    "early end": {"early_end": True, "control": 0.3, "ess_threshold": 0.8},
     "control": {"control": 0.3, "power": 1.3, "draft_temperature": 1.2, "ess_threshold": 0.95},
 }
 

@@ -140,12 +140,14 @@ def test_no_key_is_used_twice_nor_as_a_parent() -> None:
         parents.append(draft)
         used += [row_keys(requests, now, n, Purpose.FIRST), row_keys(requests, now, n, Purpose.BONUS)]
         used += [column_keys(draft, column) for column in range(gamma)]
-        used += [group_keys(requests, now, one) for one in (Purpose.RESAMPLE, Purpose.SELECT, Purpose.ACCEPT)]
+        used += [
+            group_keys(requests, now, one) for one in (Purpose.RESAMPLE, Purpose.SELECT, Purpose.ACCEPT, Purpose.END)
+        ]
 
     def data(keys: list[jax.Array]) -> list[tuple[int, ...]]:
         return [tuple(k) for k in np.concatenate([np.asarray(jax.random.key_data(k)) for k in keys]).tolist()]
 
-    assert len(set(data(used))) == len(data(used)) == 2 * cycles * (n * (2 + gamma) + 3)
+    assert len(set(data(used))) == len(data(used)) == 2 * cycles * (n * (2 + gamma) + 4)
     assert not set(data(used)) & set(data(parents))
     naive = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 0), 3))(requests)
     assert set(data([naive])) <= set(data(parents)), "control: a small purpose would be some row's parent key"
