@@ -7,8 +7,9 @@ draft's logits are the target's plus noise, by which its tokens are accepted at 
 particles is simulated to its end, in NumPy.
 
 Reported, of texts of 28 tokens that do not end by themselves: tokens a cycle, a group ending with its slowest row; mean
-log Ẑ; the total variation of the chosen answers' tokens from the target's law, mean over positions. And of texts that
-do end: the chosen answer's mean length over the target's. All variants are unbiased: the mean of Ẑ is 1
+log Ẑ; mean of max(1 − Ẑ, 0), which bounds the total variation of the answer's law from the target's; the total
+variation of the chosen answers' tokens, mean over positions. And of texts that do end: the chosen answer's mean length
+over the target's, and tokens a cycle. All variants are unbiased: the mean of Ẑ is 1
 (`tests/tasks/test_simulate_control.py`).
 """
 
