@@ -32,8 +32,11 @@ class ChatShapes(Shapes):
         }
 
     def pieces(self, told: Told, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece."""
-        pieces, tokens = [], scored(chunk)
+        """The role with the choice's first chunk; text with its tokens' log-probabilities; the end in its own piece.
+
+        The prompt's log-probabilities are in the first piece of the chunk that brings them.
+        """
+        pieces, tokens, prompt = [], scored(chunk), scored_prompt(chunk, told.prompt_token_ids)
         if told.first:
             pieces.append(_piece(told.index, {"role": "assistant", "content": ""}))
         if chunk.text or tokens:
@@ -41,7 +44,9 @@ class ChatShapes(Shapes):
             pieces.append(_piece(told.index, {"content": chunk.text}, logprobs=logprobs))
         if chunk.output is not None:
             pieces.append(_piece(told.index, {}, finish=chunk.output.outputs[0].finish_reason))
-        return pieces or [_piece(told.index, {})]
+        pieces = pieces or [_piece(told.index, {})]
+        pieces[0] |= told.prompt_field(prompt)
+        return pieces
 
 
 def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:

@@ -10,6 +10,10 @@ import openai
 import pytest
 
 from smcjax import SamplingParams
+from smcjax.engine.outputs import StreamChunk, TokenLogprob
+from smcjax.server.chat import ChatShapes
+from smcjax.server.shapes import Told
+from smcjax.server.tokens import TokenTexts
 from tests.server.conftest import EXACT_NAME, Running
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -66,6 +70,32 @@ def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
         assert [(one.token, one.bytes) for one in told] == [(one.token, one.bytes) for one in whole]
         np.testing.assert_allclose([one.logprob for one in told], [one.logprob for one in whole], atol=1e-4)
         assert all(len(one.top_logprobs) == 2 for one in told)
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_prompt_logprobs_come_in_streams_once_a_choice(text: str) -> None:
+    """In the chunk that brings them, be it the first or not; where nobody asks for them by that name, in none."""
+    brings = StreamChunk(
+        text,
+        [7] if text else [],
+        finished=False,
+        prompt_logprobs=[None, -0.5],
+        prompt_top_logprobs=[None, [TokenLogprob(4, -0.25)]],
+    )
+    chunks = [StreamChunk("", [], finished=False), brings, StreamChunk("b", [8], finished=False)]
+    expected = [
+        None,
+        {"5": {"logprob": -0.5, "decoded_token": "5"}, "4": {"logprob": -0.25, "decoded_token": "4"}},
+    ]
+    for order in ([0, 1, 2], [1, 2]):
+        for asked in (True, False):
+            told, pieces = Told(0, TokenTexts(None), [3, 5], prompt_logprobs=asked), []
+            for place in order:
+                pieces += ChatShapes().pieces(told, chunks[place])
+                told.first = False
+            found = [piece["prompt_logprobs"] for piece in pieces if "prompt_logprobs" in piece]
+            assert found == ([expected] if asked else [])
+            assert "".join(piece["delta"].get("content", "") for piece in pieces) == f"{text}b"
 
 
 def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
