@@ -134,6 +134,19 @@ def processed_logits(
     return logits if distribution.truncation is None else truncate(logits, *distribution.truncation)
 
 
+def within_reach(
+    distribution: SamplingDistribution, token_number: Int[Array, " R"], logits: Float[Array, "R V"]
+) -> Float[Array, "R V"]:
+    """The logits of a draft that has a part of the vocabulary, 0 for all tokens where none of its own may come.
+
+    Without that there would be no law to draw from; `processed_logits` makes it one of all tokens that may.
+    """
+    if distribution.constraint is None:
+        return logits
+    has = ~jnp.isneginf(logits) & ~distribution.forbidden(token_number)  # NaN stays, so that it is seen
+    return jnp.where(has.any(axis=-1, keepdims=True), logits, 0.0)
+
+
 class DeferredLogits(NamedTuple):
     """Logits not yet made, as the fused step makes its own: the product's operand, rounded before it is scaled.
 

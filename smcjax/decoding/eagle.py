@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.cycle_view import view_of
-from smcjax.decoding.distribution import Drawn, SamplingDistribution, sample
+from smcjax.decoding.distribution import Drawn, SamplingDistribution, sample, within_reach
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.prefill import chunk_view
 from smcjax.decoding.proposer import Drafts
@@ -140,6 +140,8 @@ class Eagle:
             cache, x = self._step(params, cache, view, feature)
             logits = eagle_logits(self.config, params, x[:, 0])
             number = generated + 1 + column
+            if self.config.prunes:
+                logits = within_reach(law, number, logits)
             drawn = sample(law, column_keys(keys, column), number, logits, keep_logits=keep_logits)
             return (cache, drawn.token, x, law.after(drawn.token).context), drawn
 
@@ -182,7 +184,9 @@ class Eagle:
 
         distribution = distribution.at(speculation.draft_temperature)
         root = eagle_logits(self.config, params, x)
-        return TreeDrafts(*grow(speculation, groups, distribution, root, behind, page_size=page_size), ()), cache
+        prunes = self.config.prunes
+        grown = grow(speculation, groups, distribution, root, behind, page_size=page_size, prunes=prunes)
+        return TreeDrafts(*grown, ()), cache
 
     def keep_path(self, speculation: Speculation, memory: KVCache, scratch: Any, path: Path) -> KVCache:
         """The cache as it is: the next cycle writes the accepted tokens' entries, from the target's features."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.cycle_view import head_view
-from smcjax.decoding.distribution import SamplingDistribution, processed_logits
+from smcjax.decoding.distribution import SamplingDistribution, processed_logits, within_reach
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.sampling import Purpose, column_keys, draw, row_keys
 from smcjax.kv import TRASH, Copies, KVCache
@@ -92,11 +92,12 @@ def grow(
     behind: Callable[[TreeView], Float[Array, "R T V"]],
     *,
     page_size: int,
+    prunes: bool = False,
 ) -> tuple[Int[Array, "R M"], Float[Array, "R I V"]]:
     """The first two fields of `TreeDrafts`, depth by depth.
 
     `root` are the logits behind each row's frontier, and `behind` makes those behind all nodes of a depth that have
-    children, whose own parents it was called for before.
+    children, whose own parents it was called for before. `prunes` says that they are −∞ for a part of the vocabulary.
     """
     tree = speculation.tree
     assert tree is not None
@@ -120,7 +121,8 @@ def grow(
                 page_size=page_size,
             )
             logits = behind(level)
-        laws.append(_laws(distribution, number + depth, logits, distribution.before(tokens, tree.drafts_to(parents))))
+        earlier = distribution.before(tokens, tree.drafts_to(parents))
+        laws.append(_laws(distribution, number + depth, logits, earlier, prunes=prunes))
         children = [child for parent in parents for child in tree.children[parent]]
         chosen = _children(speculation, tree, parents, keys, laws[-1], distribution.greedy)
         tokens = tokens.at[:, jnp.asarray(children)].set(chosen)
@@ -132,11 +134,14 @@ def _laws(
     number: Int[Array, " R"],
     logits: Float[Array, "R parents V"],
     earlier: Int[Array, "R parents most"] | None,
+    *,
+    prunes: bool,
 ) -> Float[Array, "R parents V"]:
     """Processed logits behind some nodes of one depth, `earlier` being the drafts up to each of them."""
 
     def law(logits: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        return processed_logits(distribution.behind(earlier), number, logits)
+        here = distribution.behind(earlier)
+        return processed_logits(here, number, within_reach(here, number, logits) if prunes else logits)
 
     return jax.vmap(law, in_axes=1, out_axes=1)(logits, earlier)
 
