@@ -1,18 +1,22 @@
-// Drives the page in Chromium and prints, as JSON, what was seen:
+// Drives the page in Chromium and prints, as JSON in the last line, what was seen:
 //     node page_in_browser.cjs URL CHROMIUM RUN_FILE TRACE_FILE
+// The lines before it say how many more steps the server's engine may take, "steps 3", "steps none" or "steps all", and
+// each is answered by a line: so what has to be seen while an answer comes is seen on a machine of any speed.
 
-const { chromium } = require("playwright-core");
+const { launch, longRun } = require("../../scripts/page_tools.cjs");
 
+const DEADLINE = 120_000; // milliseconds of whatever is waited for
 const [url, executablePath, runFile, traceFile] = process.argv.slice(2);
 const TAG = `<img src=x onerror="document.title='run'">`;
 
 async function main() {
-  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
+  const browser = await launch(executablePath);
   try {
     const page = await browser.newPage({ viewport: { width: 360, height: 780 } });
     const errors = [];
     const outside = [];
     const watched = async (page) => {
+      page.setDefaultTimeout(DEADLINE);
       page.on("console", (message) => message.type() === "error" && errors.push(message.text()));
       page.on("pageerror", (error) => errors.push(error.message));
       page.on("request", (request) => request.url().startsWith(url) || outside.push(request.url()));
@@ -31,7 +35,10 @@ async function main() {
     await asText(page, seen);
     seen.trace = await opened(page, traceFile);
     seen.replayed = await replayed(page, seen.live.id);
+    seen.themes = await themes(page);
     seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+
+    seen.work = await work(await browser.newPage({ viewport: { width: 1280, height: 900 } }), watched);
 
     seen.errors = [...errors];
     seen.outside = [...outside];
@@ -40,7 +47,8 @@ async function main() {
     await watched(lawless);
     await lawless.evaluate(() => fetch("http://127.0.0.2:9/").catch(() => {}));
     await page.evaluate((tag) => document.body.insertAdjacentHTML("beforeend", tag), TAG);
-    await page.waitForTimeout(200);
+    await page.waitForFunction(() => [...document.images].some((image) => image.complete));
+    await until(() => errors.length && outside.length);
     seen.controls = {
       errors: errors.length,
       outside: outside.length,
@@ -52,6 +60,29 @@ async function main() {
     await browser.close();
   }
 }
+
+const asking = []; // who waits for an answer to a line
+process.stdin.on("data", (data) => {
+  for (const character of String(data)) if (character === "\n") asking.shift()();
+});
+
+function steps(count) {
+  return new Promise((resolve) => {
+    asking.push(resolve);
+    process.stdout.write(`steps ${count}\n`);
+  });
+}
+
+async function until(holds) {
+  const end = Date.now() + DEADLINE;
+  while (!holds() && Date.now() < end) await new Promise((resolve) => setTimeout(resolve, 20));
+}
+
+/** Waits until what has been asked for is shown: a frame shows it, and the next one draws it. */
+const drawn = (page) =>
+  page.evaluate(async () => {
+    for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame);
+  });
 
 /** The ids that Tab reaches from the prompt on. */
 async function tabbed(page) {
@@ -79,21 +110,29 @@ const inked = () => {
   return data.filter((value, i) => i % 4 === 3 && value > 0).length;
 };
 
-/** An answer while it comes: the cycles that were shown, and what is there at the end. */
+/**
+ * An answer while it comes: the cycles that were shown before its engine was let run to the end, and what is there then.
+ * Until five were shown, the engine takes a step for each that is.
+ */
 async function live(page) {
+  const cycles = [];
+  await page.exposeFunction("told", async (cycle) => {
+    if (cycles.length === 5) return;
+    cycles.push(cycle);
+    await steps(cycles.length === 5 ? "all" : 1);
+  });
   await page.evaluate(() => {
-    window.cycles = [];
     const at = document.querySelector("#fact-cycle");
-    const note = () => window.cycles.push([Number(at.textContent), !document.querySelector("#stop").hidden]);
+    const note = () => at.textContent !== "–" && window.told(Number(at.textContent));
     new MutationObserver(note).observe(at, { childList: true, characterData: true, subtree: true });
   });
   const before = await page.evaluate(inked);
+  await steps(3);
   await ask(page, "ab", 40);
-  await page.waitForFunction(() => !document.querySelector("#stop").hidden);
   await done(page);
-  await page.waitForTimeout(150);
+  await drawn(page);
   return {
-    cycles: await page.evaluate(() => window.cycles.filter(([cycle, running]) => running && cycle >= 0).map(([cycle]) => cycle)),
+    cycles,
     ink: [before, await page.evaluate(inked)],
     id: await page.inputValue("#request"),
     answer: await page.textContent("#certain"),
@@ -119,25 +158,55 @@ async function law(id) {
   return { whole: told(events), gap: told(events.filter((event) => event.cycle !== 2)) };
 }
 
+/** The status after an answer was stopped that could not have ended. */
 async function aborted(page) {
+  await steps("none");
+  await steps(6);
   await ask(page, "ab", 40);
   await page.waitForFunction(() => Number(document.querySelector("#fact-cycle").textContent) >= 2);
   await page.keyboard.press("Escape");
   await done(page);
+  await steps("all");
   return page.textContent("#status");
 }
 
 async function opened(page, file) {
   await page.locator(".stored").evaluate((details) => (details.open = true));
+  await page.evaluate(() => (document.querySelector("#status").textContent = ""));
   await page.setInputFiles("#file", file);
   await page.waitForFunction(() => /cycles|damaged|no run/.test(document.querySelector("#status").textContent));
-  await page.waitForTimeout(150);
+  await drawn(page);
   return {
     status: await page.textContent("#status"),
     answer: await page.textContent("#certain"),
     evidence: await page.textContent("#fact-evidence"),
     texts: await page.locator("#texts .text").allTextContents(),
   };
+}
+
+/** The page's paper and the colour that the canvas has most of, as the system, the button and the system again say. */
+async function themes(page) {
+  const told = async () => {
+    await drawn(page);
+    return page.evaluate(() => {
+      const canvas = document.querySelector("#tree");
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      let [sum, count] = [0, 0];
+      for (let i = 0; i < data.length; i += 4) {
+        if (data[i + 3] < 255) continue;
+        sum += data[i] + data[i + 1] + data[i + 2];
+        count += 3;
+      }
+      return { body: getComputedStyle(document.body).backgroundColor, canvas: sum / count };
+    });
+  };
+  const light = await told();
+  await page.emulateMedia({ colorScheme: "dark" });
+  const dark = await told();
+  await page.click("#theme");
+  const chosen = await told();
+  await page.emulateMedia({ colorScheme: "light" });
+  return { light, dark, chosen };
 }
 
 /** Markup in a prompt, in an error of the server and in the words of particles. */
@@ -156,15 +225,95 @@ async function replayed(page, id) {
   await page.fill("#request", id);
   await page.click("#by-id button");
   await done(page);
-  await page.waitForTimeout(150);
+  await drawn(page);
   const selected = await page.locator("#texts li.selected").count();
   await page.focus("#scrub");
   await page.keyboard.press("Home");
-  await page.waitForTimeout(150);
+  await drawn(page);
   return { selected, first: await page.textContent("#fact-cycle"), answer: await page.textContent("#certain") };
 }
 
-main().catch((error) => {
-  console.error(error);
-  process.exit(1);
-});
+/**
+ * What a long run costs, at a third of it and at its end: calls of the canvas and changes of the document for one frame;
+ * and how often the document is laid out for a frame. Then the same of a page with two mistakes: it draws all columns,
+ * and it asks where the window is while it changes the document.
+ */
+async function work(page, watched) {
+  await watched(page);
+  const events = longRun({ particles: 64, cycles: 300 });
+  const buffer = Buffer.from(events.map((event) => JSON.stringify(event)).join("\n"));
+  await opened(page, { name: "long.jsonl", mimeType: "application/jsonl", buffer });
+  const session = await page.context().newCDPSession(page);
+  await session.send("Performance.enable");
+  const layouts = async () => {
+    const { metrics } = await session.send("Performance.getMetrics");
+    return metrics.find(({ name }) => name === "LayoutCount").value;
+  };
+  await page.evaluate(counting);
+  const told = async () => {
+    const calls = await page.evaluate(async () => [await window.cost(100), await window.cost(300)]);
+    const before = await layouts();
+    await page.evaluate(async () => {
+      for (let count = 201; count <= 240; count++) await window.scrubbed(count);
+    });
+    return { calls, layouts: ((await layouts()) - before) / 40 };
+  };
+  const found = await told();
+  await page.evaluate(mistaken);
+  return { ...found, mistaken: await told() };
+}
+
+/** In the page: `scrubbed(count)` shows so many columns in a frame; `cost(count)` counts what is done for it. */
+function counting() {
+  let calls = 0;
+  const pen = CanvasRenderingContext2D.prototype;
+  for (const [name, { value }] of Object.entries(Object.getOwnPropertyDescriptors(pen))) {
+    if (typeof value !== "function") continue;
+    pen[name] = function (...given) {
+      calls++;
+      return value.apply(this, given);
+    };
+  }
+  new MutationObserver((changes) => (calls += changes.length)).observe(document.body, {
+    attributes: true,
+    characterData: true,
+    childList: true,
+    subtree: true,
+  });
+  window.scrubbed = async (count) => {
+    const scrub = document.querySelector("#scrub");
+    scrub.value = String(count);
+    scrub.dispatchEvent(new Event("input"));
+    await new Promise(requestAnimationFrame);
+  };
+  const settled = async () => {
+    for (let i = 0; i < 6; i++) await new Promise(requestAnimationFrame);
+  };
+  window.cost = async (count) => {
+    await window.scrubbed(count - 1);
+    await settled();
+    calls = 0;
+    await window.scrubbed(count);
+    await settled();
+    return calls;
+  };
+}
+
+async function mistaken() {
+  const { Tree } = await import("/page/tree.js");
+  Tree.prototype._seen = function () {
+    return [...Array(this.count).keys()];
+  };
+  const { show } = Tree.prototype;
+  Tree.prototype.show = function (...given) {
+    show.apply(this, given);
+    this.asked = this.scroller.scrollLeft;
+  };
+}
+
+main()
+  .catch((error) => {
+    console.error(error);
+    process.exitCode = 1;
+  })
+  .finally(() => process.stdin.destroy());

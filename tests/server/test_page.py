@@ -96,9 +96,9 @@ def test_what_the_page_names_is_there() -> None:
 
 
 def themes(text: str) -> list[list[str]]:
-    """The colours of the families, and that of the answer, in each theme of the stylesheet."""
-    found = [re.findall(r"--(?:family-\d+|answer): (#\w{6});", block) for block in text.split("{")]
-    return [colours for colours in found if colours]
+    """The colours of the families, and that of the answer, in light and in dark."""
+    pairs = re.findall(r"--(?:family-\d+|answer): light-dark\((#\w{6}), (#\w{6})\);", text)
+    return [list(colours) for colours in zip(*pairs, strict=True)]
 
 
 def nearest(colours: Sequence[str]) -> float:
@@ -112,7 +112,7 @@ def nearest(colours: Sequence[str]) -> float:
 def test_families_can_be_told_apart() -> None:
     """In each theme of the page, and in the picture of `smcjax viz`."""
     found = themes((PAGE / "colours.css").read_text())
-    assert [len(colours) for colours in found] == [13, 13, 13]
+    assert [len(colours) for colours in found] == [13, 13]
     for colours in [*found, [*FAMILY, ANSWER]]:
         assert nearest(colours) > 0.08
     assert nearest(["#b8568f", "#c2408c"]) < 0.08  # a control

@@ -1,5 +1,6 @@
 // The genealogy on a canvas as wide as its window: only the columns that are seen are drawn, so that thousands of boxes
-// cost no more than those on the screen.
+// cost no more than those on the screen. Sizes and the place of the window are kept here, since asking the document for
+// them while a frame is made has it lay out the page again.
 
 import { drawStrips, STRIPS } from "./strips.js";
 
@@ -13,8 +14,12 @@ const TAIL = 46; // behind the last column
 export class Tree {
   constructor(scroller, spacer, canvas) {
     Object.assign(this, { scroller, spacer, canvas, pen: canvas.getContext("2d") });
-    this.scroller.addEventListener("scroll", () => this.redraw(), { passive: true });
+    this.width = scroller.clientWidth; // of the window
+    this.from = 0; // where the window begins
+    this.following = false; // the next frame shows the last column
+    this.scroller.addEventListener("scroll", () => this._scrolled(), { passive: true });
     new ResizeObserver(() => {
+      this.width = scroller.clientWidth;
       if (this.history) this.show(this.history, this.count, this.traced);
       this.redraw();
     }).observe(scroller);
@@ -26,15 +31,21 @@ export class Tree {
   clear() {
     this.history = null;
     this.places = [];
+    this.whole = 0; // width of all columns
     this.redraw();
   }
 
   /** Reads the colours and the font of the page again. */
   restyle() {
-    const style = getComputedStyle(document.documentElement);
+    const style = getComputedStyle(this.canvas);
     const names = ["paper", "ink", "muted", "faint", "rule", "answer", "accent", "ess"];
-    this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    this.families = [...Array(12).keys()].map((i) => style.getPropertyValue(`--family-${i}`).trim());
+    // Only where it is a colour of something does the document say which of the two a light-dark() is.
+    const colour = (name) => {
+      this.canvas.style.color = `var(--${name})`;
+      return style.color;
+    };
+    this.colours = Object.fromEntries(names.map((name) => [name, colour(name)]));
+    this.families = [...Array(12).keys()].map((i) => colour(`family-${i}`));
     this.sans = style.getPropertyValue("--sans").trim();
     this.redraw();
   }
@@ -49,15 +60,22 @@ export class Tree {
     this.living = history.living(count);
     this.line = traced === null ? null : history.lineage(traced, count);
     this._place();
-    const follows = this.scroller.scrollLeft + this.scroller.clientWidth >= this.spacer.offsetWidth - 40;
-    this.spacer.style.width = `${Math.max(this._end() + TAIL, this.scroller.clientWidth)}px`;
-    if (follows) this.scroller.scrollLeft = this.spacer.offsetWidth;
+    if (this.from + this.width >= this.whole - 40) this.following = true;
+    this.whole = Math.max(this._end() + TAIL, this.width);
+    this.from = Math.min(this.from, this.whole - this.width);
+    this.spacer.style.width = `${this.whole}px`;
     this.redraw();
   }
 
   /** Scrolls so that the last column is seen. */
   follow() {
-    this.scroller.scrollLeft = this.spacer.offsetWidth;
+    this.following = true;
+    this.redraw();
+  }
+
+  _scrolled() {
+    this.from = this.scroller.scrollLeft;
+    this.redraw();
   }
 
   redraw() {
@@ -75,7 +93,7 @@ export class Tree {
   _place() {
     const { pen, history } = this;
     pen.font = this.font;
-    const widest = this.scroller.clientWidth < 500 ? 120 : 190;
+    const widest = this.width < 500 ? 120 : 190;
     if (widest !== this.widest) this.places = [];
     this.widest = widest;
     while (this.places.length < history.columns.length) {
@@ -105,9 +123,8 @@ export class Tree {
   }
 
   _draw() {
-    const { canvas, pen, scroller, history } = this;
+    const { canvas, pen, scroller, history, width } = this;
     const ratio = devicePixelRatio || 1;
-    const width = scroller.clientWidth;
     const tree = history ? TOP + history.particles * this.row + 8 : 0;
     const strips = history?.particles > 1 ? STRIPS : 0; // a lone sequence has neither of them
     const height = history ? tree + strips : 0;
@@ -120,24 +137,33 @@ export class Tree {
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     if (!history) return;
-    const from = scroller.scrollLeft;
+    if (this.following) {
+      scroller.scrollLeft = this.whole;
+      this.from = scroller.scrollLeft;
+      this.following = false;
+    }
+    const { from } = this;
     pen.translate(-from, 0);
     const seen = this._seen(from, from + width);
     for (const t of seen) this._edges(t);
     this._heads();
     for (const t of seen) this._boxes(t);
-    if (this.line) this._lineage();
+    if (this.line) this._lineage(seen);
     for (const t of seen) this._heading(t, tree);
     if (strips) drawStrips(this, { seen, top: tree, from, width });
   }
 
   /** The columns between two places, one more on either side. */
   _seen(from, to) {
-    const found = [];
-    for (let t = 0; t < this.count; t++) {
-      const { x, width } = this.places[t];
-      if (x + width + FAN >= from && x - FAN <= to) found.push(t);
+    const { places, count } = this;
+    let [first, end] = [0, count];
+    while (first < end) {
+      const middle = (first + end) >> 1;
+      if (places[middle].x + places[middle].width + FAN < from) first = middle + 1;
+      else end = middle;
     }
+    const found = [];
+    for (let t = first; t < count && places[t].x - FAN <= to; t++) found.push(t);
     return found;
   }
 
@@ -232,13 +258,13 @@ export class Tree {
     pen.globalAlpha = 1;
   }
 
-  /** The line of one row, from its beginning to its end. */
-  _lineage() {
+  /** The line of one row, through these columns. */
+  _lineage(seen) {
     const { pen, history, count, line, traced } = this;
     const height = this.row - (this.row > 16 ? 4 : 2);
     pen.strokeStyle = this.colours.answer;
     pen.lineWidth = 2.4;
-    for (let t = 0; t < count; t++) {
+    for (const t of seen) {
       const { x, width } = this.places[t];
       if (this._over(t, line[t])) {
         this._curve(x, this._y(line[t]), x + width, this._y(line[t]));
