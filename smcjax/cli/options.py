@@ -148,8 +148,10 @@ def add_parallel_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None:
-    """Declares how tokens are chosen, by `gamma` drafts a cycle unless told otherwise."""
+def add_decoding_options(
+    parser: argparse.ArgumentParser, *, gamma: int, profile: str = "of smcjax profile: auto then decodes by load"
+) -> None:
+    """Declares how tokens are chosen, by `gamma` drafts a cycle unless told otherwise; `profile` is what one is for."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--decoding",
@@ -158,7 +160,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, gamma: int) -> None
         help="smc (default); exact: rejection, or the target alone; auto: exact, unless -N, --power, --select, "
         "--control or --trace asks for a population",
     )
-    group.add_argument("--profile", metavar="FILE", help="of smcjax profile: auto then decodes by load")
+    group.add_argument("--profile", metavar="FILE", help=profile)
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
     group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
@@ -301,10 +303,13 @@ def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
     return SparseVerification(**given)
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False) -> Decoding | Auto:
-    """The decoder that the arguments describe; raises ValueError for values out of range, or without a use."""
+def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Decoding | Auto:
+    """The decoder that the arguments describe; raises ValueError for values out of range, or without a use.
+
+    `beside_profile` says that a profile is for further decoders, so that it may go with any.
+    """
     fields = OPTIONS[args.decoding]
-    if args.profile is not None and args.decoding != Auto.name:
+    if args.profile is not None and args.decoding != Auto.name and not beside_profile:
         raise ValueError(f"--profile is an option of --decoding auto, got --decoding {args.decoding}; leave it out.")
     given = {}
     for name in {name: None for options in OPTIONS.values() for name in options}:

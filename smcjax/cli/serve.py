@@ -66,18 +66,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile all programs before listening is announced, or each when it is needed first (on a CPU so)",
     )
-    add_decoding_options(parser, gamma=8)
+    add_decoding_options(parser, gamma=8, profile="of smcjax profile: the exact decoder is then one by load, auto")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks everything, takes the port, loads, and serves until a signal comes."""
-    first = decoding_from(args)
-    if isinstance(first, Auto):
+    first = decoding_from(args, beside_profile=True)
+    if isinstance(first, Auto) and args.profile is None:
         raise ValueError(
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "
-            "leave it out."
+            "leave it out, or give --profile, by which exact decoders take turns."
         )
     decodings = [first, *map(decoding_of, args.also)]
     check_models(args)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     with listening:
         loaded = models.load(
             args.model,
-            models.with_exact(decodings),
+            models.with_exact(decodings, by_load=args.profile is not None),
             name=args.served_model_name,
             max_waiting=args.max_waiting,
             max_num_seqs=args.max_num_seqs,

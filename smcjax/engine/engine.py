@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +105,7 @@ class Engine:
         self._choice = ProgramChoice()
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
+        self.batch_cycles = Counter[Decoding]()  # of the whole batch, by the decoder that had them
         self.seconds_waited = 0.0  # for results that the device had not finished
         self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0, "preemptions": 0}
 
@@ -118,6 +119,11 @@ class Engine:
     def all_started(self) -> bool:
         """True where every added request's whole prompt has been enqueued for reading."""
         return not self._scheduler.waiting and all(group.started for group in self._scheduler.groups)
+
+    @property
+    def strategies(self) -> tuple[Decoding, ...]:
+        """The decoders that have cycles."""
+        return (self._decoder.decoding,) if self._turns is None else self._turns.strategies
 
     def request_ids(self) -> list[str]:
         """The ids of the requests that wait or run."""
@@ -283,6 +289,7 @@ class Engine:
                 whose = {lane: self._running[group.request.request_id] for lane, group in started.items()}
                 runner.catch_up(self._turns.lacking(by, runner.program.decoding, whose))
             self._report("cycle", runner.step(program), started, by)
+            self.batch_cycles[by] += 1
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
@@ -383,7 +390,7 @@ class Engine:
         kind = reported.kind
         if kind == "cycle" and not value.ran:
             return
-        running.take(kind, value, reported.by.drafts_per_cycle)
+        running.take(kind, value, reported.by)
         if kind == "prompt":
             return
         name = running.request.request_id
@@ -421,7 +428,7 @@ class Engine:
             running.times,
             self._decoder,
             self._tokenizer,
-            drafted=running.drafted,
+            cycles_by=running.cycles_by,
             num_cached_tokens=running.group.cached,
             preemptions=running.preemptions,
             aborted=running.aborted,

@@ -47,6 +47,7 @@ from smcjax.engine.requests import (
     tokenize,
     told_apart,
 )
+from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
@@ -188,6 +189,8 @@ class LLM:
         if isinstance(choice, Auto):
             require_devices()
             has_draft = model is None or draft_model is not None or draft_drop_layers is not None
+            if share is not None:
+                has_draft = share.models.proposer is not None
             if profile is not None:
                 self._planned = Planned(profile, choice, has_draft=has_draft, max_num_seqs=max_num_seqs)
                 choice = self._planned.decoding
@@ -384,6 +387,22 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
         return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages, template_variables)}
+
+    @property
+    def strategies(self) -> tuple[Decoding, ...]:
+        """The decoders that have cycles: several where they take turns by a profile, else `decoding`."""
+        return self.engine.strategies
+
+    @property
+    def batch_cycles(self) -> dict[str, int]:
+        """Cycles of the whole batch since construction, by the decoder of `strategies` that had them, in its words."""
+        engine = self.engine
+        return in_words({one: engine.batch_cycles[one] for one in engine.strategies})
+
+    @property
+    def decodes_by_load(self) -> bool:
+        """True where a profile chooses among decoders, though it be one that is best at every load."""
+        return self._planned is not None
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""

@@ -102,6 +102,8 @@ class RequestMetrics:
     # token of the answer.
     accepted: int | None = None
     accepted_at: tuple[int, ...] | None = None  # [K] cycles whose draft at each position is in the answer
+    # `cycles` by the decoder that had them, in its words: several where decoders take turns by a profile.
+    cycles_by: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def assemble(
     decoder: Decoder[Any, Any, Any],
     tokenizer: Tokenizer | None,
     *,
-    drafted: int,
+    cycles_by: Mapping[Decoding, int],
     num_cached_tokens: int,
     preemptions: int,
     aborted: bool = False,
@@ -56,6 +57,7 @@ def assemble(
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
 
+    `cycles_by` says how many of these each decoder had.
     One that was `refused` when it had been admitted has that as its error, and no answer.
     """
     population = jax.tree.map(lambda leaf: leaf[0], population)
@@ -113,7 +115,7 @@ def assemble(
             cycles=len(infos),
             resamples=report.resamples,
             generated_tokens=kept,
-            drafted=drafted,
+            drafted=sum(one.drafts_per_cycle * cycles for one, cycles in cycles_by.items()),
             seconds=times.seconds,
             mean_ess=report.mean_ess,
             queue_seconds=times.began - times.arrived,
@@ -122,10 +124,19 @@ def assemble(
             preemptions=preemptions,
             accepted=report.accepted,
             accepted_at=report.accepted_at,
+            cycles_by=in_words(cycles_by),
         ),
         smc=weighted,
         error=error,
     )
+
+
+def in_words(cycles_by: Mapping[Decoding, int]) -> dict[str, int]:
+    """The counts by the decoders' words, in which options may be left out that tell two of them apart."""
+    counts = Counter[str]()
+    for one, cycles in cycles_by.items():
+        counts[str(one)] += cycles
+    return dict(counts)
 
 
 def aborted_in_the_queue(

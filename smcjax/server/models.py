@@ -10,8 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from smcjax.auto import Auto
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.device import on_cpu
 from smcjax.engine.async_llm import AsyncLLM
+from smcjax.engine.planned import Planned
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.plain import short
 from smcjax.server.errors import APIError
@@ -27,17 +30,25 @@ class VirtualModel:
 
     @property
     def decoding(self) -> Decoding:
-        """The decoder's choice."""
+        """The decoder's choice; where several take turns, one that stands for their law."""
         return self.llm.llm.decoding
 
     @property
+    def by_load(self) -> bool:
+        """True where exact decoders take turns by a profile."""
+        return self.llm.llm.decodes_by_load
+
+    @property
     def fingerprint(self) -> str:
-        """A text that changes with what could change the tokens of a seed."""
-        return f"smcjax-{label_of(self.decoding)}"
+        """A text that changes with what could change the tokens of a seed, but for the load."""
+        return f"smcjax-{_label(self.llm)}"
 
     def description(self) -> dict[str, Any]:
         """The decoder in replies."""
         decoding = self.decoding
+        if self.by_load:
+            strategies = list(map(str, self.llm.llm.strategies))
+            return {"decoder": self.name, "decoding": Auto.name, "exact": decoding.exact, "strategies": strategies}
         numbers: dict[str, float | None] = {}
         if isinstance(decoding, SMC):
             numbers = {"n_particles": decoding.n_particles, "gamma": decoding.gamma, "control": decoding.control}
@@ -56,7 +67,7 @@ class Models:
 
     def __init__(self, name: str, llms: Sequence[AsyncLLM]) -> None:
         self.name = name
-        self.all = [VirtualModel(f"{name}:{label_of(llm.llm.decoding)}", llm) for llm in llms]
+        self.all = [VirtualModel(f"{name}:{_label(llm)}", llm) for llm in llms]
         self._by_name = {model.name: model for model in self.all}
         if len(self._by_name) < len(self.all):
             raise ValueError(f"two decoders would both be called {_twice(self.all)}; leave one of them out.")
@@ -66,9 +77,10 @@ class Models:
     def exact(self) -> VirtualModel | None:
         """The virtual model that answers at temperature 0, with top_k, top_p, penalties and biases.
 
-        It is the first one without weights.
+        It is the one that decodes by load, else the first one without weights.
         """
-        return next((model for model in self.all if not model.decoding.weighted), None)
+        exact = [model for model in self.all if not model.decoding.weighted]
+        return next((model for model in exact if model.by_load), exact[0] if exact else None)
 
     def named(self, name: str | None) -> VirtualModel:
         """The model of this name, the first one for None. Raises APIError where there is none."""
@@ -109,6 +121,10 @@ class Models:
                 await model.llm.close()
 
 
+def _label(llm: AsyncLLM) -> str:
+    return Auto.name if llm.llm.decodes_by_load else label_of(llm.llm.decoding)
+
+
 def label_of(decoding: Decoding) -> str:
     """The decoder's part of a virtual model's name, such as smc-n8-k8 or rejection-k4."""
     parts = [decoding.name]
@@ -130,14 +146,21 @@ def _twice(models: Sequence[VirtualModel]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def with_exact(decodings: Sequence[Decoding]) -> list[Decoding]:
-    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft."""
-    if not all(decoding.weighted for decoding in decodings):
+def with_exact(decodings: Sequence[Decoding | Auto], *, by_load: bool = False) -> list[Decoding | Auto]:
+    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft.
+
+    `by_load` asks for exact decoders that take turns by a profile, whichever others there are.
+    """
+    has_exact = any(isinstance(one, Auto) or (not one.weighted and not by_load) for one in decodings)
+    if has_exact:
         return list(decodings)
-    sparse = decodings[0].speculation.sparse
-    if sparse is not None and sparse.precision == "approximate":
-        return [*decodings, Autoregressive()]
-    return [*decodings, Rejection(sparse=sparse)]
+    first = decodings[0]
+    assert isinstance(first, Decoding)
+    sparse = first.speculation.sparse
+    is_approximate = sparse is not None and sparse.precision == "approximate"
+    if by_load:
+        return [*decodings, Auto(sparse=None if is_approximate else sparse)]
+    return [*decodings, Autoregressive() if is_approximate else Rejection(sparse=sparse)]
 
 
 def base_name(model: str | os.PathLike[str] | None) -> str:
@@ -147,25 +170,45 @@ def base_name(model: str | os.PathLike[str] | None) -> str:
 
 def load(
     model: str | None,
-    decodings: Sequence[Decoding],
+    decodings: Sequence[Decoding | Auto],
     *,
     name: str | None = None,
+    profile: str | os.PathLike[str] | None = None,
     max_waiting: int | None = None,
     max_num_seqs: int = 8,
     seed: int = 0,
+    compile_at_start: bool | None = None,
     **of_models: Any,
 ) -> Models:
-    """Loads the pair once and makes a virtual model of each decoder; `of_models` are further arguments of `LLM`."""
-    shared = {"max_model_len", "page_size", "num_pages", "admission", "compile_at_start"}
+    """Loads the pair once and makes a virtual model of each decoder; `of_models` are further arguments of `LLM`.
+
+    An `Auto` among the decoders is by the `profile`, which is read before any weights are. All are checked before any
+    is compiled.
+    """
+    shared = {"max_model_len", "page_size", "num_pages", "admission"}
     per_llm = {key: value for key, value in of_models.items() if key in shared}
     per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
-    # Whoever needs a draft loads it for all.
-    first = next((index for index, decoding in enumerate(decodings) if decoding.drafts), 0)
-    owner = AsyncLLM(model, decoding=decodings[first], max_waiting=max_waiting, **{**of_models, **per_llm})
-    llms = []
-    for index, decoding in enumerate(decodings):
-        if index == first:
-            llms.append(owner)
-        else:
-            llms.append(AsyncLLM(share=owner.llm, decoding=decoding, max_waiting=max_waiting, **per_llm))
-    return Models(name or base_name(model), llms)
+    per_llm |= {"max_waiting": max_waiting, "compile_at_start": False}
+    has_draft = model is None or any(of_models.get(key) is not None for key in ("draft_model", "draft_drop_layers"))
+    for one in decodings:
+        if isinstance(one, Auto) and profile is not None:
+            Planned(profile, one, has_draft=has_draft, max_num_seqs=max_num_seqs)
+    profiles: list[dict[str, Any]] = [{"profile": profile} if isinstance(one, Auto) else {} for one in decodings]
+    # Whoever needs a draft loads it for all. Decoders by a profile may turn out to need none.
+    drafting = sorted((isinstance(one, Auto), at) for at, one in enumerate(decodings) if one.drafts)
+    first = drafting[0][1] if drafting else 0
+    llms: dict[int, AsyncLLM] = {}
+    try:
+        llms[first] = AsyncLLM(model, decoding=decodings[first], **profiles[first], **{**of_models, **per_llm})
+        for at, one in enumerate(decodings):
+            if at != first:
+                llms[at] = AsyncLLM(share=llms[first].llm, decoding=one, **profiles[at], **per_llm)
+        models = Models(name or base_name(model), [llms[at] for at in range(len(decodings))])
+        if not on_cpu() if compile_at_start is None else compile_at_start:
+            for llm in llms.values():
+                llm.llm.warm_up()
+    except BaseException:
+        for llm in reversed(llms.values()):
+            llm.llm.close()
+        raise
+    return models
