@@ -85,6 +85,7 @@ class Auto:
     def strategies(self, profile: Profile, *, has_draft: bool, loads: Sequence[int]) -> tuple[Decoding, ...]:
         """The exact decoders of one law that are fastest at one of these loads by a profile, in its order.
 
+        That is on all of its prompts together, or on those whose drafts are accepted seldom, or often.
         Where nothing is said of `sparse`, or only its schedule, any strict way of reading blocks may be among them;
         where `gamma` is given, only drafts of that many tokens. Raises ValueError where a population is asked for, and
         where the profile has nothing that suits.
@@ -103,7 +104,8 @@ class Auto:
                 f"profile has no strategy of the law {law!r}{drafts} that this LLM can use; measure one by smcjax "
                 "profile, or leave profile out."
             )
-        return tuple(planner.useful(law, loads, among=suiting, margin=NEGLIGIBLE))
+        rates = planner.rates(law)
+        return tuple(planner.useful(law, loads, among=suiting, margin=NEGLIGIBLE, rates=rates))
 
     def _suits(self, one: Decoding, has_draft: bool) -> bool:
         """True for a decoder that may take turns with others, and is as asked for."""

@@ -59,6 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")
     how.add_argument("--windows", type=whole(1, 1000), default=3, help="windows, of which times are the median (3)")
+    how.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of this process's cores, where others use them"
+    )
     how.add_argument("--budget", type=above(0, 1e6), metavar="SECONDS", help="leave out what takes longer (no end)")
     how.add_argument("--input-file", metavar="FILE", help="prompts, JSONL as of generate (default: the task's)")
     how.add_argument("-n", "--num-prompts", type=COUNT, default=16, help="of the task (16)")
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     from smcjax.tasks.questions import questions
 
     require_devices()
+    if args.clock == "cpu" and not on_cpu():
+        raise ValueError("--clock cpu is for cycles on a CPU, and this device is none; leave it out.")
     chosen = strategies(
         gammas=args.gammas,
         candidates=args.candidates or ([1] if on_cpu() or args.draft_model == "ngram" else [1, 8]),
@@ -109,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         seed=args.seed,
         budget=args.budget,
+        clock=args.clock,
     )
 
     def heard(line: str) -> None:

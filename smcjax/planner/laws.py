@@ -1,10 +1,12 @@
-"""The law class of a decoder: those of one class give a request answers of one distribution, so speed may choose.
+"""The law class of a decoder: those of one exact class give a request answers of one distribution, so speed may choose.
 
 exact                the target's own law: `Rejection` of any K, candidates or tree, `Autoregressive`, and SMC at
                      control 1; sparse verification that is strict changes nothing
 exact, <schedule>    likewise of the model whose layers reuse selected blocks by that schedule: another model
 population …         SMC by all its options but K. N, control and power say how near to the target it comes, so that
-                     speed alone may not choose among them
+                     speed alone may not choose among them. K says it too, where the control is below 1: those of one
+                     such class agree in the target and in unbiased evidence, reports rank them side by side, and nobody
+                     switches among them (docs/planner.md)
 approximate …        sparse verification that shares blocks: depends on who reads together, so every option counts
 """
 

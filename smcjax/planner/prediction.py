@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
+import statistics
 from collections.abc import Collection, Sequence
 
 from smcjax.decoders import Decoding
@@ -94,15 +96,34 @@ class Planner:
         ]
         return sorted(speeds, key=lambda prediction: -prediction.tokens_per_second)
 
-    def useful(
-        self, law: str, loads: Sequence[int], *, among: Collection[Decoding] | None = None, margin: float = 0.0
-    ) -> list[Decoding]:
-        """The strategies that are fastest at one of these loads, at a context of the profile, in the profile's order.
+    def rates(self, law: str) -> tuple[float, ...]:
+        """The r = 1 of all of the profile's prompts, and those of prompts at quantiles 10 and 90% of acceptance.
 
-        Those among them that no load loses more than `margin` without are left out, the least useful first.
+        They are counted by the law's strategy of most drafts; without one that rejects, or with one prompt, r is 1.
         """
-        places = [(load, context) for load in loads for context in self.profile.contexts]
-        ranked = [self.rank(law, *place, among=among) for place in places]
+        counted = [one for one in self.profile.strategies if one.law == law and one.reached and len(one.prompts) > 1]
+        if not counted:
+            return (1.0,)
+        most = max(counted, key=lambda one: len(one.reached))
+        cuts = statistics.quantiles(most.prompts, n=10, method="inclusive")
+        return (1.0, *(self.rate_of(most.decoding, tokens - 1) for tokens in (cuts[0], cuts[-1])))
+
+    def useful(
+        self,
+        law: str,
+        loads: Sequence[int],
+        *,
+        among: Collection[Decoding] | None = None,
+        margin: float = 0.0,
+        rates: Sequence[float] = (1.0,),
+    ) -> list[Decoding]:
+        """The strategies that are fastest somewhere, in the profile's order.
+
+        Places are these loads with the profile's contexts and, of acceptance, these `rates`. Those among the fastest
+        that no place loses more than `margin` without are left out, the least useful first.
+        """
+        places = itertools.product(loads, self.profile.contexts, rates)
+        ranked = [self.rank(law, load, context, rate=rate, among=among) for load, context, rate in places]
         speeds = [{one.decoding: one.tokens_per_second for one in ranking} for ranking in ranked]
         best = {ranking[0].decoding for ranking in ranked if ranking}
         kept = [one for one in self.strategies(law) if one in best]

@@ -18,11 +18,11 @@ SMALL = ("--requests", "1", "--contexts", "8", "--gammas", "2", "--cycles", "2",
 @pytest.mark.slow
 def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Path) -> None:
     path, models = str(tmp_path / "p.json"), ("--model", pair.target, "--draft-model", pair.draft, *MODELS)
-    result = smcjax("profile", *models, *SMALL, "-o", path, "--max-tokens", "8")
+    result = smcjax("profile", *models, *SMALL, "-o", path, "--max-tokens", "8", "--clock", "cpu")
     assert result.code == 0, result.err
     made = Profile.load(path)
     assert [str(one.decoding) for one in made.strategies] == ["target alone", "rejection by token, K=2"]
-    assert made.settings["prompts"] == 2
+    assert (made.settings["prompts"], made.settings["clock"]) == (2, "cpu")
     assert "| rejection by token, K=2 |" in result.out
     assert "Best fixed: " in result.out
     assert result.err.count("ms a cycle") == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from smcjax.auto import Auto
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.planner import Cell, Measured, Planner, law_of
 from smcjax.planner.prediction import RATES
@@ -176,6 +178,29 @@ def test_strategies_worth_compiling() -> None:
     assert planner.useful("exact", (8, 32), margin=0.2) == [SPECULATING], "of 12% at 32"
     assert planner.useful("exact", (8, 32), among=[ALONE]) == [ALONE]
     assert len(planner.useful("exact", (8, 32), margin=1.0)) == 1
+
+
+def test_strategies_for_prompts_of_all_kinds() -> None:
+    """What no load wants on the mean prompt is kept where a tenth of the prompts want it, and not where none does."""
+    times = {Rejection(8): 3.0, ALONE: 2.0}
+
+    def planner(*prompts: float) -> Planner:
+        rows = (measured(one, {1: ms, 8: ms}, 0.8) for one, ms in times.items())
+        return Planner(profile(*(dataclasses.replace(row, prompts=prompts) for row in rows)))
+
+    alike, mixed = planner(*[4.3] * 20), planner(*[4.8] * 17, *[1.1] * 3)
+    for one in (alike, mixed):
+        assert one.useful("exact", (1, 8)) == [Rejection(8)]
+    one, low, high = alike.rates("exact")
+    assert one == 1.0
+    assert low == high == pytest.approx(1.0, abs=0.02)
+    assert alike.useful("exact", (1, 8), rates=alike.rates("exact")) == [Rejection(8)]
+    one, low, high = mixed.rates("exact")
+    assert mixed.accepted(Rejection(8), low) == pytest.approx(0.1, abs=0.01)
+    assert low < one < high
+    assert mixed.useful("exact", (1, 8), rates=mixed.rates("exact")) == [Rejection(8), ALONE]
+    assert Auto().strategies(mixed.profile, has_draft=True, loads=(1, 8)) == (Rejection(8), ALONE)
+    assert planner(4.3).rates("exact") == planner().rates("exact") == (1.0,)
 
 
 def test_gains_by_prompt_and_the_table() -> None:

@@ -141,7 +141,7 @@ def test_what_is_refused(
     assert "a population is asked for" in said("--decoding", "auto", "-N", "4", "--profile", str(path))
     assert "profile is of a clock and this device is" in said(of=dataclasses.replace(profile, device="a clock"))
     assert "profile is of another model" in said(of=dataclasses.replace(profile, model="another"))
-    assert "profile is of another draft" in said(of=dataclasses.replace(profile, draft="another"))
+    assert "profile is of another --draft-model" in said(of=dataclasses.replace(profile, draft="another"))
 
 
 def test_those_who_fail_leave_no_weights(
