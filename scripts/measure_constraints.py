@@ -37,10 +37,29 @@ PERSON: dict[str, Any] = {
     },
     "required": ["name", "age", "tags", "kind", "address"],
 }
+ARITHMETIC = """
+    start: sum
+    sum: sum ("+" | "-") product | product
+    product: product "*" atom | atom
+    atom: INT | "(" sum ")"
+    %import common.INT
+"""
+JSON = """
+    start: value
+    value: object | array | ESCAPED_STRING | SIGNED_NUMBER | "true" | "false" | "null"
+    array: "[" [value ("," value)*] "]"
+    object: "{" [pair ("," pair)*] "}"
+    pair: ESCAPED_STRING ":" value
+    %import common (ESCAPED_STRING, SIGNED_NUMBER, WS)
+    %ignore WS
+"""
 FORMS: dict[str, dict[str, Any]] = {
     "number": {"type": "regex", "regex": "-?[0-9]+"},
     "choice": {"type": "choice", "choice": ["yes", "no", "maybe"]},
     "person": {"type": "json_schema", "json_schema": {"schema": PERSON}},
+    "arithmetic": {"type": "grammar", "grammar": ARITHMETIC},
+    "JSON by a grammar": {"type": "grammar", "grammar": JSON},
+    "JSON, max_depth 6": {"type": "grammar", "grammar": JSON, "max_depth": 6},
     "json_object": {"type": "json_object"},
 }
 LONG = {"type": "regex", "regex": r"([^\n]*\n)*"}  # any text of whole lines: as long as it likes

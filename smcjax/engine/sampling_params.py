@@ -42,8 +42,9 @@ class SamplingParams:
             divided by it where they are above 0, else multiplied. 1: none.
         logit_bias: what to add to the logits of single tokens, from −100 to 100, by token id; at most 1,024 of them.
         response_format: the form that the whole answer has, as {"type": "json_object"}, {"type": "json_schema",
-            "json_schema": {"schema": …}}, {"type": "regex", "regex": …} or {"type": "choice", "choice": [...]}
-            (`smcjax.structured.response_format`); it ends within max_tokens. None: any.
+            "json_schema": {"schema": …}}, {"type": "regex", "regex": …}, {"type": "choice", "choice": [...]} or
+            {"type": "grammar", "grammar": …} (`smcjax.structured.response_format`); it ends within max_tokens. None:
+            any.
         trace: keeps the population's history for the result, and streams a `Cycle` with each cycle.
         control: c in [0, 1] in place of `SMC(control=…)`, by which drafts of this request are rejected; None: the
             decoder's. Other decoders refuse it.

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -31,7 +30,12 @@ PATIENCE = 60.0  # seconds by the clock, on a machine that is busy with other th
 MOST_STATES = 32_000  # of an automaton over bytes
 MOST_CELLS = 1 << 19  # states times classes of an automaton over tokens
 KEPT = 64  # automata for requests to come
-CHILD = Path(__file__).with_name("automaton_child.py")
+CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from smcjax.structured.automaton_child import main
+main()
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,9 +62,11 @@ class Automata:
     def of(self, expression: Expression, stops: Collection[int]) -> Automaton:
         """The automaton of an expression, in which `stops`, tokens that end an answer, are no text.
 
-        Raises ValueError (one sentence) where there is none, it is too large, or outlines-core is missing.
+        Raises ValueError (one sentence) where there is none, it is too large, or a package is missing.
         """
         tokens = self._spelled()
+        if expression.grammar:
+            _need("lark", "lark")
         text_stops = frozenset(stop for stop in stops if stop < self._vocab_size and tokens[stop])
         key = (expression, text_stops)
         found = self._found(key)
@@ -81,8 +87,7 @@ class Automata:
     def _spelled(self) -> list[bytes]:
         if self._tokenizer is None:
             raise ValueError("response_format needs a tokenizer, which the model directory lacks; leave it out.")
-        if importlib.util.find_spec("outlines_core") is None:
-            raise ValueError("response_format needs outlines-core; install smc-sd-jax with its extra 'structured'.")
+        _need("outlines_core", "outlines-core")
         with self._lock:
             if self._tokens is None:
                 self._tokens = token_bytes(self._tokenizer, self._vocab_size)
@@ -101,15 +106,22 @@ class Automata:
                 self._kept.popitem(last=False)
 
 
+def _need(package: str, name: str) -> None:
+    """Raises ValueError where a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"response_format needs {name}; install smc-sd-jax with its extra 'structured'.")
+
+
 def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:
     """The automaton of an expression over these tokens, of which empty ones are impossible. Raises ValueError."""
     setup = {
-        "path": sys.path,
         "seconds": SECONDS,
         "bytes": BYTES,
         "regex": expression.regex,
         "free_of_quotes": dict(expression.inner),
+        "grammar": expression.grammar,
         "depth": expression.depth,
+        "mend": _mend(expression),
         "most_states": MOST_STATES,
         "most_cells": MOST_CELLS,
     }
@@ -118,7 +130,7 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
     np.savez(written, data=np.frombuffer(b"".join(tokens), np.uint8), ends=ends)
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", str(CHILD)],
+            [sys.executable, "-I", "-S", "-c", CHILD, json.dumps(sys.path)],
             input=b"%d\n%s%s" % (len(head), head, written.getvalue()),
             capture_output=True,
             timeout=PATIENCE,
@@ -126,17 +138,22 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(_too_large()) from None
+        raise ValueError(_too_large(expression)) from None
     if done.returncode:
-        raise ValueError(_too_large())
+        raise ValueError(_too_large(expression))
     arrays = np.load(io.BytesIO(done.stdout), allow_pickle=False)
     if "refusal" in arrays:
         raise ValueError(f"response_format {arrays['refusal'].tobytes().decode()}.")
     return Automaton(arrays["following"], arrays["classes"], arrays["reach"])
 
 
-def _too_large() -> str:
+def _mend(expression: Expression) -> str:
+    """What to do about an expression that takes too much."""
+    return f"lower max_depth, here {expression.depth}, or simplify it" if expression.grammar else "simplify it"
+
+
+def _too_large(expression: Expression) -> str:
     return (
-        f"response_format takes more than {SECONDS:g} s or {BYTES >> 30} GiB to be made an automaton; simplify it, "
-        "repeated parts above all."
+        f"response_format takes more than {SECONDS:g} s or {BYTES >> 30} GiB to be made an automaton; "
+        f"{_mend(expression)}, repeated parts above all."
     )

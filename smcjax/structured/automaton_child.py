@@ -1,11 +1,11 @@
-"""Compiles a regular expression over a vocabulary in a process of its own, which `smcjax.structured.automaton` starts.
+"""Compiles an expression or a grammar over a vocabulary, in a process that `smcjax.structured.automaton` starts.
 
-    bytes        the expression's automaton over bytes (outlines-core), made minimal
+    bytes        the minimal automaton over bytes, of an expression (`byte_automata`) or of a grammar (`grammar`)
     tokens       each token's bytes walked from every state at once; tokens that lead alike are one class
     reach        the fewest tokens from each state to an accepting one; where there is no way, a token is impossible
 
-A script, to which nothing of the package is known. An expression of thirty characters may ask for 2³⁰ states: the
-system ends the process where that takes more time or memory than it was given.
+An expression of thirty characters may ask for 2³⁰ states: the system ends the process where that takes more time or
+memory than it was given.
 """
 
 from __future__ import annotations
@@ -15,40 +15,12 @@ import json
 import sys
 from typing import Any
 
+from smcjax.structured.byte_automata import Refusal, TooLarge, byte_automaton, minimal
+from smcjax.structured.grammar import grammar_automaton
+
 MOST_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
+MOST_CALLS = 20_000  # within each other: rules of a grammar refer to rules
 UNREACHED = 1 << 30  # in `reach`: no way to an accepting state
-
-
-class Refusal(Exception):
-    """The reason why there is no automaton, in words that follow the name of what was asked for."""
-
-
-def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
-    """The minimal automaton over bytes: next states [S + 1, 256], S being dead, and which states accept [S + 1].
-
-    State 0 is the first one. Raises Refusal for what is no regular expression, or takes more states.
-    """
-    import numpy as np
-    from outlines_core import Index, Vocabulary
-
-    # outlines-core (0.2.14) loses what goes on behind an accepting state to one that is not: so no text may accept
-    # before its end, which a byte marks that no text has.
-    try:
-        index = Index(f"(?:{regex})\\x00", Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-    except ValueError as error:
-        said = " ".join(str(error).split())[:200]
-        raise Refusal(f"is no regular expression that has an automaton ({said}); write it without that") from None
-    transitions, final = index.get_transitions(), set(index.get_final_states())
-    states = list(dict.fromkeys((index.get_initial_state(), *transitions)))
-    number = {state: place for place, state in enumerate(states)}
-    table = np.full((len(states) + 1, 256), len(states), np.int32)
-    accepts = np.zeros(len(states) + 1, bool)
-    for state, following in transitions.items():
-        accepts[number[state]] = following.get(0) in final
-        for byte, after in following.items():
-            if 0 < byte < 256:  # 256 is what outlines-core ends a text with
-                table[number[state], byte] = number[after]
-    return minimal(table, accepts, most_states)
 
 
 # JSON of any shape, to a depth. As expressions these take outlines-core minutes; spliced level by level they take none.
@@ -92,7 +64,7 @@ def spliced(table: Any, accepts: Any, inner: dict[int, tuple[Any, Any]], most_st
             accepting.append(ends[:-1] & accepts[target])
             size += len(copy)
             if size > 8 * most_states:
-                raise Refusal(f"has an automaton of over {size} states, and {most_states} are the most; simplify it")
+                raise TooLarge(f"has an automaton of over {size} states, and {most_states} are the most")
         parts[0][:, byte] = dead
     parts[0] = np.where(parts[0] == dead, -1, parts[0])
     joined = np.concatenate([*parts, np.full((1, 256), -1)])
@@ -105,39 +77,6 @@ def spliced(table: Any, accepts: Any, inner: dict[int, tuple[Any, Any]], most_st
         joined[state] = np.where(following >= 0, following, joined[state])
     joined = np.where(joined < 0, size, joined).astype(np.int32)
     return minimal(joined, np.append(np.concatenate(accepting), False), most_states)
-
-
-def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:
-    """The automaton with equivalent states made one (Moore 1956); its first state is 0, its dead one the last."""
-    import numpy as np
-
-    columns = np.unique(table, axis=1)  # bytes that lead alike are one
-    group = accepts.astype(np.uint64)
-    factors = np.random.default_rng(0).integers(1, 2**63, columns.shape[1] + 1, np.uint64) | np.uint64(1)
-    count, exact = 0, False
-    while True:
-        if exact:
-            _, group = np.unique(np.column_stack([group, group[columns]]), axis=0, return_inverse=True)
-        else:  # equal rows by a hash of theirs, in a hundredth of the time: it ends where exact comparison goes on
-            hashed = group * factors[0] + group[columns] @ factors[1:]
-            _, group = np.unique(hashed, return_inverse=True)
-        group = group.reshape(-1).astype(np.uint64)
-        now = int(group.max()) + 1
-        if now == count and exact:
-            break
-        count, exact = now, now == count
-    group = group.astype(np.int64)
-    dead = group[-1]
-    if group[0] == dead:
-        raise Refusal("matches no text at all; mend it")
-    if count - 1 > most_states:
-        raise Refusal(f"has an automaton of {count - 1} states, and {most_states} are the most; simplify it")
-    order = [group[0], *(g for g in range(count) if g not in (group[0], dead)), dead]
-    renumbered = np.empty(count, np.int32)
-    renumbered[order] = np.arange(count)
-    group = renumbered[group]
-    _, first = np.unique(group, return_index=True)
-    return group[table[first]].astype(np.int32), accepts[first]
 
 
 def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any, Any]:
@@ -175,7 +114,7 @@ def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any
             of_column[key] = len(columns)
             columns.append(column)
             if len(columns) * (dead + 1) > 8 * most_cells:
-                raise Refusal("has an automaton too large to be compared with the vocabulary; simplify it")
+                raise TooLarge("has an automaton too large to be compared with the vocabulary")
         of_spelling[spelling] = of_column[key]
     return np.array([of_spelling[one] for one in spelled], np.int32), np.stack(columns, axis=1)
 
@@ -213,9 +152,9 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
     table, again = np.unique(number[columns[kept]], axis=1, return_inverse=True)
     classes = again.reshape(-1)[classes]
     if table.size > most_cells or table.shape[1] > MOST_CLASSES:
-        raise Refusal(
+        raise TooLarge(
             f"has an automaton of {table.shape[0]} states and {table.shape[1]} classes of tokens, {table.size} cells, "
-            f"and {most_cells} are the most, of {MOST_CLASSES} classes; simplify it"
+            f"and {most_cells} are the most, of {MOST_CLASSES} classes"
         )
     return {
         "following": table.astype(np.int16),
@@ -225,13 +164,22 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
 
 
 def compiled(request: dict[str, Any], tokens: list[bytes]) -> dict[str, Any]:
-    """The arrays of `Automaton` for a request of `smcjax.structured.automaton.compile_regex`."""
-    for what, regex in request["free_of_quotes"].items():
-        check_inner(what, regex)
-    table, accepts = byte_automaton(request["regex"], request["most_states"])
-    if request["depth"]:
-        table, accepts = spliced(table, accepts, json_automata(request["depth"], 1 << 15), request["most_states"])
-    return token_automaton(table, accepts, tokens, request["most_cells"])
+    """The arrays of `Automaton` for a request of `smcjax.structured.automaton.compile_expression`."""
+    most_states, depth = request["most_states"], request["depth"]
+    try:
+        if request["grammar"]:
+            table, accepts = grammar_automaton(request["grammar"], depth, most_states)
+        else:
+            for what, regex in request["free_of_quotes"].items():
+                check_inner(what, regex)
+            table, accepts = byte_automaton(request["regex"], most_states)
+            if depth:
+                table, accepts = spliced(table, accepts, json_automata(depth, 1 << 15), most_states)
+        return token_automaton(table, accepts, tokens, request["most_cells"])
+    except TooLarge as refusal:
+        raise Refusal(f"{refusal}; {request['mend']}") from None
+    except RecursionError:
+        raise Refusal("is nested too deeply to be read; flatten it") from None
 
 
 def check_inner(what: str, regex: str) -> None:
@@ -247,14 +195,14 @@ def main() -> None:
     import resource
     import signal
 
-    length = int(sys.stdin.buffer.readline())
-    setup = json.loads(sys.stdin.buffer.read(length))
-    sys.path[:] = setup["path"]
     import numpy as np
 
+    length = int(sys.stdin.buffer.readline())
+    setup = json.loads(sys.stdin.buffer.read(length))
     given = np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False)
     data, ends = given["data"].tobytes(), given["ends"].tolist()
     tokens = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    sys.setrecursionlimit(MOST_CALLS)
     resource.setrlimit(resource.RLIMIT_AS, (setup["bytes"], setup["bytes"]))
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # what ends by it is the process
     try:
@@ -265,7 +213,3 @@ def main() -> None:
     np.savez(written, **reply)
     sys.stdout.buffer.write(written.getvalue())
     sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

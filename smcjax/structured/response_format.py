@@ -1,9 +1,11 @@
-"""`response_format` as users write it, in OpenAI's form, checked: the regular expression that a whole answer matches.
+"""`response_format` as users write it, in OpenAI's form, checked: the expression or grammar of a whole answer.
 
     {"type": "json_schema", "json_schema": {"schema": {…}}}     JSON that a schema describes
     {"type": "json_object"}                                     any JSON object, of `JSON_DEPTH` levels at most
     {"type": "regex", "regex": "…"}                             a text that the expression matches from end to end
     {"type": "choice", "choice": ["…", …]}                      one of these texts
+    {"type": "grammar", "grammar": "…", "max_depth": 4}         a text that a context-free grammar derives, in Lark's
+                                                                notation or GBNF, with so many levels of nesting at most
     {"type": "text"}                                            anything
 
 Expressions have the syntax of Rust's regex crate: no look-around, no back-references. A ^ that begins one and a $ that
@@ -16,24 +18,28 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 
-from smcjax.plain import short
+from smcjax.plain import is_unicode, short
 from smcjax.structured.json_schema import ANY_OBJECT, escape, regex_of_schema, unanchored
 
 JSON_DEPTH = 4  # objects and arrays within each other, where their shape is left open
-MOST_CHARACTERS = 1 << 18  # of an expression
+GRAMMAR_DEPTH = 4  # levels of nesting (`smcjax.structured.grammar`) where a request does not say how many
+MOST_DEPTH = 100
+MOST_CHARACTERS = 1 << 18  # of an expression, or a grammar
 
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A regular expression over a whole answer.
+    """A regular expression over a whole answer, or a grammar.
 
     `inner` are patterns of JSON strings by their places in a schema, which may match nothing that JSON escapes. `depth`
-    is above 0 where the bytes 1 and 2 stand for any JSON object and any JSON value.
+    is above 0 where the bytes 1 and 2 stand for any JSON object and any JSON value. Where `grammar` is not empty it
+    takes the place of `regex`, and `depth` is how many levels of nesting it may have.
     """
 
     regex: str
     inner: tuple[tuple[str, str], ...] = ()
     depth: int = 0
+    grammar: str = ""
 
 
 def expression_of(response_format: object) -> Expression | None:
@@ -48,26 +54,27 @@ def expression_of(response_format: object) -> Expression | None:
     kind = response_format["type"]
     if kind not in _KINDS:
         raise ValueError(
-            f"response_format has the type {short(kind)}, and what is known here is {', '.join(_KINDS)}"
-            + ("; a context-free grammar has no finite automaton, use 'regex' or 'json_schema'." if "grammar" in kind
-               else "; use one of them.")
-        )  # fmt: skip
-    known = {"type", *([] if kind in ("text", "json_object") else [kind])}
-    if set(response_format) != known:
+            f"response_format has the type {short(kind)}, and what is known here is {', '.join(_KINDS)}; use one of "
+            "them."
+        )
+    needed = {"type", *([] if kind in ("text", "json_object") else [kind])}
+    more = {name: response_format[name] for name in _OPTIONS.get(kind, ()) if name in response_format}
+    if set(response_format) - set(more) != needed:
         raise ValueError(
-            f"response_format of type {kind!r} has the keys {', '.join(sorted(known))}, got "
+            f"response_format of type {kind!r} has the keys {', '.join(sorted(needed))}, got "
             f"{short(sorted(map(str, response_format)))}."
         )
     try:
-        expression = _KINDS[kind](response_format.get(kind))
+        expression = _KINDS[kind](response_format.get(kind), **more)
     except RecursionError:
         raise ValueError("response_format is nested too deeply; flatten it.") from None
     except ValueError as error:
         raise ValueError(f"response_format: {error}") from None
-    if expression is not None and len(expression.regex) > MOST_CHARACTERS:
+    length = 0 if expression is None else len(expression.grammar or expression.regex)
+    if length > MOST_CHARACTERS:
         raise ValueError(
-            f"response_format makes an expression of {len(expression.regex)} characters, and {MOST_CHARACTERS} are the "
-            "most; simplify it."
+            f"response_format makes an expression of {length} characters, and {MOST_CHARACTERS} are the most; simplify "
+            "it."
         )
     return expression
 
@@ -102,10 +109,20 @@ def _choice(given: object) -> Expression:
     return Expression("|".join(escape(one) for one in given))
 
 
-_KINDS: dict[str, Callable[[object], Expression | None]] = {
+def _grammar(given: object, max_depth: object = GRAMMAR_DEPTH) -> Expression:
+    if not isinstance(given, str) or not given.strip() or not is_unicode(given):
+        raise ValueError(f"grammar must be a text in Lark's notation or GBNF, got {short(given)}.")
+    if not isinstance(max_depth, int) or isinstance(max_depth, bool) or not 0 <= max_depth <= MOST_DEPTH:
+        raise ValueError(f"max_depth must be an integer from 0 to {MOST_DEPTH}, got {short(max_depth)}.")
+    return Expression("", depth=max_depth, grammar=given)
+
+
+_OPTIONS = {"grammar": ("max_depth",)}
+_KINDS: dict[str, Callable[..., Expression | None]] = {
     "text": lambda _: None,
     "json_object": lambda _: Expression(ANY_OBJECT, depth=JSON_DEPTH),
     "json_schema": _schema,
     "regex": _regex,
     "choice": _choice,
+    "grammar": _grammar,
 }

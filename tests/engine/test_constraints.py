@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -135,6 +136,33 @@ def test_a_control_keeps_the_form(llm: LLM) -> None:
         assert output.smc.log_evidence < -2
 
 
+def is_sum(text: str, depth: int) -> bool:
+    """Judges by Python's parser: sums of 1 with so many levels of brackets; a, b, x and c stand for (, ), + and 1."""
+    if set(text) - set("abcx"):
+        return False
+    written = text.translate(str.maketrans("abxc", "()+1"))
+    levels = [written[:i].count("(") - written[:i].count(")") for i in range(len(written) + 1)]
+    try:
+        tree = ast.parse(written, mode="eval")
+    except SyntaxError:
+        return False
+    known = ast.Expression, ast.BinOp, ast.Add, ast.Constant
+    return max(levels) <= depth and "11" not in written and all(isinstance(node, known) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("name", ["llm", "rejecting", "plain"])
+def test_answers_by_a_grammar(name: str, request: pytest.FixtureRequest) -> None:
+    """Brackets close by the cap, and no deeper than asked; letters, since the model is one of letters."""
+    llm: LLM = request.getfixturevalue(name)
+    grammar = 'start: "a" sum "x" sum "b"\nsum: (sum "x")? part\npart: "c" | "a" sum "b"'
+    form = {"type": "grammar", "grammar": grammar, "max_depth": 1}
+    asked = [SamplingParams(max_tokens=12, seed=seed, response_format=form) for seed in range(20)]
+    texts = [output.outputs[0].text for output in llm.generate([PROMPT] * 20, asked, use_tqdm=False)]
+    assert all(is_sum(text, 2) for text in texts), texts
+    assert all(text[0] == "a" and "x" in text for text in texts), texts
+    assert not any(is_sum(text, 2) for text in ("cx", "acb" * 2, "aaacbbb", "xc", "cc", "ac", "+c")), "control"
+
+
 def test_greedy_and_truncated(plain: LLM) -> None:
     """The mask comes first: the likeliest, or the k likeliest, of the allowed tokens."""
     for changes in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}):
@@ -149,7 +177,7 @@ def test_greedy_and_truncated(plain: LLM) -> None:
         ({"min_tokens": 1}, "min_tokens is 1 and response_format says where an answer may end"),
         ({"ignore_eos": True}, "needs a token that ends the answer, and here is none"),
         ({"max_tokens": 1}, "asks for an answer of 2 tokens at least, and max_tokens and max_model_len leave 1"),
-        ({"response_format": {"type": "grammar", "grammar": "a"}}, "a context-free grammar has no finite automaton"),
+        ({"response_format": {"type": "grammar", "grammar": "start: a"}}, "names 'a', which it lacks; define it"),
         ({"response_format": {"type": "regex", "regex": "(a"}}, "is no regular expression that has an automaton"),
         ({"response_format": {"type": "regex", "regex": "a{9}(?=b)"}}, "is no regular expression"),
         ({"response_format": {"type": "regex", "regex": "[a&&b]"}}, "is no regular expression that has an automaton"),
@@ -188,6 +216,10 @@ def test_what_is_missing(plain: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "outlines_core" else find(name))
     with pytest.raises(ValueError, match="request 0: response_format needs outlines-core; install"):
         llm.generate(PROMPT, SamplingParams(response_format=OBJECT))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lark" else find(name))
+    with pytest.raises(ValueError, match="request 0: response_format needs lark; install"):
+        llm.generate(PROMPT, SamplingParams(response_format={"type": "grammar", "grammar": "start:"}))
+    assert llm.generate(PROMPT, SamplingParams(response_format=OBJECT), use_tqdm=False)
     assert isinstance(plain.decoding, Autoregressive)
 
 

@@ -133,7 +133,7 @@ def test_references_that_multiply() -> None:
         ({"type": "json_schema", "json_schema": {"schema": {}, "more": 1}}, "must be a mapping with a 'schema'"),
         ({"type": "choice", "choice": []}, "choice must be a list of texts"),
         ({"type": "regex", "regex": 1}, "regex must be a text"),
-        ({"type": "lark_grammar"}, "no finite automaton"),
+        ({"type": "lark_grammar"}, "what is known here is text, json_object, json_schema, regex, choice, grammar; use"),
         ({"type": "xml"}, "what is known here is text, json_object"),
         ({"type": "choice", "choice": ["x" * 300_000]}, "an expression of 300000 characters"),
     ],
