@@ -18,13 +18,13 @@ from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing
 
 # vLLM's words for kinds of `response_format`.
-_GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
-_OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "json_object": "json_object"}
+_OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_GUIDED = {f"guided_{name}": kind for name, kind in _OUTPUTS.items()}
+_OUTPUTS["json_object"] = "json_object"
 
 # Fields that are refused, by the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0),
-    "guided_grammar": (None,),
     "suffix": (None, ""),
     "best_of": (None, 1),
     "tools": (None, []),

@@ -68,6 +68,7 @@ class Ask(_Fields):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Refused but for the values that ask for nothing, which sglang-router puts into every request.
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
@@ -78,7 +79,6 @@ class Ask(_Fields):
     stream_reasoning: bool | None = None
     # Refused but for the values that ask for nothing.
     min_p: Number | None = None
-    guided_grammar: str | None = None
 
     @property
     def choices(self) -> int:

@@ -28,6 +28,12 @@ def test_options(tmp_path: Path) -> None:
     assert asked == {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
     with pytest.raises(SystemExit):
         form("--json-object", "--regex", "a")
+    file = tmp_path / "g.lark"
+    file.write_text('start: "a"')
+    assert form("--grammar", str(file)) == {"type": "grammar", "grammar": 'start: "a"'}
+    assert form("--grammar", str(file), "--max-depth", "2")["max_depth"] == 2
+    with pytest.raises(ValueError, match="--max-depth is about the nesting of a --grammar; give one, or leave it out"):
+        form("--regex", "a", "--max-depth", "2")
     (tmp_path / "s.json").write_text("{")
     with pytest.raises(ValueError, match=r"s.json is no JSON \(Expecting .* in line 1\); mend it"):
         form("--json-schema", str(tmp_path / "s.json"))
@@ -44,10 +50,17 @@ def test_an_answer_and_refusals(smcjax: Command, models: list[str], tmp_path: Pa
     done = smcjax(*common, "--json-schema", str(file), "--max-tokens", "20")
     assert done.code == 0, done.err
     assert json.loads(done.out)["a"] in ("x", "y")
+    rules = tmp_path / "g.gbnf"
+    rules.write_text('root ::= "(" root ")" | "x"')
+    done = smcjax(*common, "--grammar", str(rules), "--max-depth", "1", "--max-tokens", "20")
+    assert done.code == 0, done.err
+    assert done.out.strip() in ("x", "(x)")
     for words, said in (
         (("--json-schema", str(file), "--max-tokens", "3"), "and --max-tokens and --max-model-len leave 3"),
         (("--regex", "a", "--stop", "x"), "and the form of the answer says where an answer ends"),
         (("--regex", "(a"), "the form of the answer is no regular expression"),
+        (("--grammar", str(file)), "the form of the answer has a grammar that goes beyond Lark's notation in line 1"),
+        (("--grammar", str(rules), "--max-depth", "101"), "--max-depth must be an integer from 0 to 100, got 101"),
     ):
         refused = smcjax(*common, *words)
         assert refused.code == 2

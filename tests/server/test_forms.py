@@ -12,6 +12,7 @@ import pytest
 from tests.server.conftest import EXACT_NAME, SMC_NAME
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+GRAMMAR = 'start: "(" start ")" | "x" | "y"'
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -43,6 +44,9 @@ def test_a_schema_by_openais_own_field(client: openai.OpenAI, model: str) -> Non
         ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
         ({"response_format": {"type": "regex", "regex": "^a|b$"}}, "a|b"),
         ({"response_format": {"type": "text"}}, "(?s).*"),
+        ({"guided_grammar": GRAMMAR}, r"(\(){0,4}[xy](\)){0,4}"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" root | [yz]'}}, "x*[yz]"),
+        ({"response_format": {"type": "grammar", "grammar": GRAMMAR, "max_depth": 1}}, r"[xy]|\([xy]\)"),
     ],
 )
 def test_vllms_fields(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
