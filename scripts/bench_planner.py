@@ -85,7 +85,7 @@ def phases(seed: int, burst: int, lull: int, most: int) -> list[Phase]:
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """What a phase took: its tokens, seconds of three clocks, and each request's counted seconds a token."""
+    """Measurements of a phase: its tokens, seconds of three clocks, and each request's counted seconds a token."""
 
     tokens: int
     wall: float

@@ -85,7 +85,7 @@ class Auto:
     def strategies(self, profile: Profile, *, has_draft: bool, loads: Sequence[int]) -> tuple[Decoding, ...]:
         """The exact decoders of one law that are fastest at one of these loads by a profile, in its order.
 
-        That is on all of its prompts together, or on those whose drafts are accepted seldom, or often.
+        Speeds are those of all of the profile's prompts, and of those whose drafts are accepted seldom or often.
         Where nothing is said of `sparse`, or only its schedule, any strict way of reading blocks may be among them;
         where `gamma` is given, only drafts of that many tokens. Raises ValueError where a population is asked for, and
         where the profile has nothing that suits.

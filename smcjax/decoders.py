@@ -80,14 +80,14 @@ class Decoding(abc.ABC):
         drafts: whether it needs a draft model.
         weighted: whether the rows of a request are weighted particles.
         rows_argument: the argument that says how many rows a request has; None where there is one.
-        agrees: whether the rows of a request agree between cycles.
+        agrees: whether the rows of a request agree between cycles, which is all that they have pages for then.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     weighted: ClassVar[bool] = False
     rows_argument: ClassVar[str | None] = None
-    agrees: ClassVar[bool] = True
+    agrees: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -152,6 +152,7 @@ class Autoregressive(Decoding):
 
     name = "autoregressive"
     drafts = False
+    agrees = True
 
     sparse: SparseVerification | None = None
 
@@ -204,13 +205,12 @@ class SMC(Decoding):
         vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
             has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".
         early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
-            or lets the others go on without them, so that it does not wait for the longest particle. Unbiased; at
-            its end about as many particles weigh 0 as had not finished.
+            or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
+            the others weigh 0 then, until they are resampled.
     """
 
     name = "smc"
     weighted = True
-    agrees = False
     rows_argument = "n_particles"
 
     n_particles: int = 8
@@ -299,8 +299,12 @@ class SMC(Decoding):
 
     @property
     def exact(self) -> bool:
-        """True at control 1 and power 1 where each particle is a sample of the target, and no vote is held."""
-        return self.control == 1.0 and self.power == 1.0 and self.select != "vote" and super().exact
+        """True at control 1 and power 1, where a particle drawn by weight is a sample of the target.
+
+        A vote's winner is none, nor is the heaviest particle where coins make weights differ.
+        """
+        drawn = self.select == "sample" or (self.select == "best" and not self.early_end)
+        return self.control == 1.0 and self.power == 1.0 and drawn and super().exact
 
     @property
     def ragged(self) -> bool:
@@ -398,6 +402,7 @@ class Rejection(Decoding):
 
     name = "rejection"
     rows_argument = "n_candidates"
+    agrees = True
 
     gamma: int | None = None
     verification: str = "token"

@@ -66,7 +66,7 @@ class Case:
                 f"context {self.context} and {WARMUP + self.cycles_per_window} cycles of {self.advance} tokens exceed "
                 f"max_model_len {self.max_model_len}; raise max_model_len or lower context."
             )
-        if not 0 <= self.private < self.context or (self.private and not (self.decoding.drafts and self.synthetic_kv)):
+        if not 0 <= self.private < self.context or (self.private and (self.decoding.agrees or not self.synthetic_kv)):
             raise ValueError(
                 f"private must be 0, or less than context {self.context} with SMC and synthetic KV, got {self.private}."
             )

@@ -38,7 +38,7 @@ WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then recor
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """A plan of what to measure.
 
     Attributes:
         strategies: decoders, those first that are wanted most.

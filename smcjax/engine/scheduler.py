@@ -3,7 +3,7 @@
 Requests are admitted in the order of arrival: who does not fit waits, and whoever comes later waits behind. A group
 keeps its lane until it ends, unless the batch changes its size. There are two rules of admission:
 
-    worst case    a lane is free, and so are the pages for the case that all rows diverge right after the prompt
+    worst case    a lane is free, and so are the pages that the request can name at most, ever
     optimistic    … or pages for the share of that which groups have been using of late
 
 A cycle is scheduled only where the pages suffice that it can take at most (`smcjax.engine.page_budget`), so no

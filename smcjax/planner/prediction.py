@@ -97,7 +97,7 @@ class Planner:
         return sorted(speeds, key=lambda prediction: -prediction.tokens_per_second)
 
     def rates(self, law: str) -> tuple[float, ...]:
-        """The r = 1 of all of the profile's prompts, and those of prompts at quantiles 10 and 90% of acceptance.
+        """Rates r to compare strategies at: 1, of all of the profile's prompts, and those of its deciles 1 and 9.
 
         They are counted by the law's strategy of most drafts; without one that rejects, or with one prompt, r is 1.
         """

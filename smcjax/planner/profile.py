@@ -6,10 +6,11 @@
      "left_out": [{"strategy", "why"}, …]}
 
 `requests` are running ones, and so the lanes of the batch; `context` is tokens of prompt and answer of each; `ms` is
-the median of windows, in milliseconds a cycle, through the engine. `reached` are the fractions of cycles whose accepted
-drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each prompt. `model` and `draft` are fingerprints of
-the models as they were kept on the device. Every strategy has been measured at every load and context of the file, so
-that no two are compared by what only one of them was seen to do; what could not be is in `left_out`.
+the median of windows, in milliseconds a cycle, through the engine (with `--clock cpu` of all cores, summed). `reached`
+are the fractions of cycles whose accepted drafts reach positions 1 … K, `prompts` the mean tokens a cycle on each
+prompt. `model` and `draft` are fingerprints of the models as they were kept on the device. Every strategy has been
+measured at every load and context of the file, so that no two are compared by what only one of them was seen to do;
+what could not be is in `left_out`.
 """
 
 from __future__ import annotations

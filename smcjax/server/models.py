@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class VirtualModel:
     @property
     def fingerprint(self) -> str:
         """A text that changes with what could change the tokens of a seed, but for the load."""
-        return f"smcjax-{_label(self.llm)}"
+        options = hashlib.sha256(repr(self.llm.llm.strategies).encode()).hexdigest()
+        return f"smcjax-{_label(self.llm)}-{options[:8]}"
 
     def description(self) -> dict[str, Any]:
         """The decoder in replies."""

@@ -4,6 +4,7 @@
     verify     all of them in one target forward, which also draws the bonus token
     weigh      log w += Σ [α·log p_T − log q] + log Z of the bonus, up to the row's end; of requests with a constraint
                q and the bonus are drawn from allowed tokens, p_T is not changed, and Z sums over those
+    end early  with `early_end`: a coin between finished rows and the others (`smcjax.smc.roulette`)
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
 With a control c > 0, the decoder's or a request's, verifying rejects drafts too (`smcjax.smc.control`): rows advance by

@@ -85,8 +85,8 @@ def test_measuring(pair: Pair) -> None:
 @pytest.mark.slow
 def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that memory has no room for, and what the budget does not reach: whole strategies, with the reason."""
-    strategies = (Autoregressive(), Rejection(2, n_candidates=4), Rejection(2, n_candidates=2))
-    with Profiler(dataclasses.replace(SMALL, strategies=strategies), models(pair, num_pages=40)) as profiler:
+    strategies = (Autoregressive(), Rejection(2, n_candidates=8), Rejection(2, n_candidates=2))
+    with Profiler(dataclasses.replace(SMALL, strategies=strategies), models(pair, num_pages=29)) as profiler:
         cell, times = profiler._cell, iter((1.0, 2.0))
 
         def measured(llm: LLM, prompts: Any, context: int, load: int) -> Cell:
@@ -96,9 +96,9 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         made = profiler.measure(["a"])
     assert [one.decoding for one in made.strategies] == [Autoregressive()]
     largest, larger = made.left_out
-    assert largest["strategy"] == "rejection by token, K=2, 4 candidates"
-    assert largest["why"].startswith("one request of 8 tokens cannot run: it may need 46 KV pages and there are 39")
-    assert larger["why"] == "2 running may need 48 KV pages and there are 39"
+    assert largest["strategy"] == "rejection by token, K=2, 8 candidates"
+    assert largest["why"].startswith("one request of 8 tokens cannot run: it may need 29 KV pages and there are 28")
+    assert larger["why"] == "2 running may need 34 KV pages and there are 28"
     with (
         Profiler(dataclasses.replace(SMALL, budget=1e-9), models(pair)) as profiler,
         pytest.raises(ValueError, match=r"^no strategy could be measured \(the budget of 1e-09 s was used up\); raise"),

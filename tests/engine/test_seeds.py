@@ -99,6 +99,26 @@ def test_reading_results_late_changes_nothing(
 
 
 @pytest.mark.slow
+def test_coins_are_a_requests_own(pair: Pair) -> None:
+    """Populations that end early are the same alone, in company, after preemptions, and as they stream."""
+    coins = {"early_end": True, "control": 0.3}
+    everything = list(range(len(REQUESTS)))
+    with smc_llm(pair, coins) as llm:
+        outputs = [ask(llm, [i])[0] for i in everything]
+        alone = [fingerprint(output) for output in outputs]
+        assert [fingerprint(output) for output in ask(llm, everything[::-1])] == alone[::-1]
+        for i in (1, 3, 5):
+            prompt, params = REQUESTS[i]
+            chunks = list(llm.generate_stream(prompt, SamplingParams(**params)))
+            assert [token for chunk in chunks for token in chunk.token_ids] == list(alone[i][1])
+    given_up = [[particle.log_weight == -np.inf for particle in output.smc.particles] for output in outputs]
+    assert sum(map(any, given_up)) >= 3, "no coin was tossed"
+    with smc_llm(pair, coins, num_pages=45, admission="optimistic") as tight:
+        assert [fingerprint(output) for output in ask(tight, everything)] == alone
+        assert tight.metrics()["preemptions"] > 0
+
+
+@pytest.mark.slow
 def test_unseeded_requests_differ_and_the_engine_seed_replays_them(pair: Pair) -> None:
     def session(seed: int) -> list[tuple[Any, ...]]:
         with smc_llm(pair, seed=seed) as fresh:

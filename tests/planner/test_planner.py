@@ -181,7 +181,7 @@ def test_strategies_worth_compiling() -> None:
 
 
 def test_strategies_for_prompts_of_all_kinds() -> None:
-    """What no load wants on the mean prompt is kept where a tenth of the prompts want it, and not where none does."""
+    """A strategy that no load wants on the mean prompt is kept where a tenth of the prompts want it, and only there."""
     times = {Rejection(8): 3.0, ALONE: 2.0}
 
     def planner(*prompts: float) -> Planner:

@@ -18,6 +18,7 @@ from smcjax import rejection
 from smcjax.decoding import draft_model, tree_drafts
 from smcjax.decoding.proposer import Proposer
 from smcjax.decoding.sampling import Purpose
+from smcjax.engine.page_budget import Footprint
 from smcjax.model import ModelConfig, load_checkpoint
 from smcjax.rejection import Rejection, decoder, rules
 from tests import exact
@@ -144,6 +145,25 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
     if decoding.n_candidates > 1 or decoding.tree:
         single = program_of(decoding, page_size=1)
         assert answers(single, decode(single, asks, 600)[0]) == got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page_size", "prompt"), [(1, 3), (4, 6), (7, 7)])
+def test_worst_case_bound_of_pages_suffices(page_size: int, prompt: int) -> None:
+    """Three candidates with the pages that agreeing rows can take at most lose no token; with fewer they do."""
+    decoding = Rejection(gamma=2, n_candidates=3)
+    program, bound = program_of(decoding, page_size), Footprint.of(decoding, page_size)
+    asks = [Ask((1, 2, 3, 0, 1, 2, 3)[:prompt], MAX_MODEL_LEN, seed=seed) for seed in (5, 6)]
+    pages = bound.worst_case(prompt, MAX_MODEL_LEN)
+    assert page_size == 7 or pages < dataclasses.replace(bound, agrees=False).worst_case(prompt, MAX_MODEL_LEN)
+
+    def decoded(num_pages: int) -> list[tuple[int, ...]]:
+        return answers(program, decode(program, asks, num_pages)[0])
+
+    roomy = decoded(200)
+    assert {len(answer) for answer in roomy} == {MAX_MODEL_LEN - prompt}
+    assert decoded(1 + 2 * pages) == roomy
+    assert decoded(1 + 3 * pages // 4) != roomy, "control"
 
 
 @pytest.mark.slow

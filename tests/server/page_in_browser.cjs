@@ -117,7 +117,7 @@ const inked = () => {
 async function live(page) {
   const cycles = [];
   await page.exposeFunction("told", async (cycle) => {
-    if (cycles.length === 5) return;
+    if (cycles.length === 5 || cycle === cycles.at(-1)) return; // a frame without a cycle writes the same text
     cycles.push(cycle);
     await steps(cycles.length === 5 ? "all" : 1);
   });

@@ -23,7 +23,7 @@ TAG = "<img src=x onerror=\"document.title='run'\">"
 
 
 def missing() -> str | None:
-    """What this machine lacks."""
+    """Names what this machine lacks, None where it has all."""
     for programs in (("node",), ("chromium", "chromium-browser", "google-chrome")):
         if not any(map(shutil.which, programs)):
             return f"no {programs[0]}"
@@ -71,7 +71,7 @@ class Gate:
 
 
 def look(command: list[str]) -> dict[str, Any]:
-    """What the driver prints; it grants the engines' steps."""
+    """Grants the engines' steps that the driver asks for, and returns what it prints at its end."""
     gate, said = Gate(), ""
     pipe = subprocess.PIPE
     with gate.before_steps(), subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as driver:
@@ -95,7 +95,7 @@ def look(command: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen(server: Running, http: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the driver saw."""
+    """Runs the driver on a trace and on live answers, and returns its report."""
     files = tmp_path_factory.mktemp("runs")
     trace = http.post("/v1/completions", json={"prompt": "ab", "seed": 9, "max_tokens": 40, "smc": {"trace": True}})
     (files / "trace.json").write_text(json.dumps(trace.json()["smc"]["trace"]))

@@ -22,7 +22,8 @@ from smcjax.decoding.ngram import NGram
 from smcjax.engine.page_budget import Footprint
 from smcjax.kv import pages_for
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
-from tests.smc.enumeration import CONTROL_MUTATIONS, Enumeration, Toy
+from tests.smc.enumeration import Enumeration, Toy
+from tests.smc.mutations import CONTROL_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
 
 STOP = Toy(vocab=2, cap=4, stop=1)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smcjax import SMC
 from smcjax.smc.roulette import part
 from tests.helpers import Ask, finish, start, tiny_pair
-from tests.smc.enumeration import ROULETTE_MUTATIONS, Toy
+from tests.smc.enumeration import Toy
+from tests.smc.mutations import ROULETTE_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
 
 STOP = Toy(vocab=2, cap=4, stop=1)
@@ -39,6 +41,13 @@ def test_unbiased(case: str) -> None:
         assert max(abs(done.selected.get(x, 0.0) - mass) for x, mass in law.items()) < 1e-12
 
 
+def test_the_heaviest_is_no_sample_of_the_target() -> None:
+    """Rows that a coin lets live and a resampling copies are not alike any more, and ties go to the lowest."""
+    assert SMC(control=1.0, early_end=True).exact
+    assert SMC(control=1.0, select="best").exact
+    assert not SMC(control=1.0, select="best", early_end=True).exact
+
+
 @pytest.mark.parametrize("mutation", ROULETTE_MUTATIONS)
 def test_controls(mutation: str) -> None:
     """Known mistakes break the law."""
@@ -47,7 +56,7 @@ def test_controls(mutation: str) -> None:
 
 
 def test_weights_by_hand() -> None:
-    """Who stays takes the whole weight; rows of weight 0 have no say; where all are alike nothing happens."""
+    """Rows that stay take the whole weight; rows of weight 0 have no say; where all are alike nothing happens."""
     log_weight = jnp.log(jnp.array([[1.0, 2.0, 5.0, 0.0]] * 4))
     finished = jnp.array([[True, False, False, True]] * 2 + [[True, True, True, False], [False, False, False, True]])
     found = np.exp(np.asarray(part(log_weight, finished, jnp.array([0.12, 0.13, 0.5, 0.5]))))

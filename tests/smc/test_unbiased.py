@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from smcjax import smc
-from tests.smc.enumeration import MUTATIONS, Enumeration, Toy
+from tests.smc.enumeration import Enumeration, Toy
+from tests.smc.mutations import MUTATIONS
 
 STOP = Toy(vocab=2, cap=5, stop=1)  # with K = 2: x₀, a whole block, one token cut by the cap
 WIDE = Toy(vocab=3, cap=5, stop=2, impossible=True, seed=3)  # with weights of −inf

@@ -27,7 +27,7 @@ def test_every_variant_is_unbiased(variant: sim.Variant) -> None:
 
 
 def _half(gained: np.ndarray, owed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a cycle gives, with weights that are half as sharp."""
+    """Tokens of a cycle as they are, with weights that are half as sharp."""
     return 0.5 * gained, owed
 
 
