@@ -192,6 +192,8 @@ def load(
     per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
     per_llm |= {"max_waiting": max_waiting, "compile_at_start": False}
     has_draft = model is None or any(of_models.get(key) is not None for key in ("draft_model", "draft_drop_layers"))
+    if profile is not None and not any(isinstance(one, Auto) for one in decodings):
+        raise ValueError("profile is given and no decoder is auto; add Auto() to the decoders, or leave profile out.")
     for one in decodings:
         if isinstance(one, Auto) and profile is not None:
             Planned(profile, one, has_draft=has_draft, max_num_seqs=max_num_seqs)

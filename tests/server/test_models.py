@@ -68,6 +68,11 @@ def test_programs_are_compiled_when_it_is_asked_for(pair_on_disk: Pair, at_start
     asyncio.run(loaded.close())
 
 
+def test_a_profile_is_for_auto(pair_on_disk: Pair) -> None:
+    with pytest.raises(ValueError, match=r"^profile is given and no decoder is auto; add Auto\(\)"):
+        load(pair_on_disk.target, [Autoregressive()], profile="profile.json")
+
+
 def test_listed(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [model.id for model in client.models.list()] == ["pair", SMC_NAME, EXACT_NAME]
     one = client.models.retrieve(SMC_NAME)
