@@ -183,8 +183,14 @@ def compiled(request: dict[str, Any], tokens: list[bytes]) -> dict[str, Any]:
 
 
 def check_inner(what: str, regex: str) -> None:
-    """Raises Refusal for the pattern of a JSON string that lets bytes through which must be escaped there."""
-    table, _ = byte_automaton(regex, 1 << 15)
+    """Raises Refusal for the pattern of a JSON string that lets bytes through which must be escaped there.
+
+    A pattern that is no expression by itself is refused here too, before it is part of a schema's.
+    """
+    try:
+        table, _ = byte_automaton(regex, 1 << 15)
+    except Refusal as refusal:
+        raise type(refusal)(f"has {what}, which {refusal}") from None
     must_escape = [*range(0x20), ord('"'), ord("\\")]
     if (table[:-1, must_escape] != table.shape[0] - 1).any():
         raise Refusal(f"has {what}, which lets quotes, backslashes or controls into a JSON string; exclude them")

@@ -6,19 +6,26 @@ state is 0.
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
+
+from smcjax.plain import short
+
+# How outlines-core's error begins for an expression that it has read and whose bytes a vocabulary lacks.
+_IS_READ = "The vocabulary provided is incompatible"
 
 
 class Refusal(Exception):
-    """The reason why there is no automaton, in words that follow the name of what was asked for."""
+    """An automaton cannot be made; the message says why, in words that follow the name of what was asked for."""
 
 
 class Empty(Refusal):
-    """There is no text that it could accept."""
+    """An automaton would accept no text."""
 
 
 class TooLarge(Refusal):
-    """Its sizes and the largest ones; what to do about them is to be added."""
+    """An automaton has too many states or cells; the message lacks the mend, which whoever catches it adds."""
 
 
 def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
@@ -29,13 +36,21 @@ def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
     import numpy as np
     from outlines_core import Index, Vocabulary
 
+    # First by itself, since "a)|(b" is none, and would be one within the brackets below. A vocabulary without its bytes
+    # saves most of the time.
+    try:
+        Index(regex, Vocabulary(256, {b"\0": [0]}))
+    except ValueError as error:
+        if not str(error).startswith(_IS_READ):
+            raise _no_regex(regex, error) from None
     # outlines-core (0.2.14) loses what goes on behind an accepting state to one that is not: so no text may accept
     # before its end, which a byte marks that no text has.
     try:
         index = Index(f"(?:{regex})\\x00", Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
     except ValueError as error:
-        said = " ".join(str(error).split())[:200]
-        raise Refusal(f"is no regular expression that has an automaton ({said}); write it without that") from None
+        if str(error).startswith(_IS_READ):
+            raise Empty("matches no text at all; mend it") from None
+        raise _no_regex(regex, error) from None
     transitions, final = index.get_transitions(), set(index.get_final_states())
     states = list(dict.fromkeys((index.get_initial_state(), *transitions)))
     number = {state: place for place, state in enumerate(states)}
@@ -47,6 +62,19 @@ def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
             if 0 < byte < 256:  # 256 is what outlines-core ends a text with
                 table[number[state], byte] = number[after]
     return minimal(table, accepts, most_states)
+
+
+def _no_regex(regex: str, error: ValueError) -> Refusal:
+    """A refusal of what outlines-core does not read, in Python's words where Python does not read it either."""
+    said = " ".join(str(error).removeprefix("Failed to build DFA").split())[:200]
+    if said == "error building NFA":
+        said = "look-around, back-references and whatever else Rust's syntax lacks are not kept here"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(regex)
+    except (re.error, ValueError, OverflowError, RecursionError) as fault:
+        said = str(fault)
+    return Refusal(f"is no regular expression that has an automaton ({short(regex)}: {said}); mend it")
 
 
 def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:
@@ -62,15 +90,16 @@ def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:
     count, exact = 0, False
     while True:
         if exact:
-            _, group = np.unique(np.column_stack([group, group[columns]]), axis=0, return_inverse=True)
-        else:  # equal rows by a hash of theirs, in a hundredth of the time: it ends where exact comparison goes on
+            rows = np.column_stack([accepts, group, group[columns]])
+            _, group = np.unique(rows, axis=0, return_inverse=True)
+        else:  # equal rows by a hash of theirs, in a hundredth of the time: what it takes for equal is compared last
             hashed = group * factors[0] + group[columns] @ factors[1:]
             _, group = np.unique(hashed, return_inverse=True)
         group = group.reshape(-1).astype(np.uint64)
         now = int(group.max()) + 1
         if now == count and exact:
             break
-        count, exact = now, now == count
+        count, exact = now, exact or now == count
     group = group.astype(np.int64)
     dead = group[-1]
     if group[0] == dead:

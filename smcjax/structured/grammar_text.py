@@ -20,15 +20,17 @@ from typing import Any
 from smcjax.plain import short
 from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.json_schema import escape
+from smcjax.structured.terminal_regex import rust_regex
 
 SKIPPED = "%ignore"  # the name of a rule for texts of `%ignore`
 START = "%start"  # the name of the rule that all others follow from
+MOST_DIGITS = 9  # of a number of repetitions
 
 # Terminals of Lark's library whose own definitions look around or repeat lazily, by the texts that they are meant for.
 _MEANT = {"ESCAPED_STRING": r'"([^"\\\n]|\\[^\n])*"', "C_COMMENT": r"/\*([^*]|\*+[^*/])*\*+/"}
 
 _GBNF = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
-# The trees that Lark's own grammar of Lark makes, of another notation.
+# GBNF's syntax as a grammar of Lark's, whose trees have the names of those that Lark's own grammar of Lark makes.
 _GRAMMAR_OF_GBNF = r"""
 start: rule+
 rule: HEAD expansions
@@ -113,7 +115,9 @@ def read_grammar(text: str) -> dict[str, Part]:
     for name, part in rules.items():
         for reference in references(part):
             if reference.name not in rules:
-                raise Refusal(f"has a grammar whose rule {name!r} names {reference.name!r}, which it lacks; define it")
+                raise Refusal(
+                    f"has a grammar whose rule {short(name)} names {short(reference.name)}, which it lacks; define it"
+                )
     if not gbnf:
         _check_terminals(rules)
     return rules
@@ -138,7 +142,9 @@ def _check_terminals(rules: Mapping[str, Part]) -> None:
         while waiting:
             fresh = {one.name for one in references(rules[waiting.pop()])} - seen
             if name in fresh:
-                raise Refusal(f"has a grammar whose terminal {name!r} needs itself; make it a rule, in small letters")
+                raise Refusal(
+                    f"has a grammar whose terminal {short(name)} needs itself; make it a rule, in small letters"
+                )
             seen |= fresh
             waiting += fresh
 
@@ -177,7 +183,7 @@ class _Reader:
 
     def _define(self, name: str, part: Part) -> None:
         if name in self.rules:
-            raise Refusal(f"that defines {name!r} twice; keep one")
+            raise Refusal(f"that defines {short(name)} twice; keep one")
         self.rules[name] = part
 
     def part(self, tree: Any) -> Part:
@@ -229,7 +235,7 @@ class _Lark(_Reader):
         name, params, *_, body = tree.children
         name = str(name).lstrip("!").lstrip("?")
         if params.children:
-            raise Refusal(f"with parameters of {name!r}, and templates are not kept here; write it out")
+            raise Refusal(f"with parameters of {short(name)}, and templates are not kept here; write it out")
         self._terminal = tree.data == "token"
         self._skips = not self._terminal and SKIPPED in self.rules
         self._prefix = prefix
@@ -240,10 +246,10 @@ class _Lark(_Reader):
 
     def _import(self, path: list[str], name: str, alias: str) -> None:
         if path != ["common"] or name not in _common() or name.startswith("_STRING"):
-            whole = ".".join([*path, name])
+            whole = short(".".join([*path, name]))
             raise Refusal(f"that imports {whole}, and what is known here are the terminals of 'common'; write it out")
         if not _is_terminal(alias):
-            raise Refusal(f"that calls the terminal {name} {alias!r}; use capitals")
+            raise Refusal(f"that calls the terminal {name} {short(alias)}; use capitals")
         if f"common.{name}" not in self.rules:
             for known, tree in _common().items():
                 if known in _MEANT:
@@ -255,7 +261,9 @@ class _Lark(_Reader):
     def _name(self, children: list[Any]) -> Part:
         name = str(children[0])
         if self._terminal and not _is_terminal(name):
-            raise Refusal(f"whose terminals name the rule {name!r}; make it a terminal, in capitals, or them rules")
+            raise Refusal(
+                f"whose terminals name the rule {short(name)}; make it a terminal, in capitals, or them rules"
+            )
         reference = Reference(self._prefix + name)
         return self._leaf(reference) if _is_terminal(name) else reference
 
@@ -269,7 +277,7 @@ class _Lark(_Reader):
         part, *times = children
         if times[0] in _SIMPLE:
             return Repeat(self.part(part), *_SIMPLE[times[0]])
-        least, most = int(times[0]), int(times[-1])
+        least, most = _number(str(times[0])), _number(str(times[-1]))
         if not 0 <= least <= most:
             raise Refusal(f"that repeats a part from {least} to {most} times; mend that")
         return Repeat(self.part(part), least, most)
@@ -277,9 +285,8 @@ class _Lark(_Reader):
     def _literal_range(self, children: list[Any]) -> Part:
         first, last = (_unescaped(str(one)) for one in children)
         if not len(first) == len(last) == 1 or first > last:
-            raise Refusal(
-                f"with the range {children[0]}..{children[1]}, whose ends are no characters in order; mend it"
-            )
+            written = short(f"{children[0]}..{children[1]}")
+            raise Refusal(f"with the range {written}, whose ends are no characters in order; mend it")
         return self._leaf(Pattern(f"[{_code(first)}-{_code(last)}]"))
 
     def _literal(self, children: list[Any]) -> Part:
@@ -303,10 +310,11 @@ class _Gbnf(_Reader):
         part, times = self.part(children[0]), str(children[1])
         if times in _SIMPLE:
             return Repeat(part, *_SIMPLE[times])
-        least, comma, most = times[1:-1].partition(",")
-        if most and int(most) < int(least):
+        first, comma, last = times[1:-1].partition(",")
+        least, most = _number(first), _number(last) if last else None
+        if most is not None and most < least:
             raise Refusal(f"that repeats a part {times} times; mend that")
-        return Repeat(part, int(least), int(most) if most else None if comma else int(least))
+        return Repeat(part, least, most if comma else least)
 
     def _literal(self, children: list[Any]) -> Part:
         return Text(_unescaped(str(children[0])).encode())
@@ -329,8 +337,15 @@ class _Gbnf(_Reader):
             made += f"{_code(first)}-{_code(last)}"
             place += 1
         if not made:
-            raise Refusal(f"with the class {children[0]} without characters; mend it")
+            raise Refusal(f"with the class {short(str(children[0]))} without characters; mend it")
         return Pattern(f"[{'^' if excludes else ''}{made}]")
+
+
+def _number(digits: str) -> int:
+    """A number of repetitions. Raises Refusal for one of more than `MOST_DIGITS` digits."""
+    if len(digits.lstrip("+-")) > MOST_DIGITS:
+        raise Refusal(f"that repeats a part {short(digits)} times, and {MOST_DIGITS} digits are the most; lower that")
+    return int(digits)
 
 
 def _is_terminal(name: str) -> bool:
@@ -368,27 +383,24 @@ def _character(unit: str) -> str:
     try:
         return chr(int(unit[2:], 16)) if unit[1] in "xuU" and len(unit) > 2 else _ESCAPED[unit[1]]
     except (KeyError, ValueError, OverflowError):
-        raise Refusal(f"with the escape {unit}, which is not known here; write the character") from None
+        raise Refusal(f"with the escape {short(unit)}, which is not known here; write the character") from None
 
 
 def _unescaped(quoted: str) -> str:
     """The text that a string stands for. Raises Refusal for unknown escapes and for what no text has."""
     text = re.sub(_ESCAPE, lambda found: _character(found[0]), quoted[1:-1])
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise Refusal(f"with the string {quoted}, which no text has; mend it")
+        raise Refusal(f"with the string {short(quoted)}, which no text has; mend it")
     return text
 
 
-# Escapes, and classes of characters, within which nothing looks around.
-_NO_LOOK = re.compile(r"\\[^bBAzZG<>]|\[\^?\]?(\\.|[^\]\\])*\]", re.DOTALL)
-
-
 def _pattern(token: str) -> Part:
-    """The part for /regex/flags. Raises Refusal for what looks around, which depends on what a rule has beside it."""
+    """The part for /regex/flags. Raises Refusal for what `rust_regex` refuses, and for flags."""
     body, _, flags = token[1:].rpartition("/")
     if set(flags) & set("lx"):
-        raise Refusal(f"with the flags {flags!r} of {short(token)}, and i, s, m and u are kept here; leave them out")
-    if re.search(r"[\^$\\]", _NO_LOOK.sub("", body)):
-        raise Refusal(f"with an anchor in {short(token)}, which looks at what is beside it; leave it out")
+        raise Refusal(
+            f"with the flags {short(flags)} of {short(token)}, and i, s, m and u are kept here; leave them out"
+        )
     kept = "".join(flag for flag in "is" if flag in flags)
-    return Pattern(f"(?{kept}:{body})" if kept else body)
+    regex = rust_regex(body, token)
+    return Pattern(f"(?{kept}){regex}" if kept else regex)

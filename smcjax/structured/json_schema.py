@@ -86,7 +86,7 @@ class _Reader:
         made = getattr(self, f"_{kind}")(take, where, within)
         unknown = sorted(set(schema) - used - REMARKS - {"type"})
         if unknown:
-            raise ValueError(f"json_schema has {unknown[0]!r} in {where}, which is not kept here; leave it out.")
+            raise ValueError(f"json_schema has {short(unknown[0])} in {where}, which is not kept here; leave it out.")
         return f"({made})"
 
     @staticmethod
@@ -113,12 +113,14 @@ class _Reader:
         if not isinstance(name, str) or not name.startswith("#"):
             raise ValueError(f"json_schema refers to {short(name)} in {where}, which is outside of it; put it into it.")
         if name in within:
-            raise ValueError(f"json_schema has {name!r} refer to itself, without an end; write out how deep it may be.")
+            raise ValueError(
+                f"json_schema has {short(name)} refer to itself, without an end; write out how deep it may be."
+            )
         for step in name[1:].split("/")[1:]:
             part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
         if part is None:
-            raise ValueError(f"json_schema refers to {name!r} in {where}, which it does not have; mend it.")
-        return self.regex(part, name, (*within, name))
+            raise ValueError(f"json_schema refers to {short(name)} in {where}, which it does not have; mend it.")
+        return self.regex(part, short(name), (*within, name))
 
     def _values(self, take: Callable[[str], Any], where: str, within: tuple[str, ...]) -> str:
         const, enum = take("const"), take("enum")

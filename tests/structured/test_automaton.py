@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from smcjax.model.hub import packaged_model
 from smcjax.structured import automaton_child
 from smcjax.structured.automaton import Automata, Automaton, compile_expression
 from smcjax.structured.automaton_child import Refusal, byte_automaton, json_automata, spliced, token_automaton
+from smcjax.structured.byte_automata import minimal
 from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer import Tokenizer
@@ -48,6 +50,34 @@ def test_bytes_are_those_of_re(regex: str) -> None:
         assert accepts(automaton, text) == (re.fullmatch(regex, text) is not None), text
     if regex == "a(bc)?d?":
         assert len(automaton[0]) == 6, "behind nothing, a, ab, abc, and d of either kind; and a dead one"
+
+
+@pytest.mark.parametrize(
+    "regex", ["a)|(b", "a)", "(?x)a #(\n)|b #", "(?x)a) | b #", "[A-[b])|([x]", "a(?#)|(b)", "(?x)a #"]
+)
+def test_brackets_of_an_expression_are_its_own(regex: str) -> None:
+    """Whatever brackets or comments it has, an expression that Rust does not read by itself is refused."""
+    with pytest.raises(Refusal, match=r"^is no regular expression that has an automaton .*; mend it$"):
+        byte_automaton(regex, 100)
+    with pytest.raises(Refusal, match=r"^has the pattern 'p', which is no regular expression"):
+        automaton_child.check_inner("the pattern 'p'", regex)
+
+
+@pytest.mark.parametrize(
+    "regex", [r"a\)|\(b", "[)]|[(]b", "[]a)]|[^](]", "(?x)(a) #(\n | b", "[A-[b)]|(b)", "[[(]b&&[b]]"]
+)
+def test_brackets_that_are_none(regex: str) -> None:
+    assert accepts(byte_automaton(regex, 100), ")") == (regex in ("[)]|[(]b", "[]a)]|[^](]", "[A-[b)]|(b)"))
+
+
+def test_a_hash_that_collides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of an even number of letters, whose two states have equal hashes: the exact comparison tells them apart."""
+    table, ends = np.full((3, 256), 2, np.int32), np.array([True, False, False])
+    table[0, ord("a")], table[1, ord("a")] = 1, 0
+    ones = SimpleNamespace(integers=lambda *arguments: np.ones(arguments[2], np.uint64))
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: ones)
+    made = minimal(table, ends, 10)
+    assert [accepts(made, "a" * count) for count in range(4)] == [True, False, True, False]
 
 
 def walk(automaton: Automaton, tokens: list[int]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from smcjax.structured.automaton_child import compiled
+from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.json_schema import regex_of_schema, unanchored
 from smcjax.structured.response_format import expression_of
 
@@ -115,6 +117,16 @@ def test_open_shapes_patterns_and_anchors() -> None:
     assert unanchored("^a$") == ("a", True, True)
     assert unanchored(r"a\$") == (r"a\$", False, False)
     assert unanchored(r"a\\$") == (r"a\\", False, True)
+
+
+def test_a_pattern_that_leaves_its_brackets() -> None:
+    """As part of the schema's expression it would let answers through that are no JSON."""
+    asked = expression_of({"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": '^a")|(b$'}}})
+    assert asked is not None
+    request = {"grammar": "", "depth": 0, "most_states": 100, "most_cells": 1000, "mend": "simplify it"}
+    request |= {"regex": asked.regex, "free_of_quotes": dict(asked.inner)}
+    with pytest.raises(Refusal, match=r"^has the pattern '.*' of the schema, which is no .* unbalanced parenthesis"):
+        compiled(request, [bytes([byte]) for byte in range(128)])
 
 
 def test_references_that_multiply() -> None:
