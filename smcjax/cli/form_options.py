@@ -35,7 +35,10 @@ def form_from(args: argparse.Namespace) -> dict[str, Any] | None:
         depth = {} if args.max_depth is None else {"max_depth": args.max_depth}
         return {"type": "grammar", "grammar": read_file("--grammar", args.grammar, FILE_BYTES), **depth}
     if args.max_depth is not None:
-        raise ValueError("--max-depth is about the nesting of a --grammar; give one, or leave it out.")
+        raise ValueError(
+            f"--max-depth is {args.max_depth}, and there is no --grammar whose nesting it limits; give one, or leave "
+            "it out."
+        )
     if args.regex is not None:
         return {"type": "regex", "regex": args.regex}
     if args.json_object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -55,7 +54,7 @@ from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
-from smcjax.structured.automaton import Automata
+from smcjax.structured.automaton import Automata, Undecided
 
 logger = logging.getLogger("smcjax")
 
@@ -454,14 +453,33 @@ class LLM:
         with self.turn:
             self.engine.warm_up(use_tqdm=use_tqdm)
 
-    def _prepare(self, params: SamplingParams) -> None:
-        """Makes the automaton that a request asks for, which may take seconds, before others have to wait for it.
+    def has_prepared(self, params: SamplingParams) -> bool:
+        """True where the form that a request asks for is known already, as its automaton or by why it has none.
 
-        What is wrong with it is said when the request is checked, in its turn.
+        Neither this nor a request with such parameters waits for a compilation.
         """
-        with contextlib.suppress(ValueError):
-            params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
-            automaton_of(params, self._automata, self._stop_ids(params, named))
+        if params.expression is None:
+            return True
+        params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
+        assert params.expression is not None
+        return self._automata.keeps(params.expression, self._stop_ids(params, named))
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
+
+        Raises ValueError where there is none. Any thread may call this before others have to wait for it.
+        """
+        params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
+        automaton_of(params, self._automata, self._stop_ids(params, named))
+
+    def _prepare(self, params: SamplingParams) -> None:
+        """Prepares a request. What is wrong with it for good is said when it is checked, in its turn."""
+        try:
+            self.prepare(params)
+        except Undecided:  # or it would be compiled again then
+            raise
+        except ValueError:
+            pass
 
     def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
         return named if params.ignore_eos else (*self.models.eos_token_ids, *named)

@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from smcjax.plain import short
+from smcjax.structured.automaton_child import OUT_OF_MEMORY
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer import Tokenizer
@@ -30,12 +33,19 @@ PATIENCE = 60.0  # seconds by the clock, on a machine that is busy with other th
 MOST_STATES = 32_000  # of an automaton over bytes
 MOST_CELLS = 1 << 19  # states times classes of an automaton over tokens
 KEPT = 64  # automata for requests to come
+# How the child ends that has gone beyond a limit, or has broken by what it was asked for: always so. What else ends it,
+# such as the system where memory is short, may not do so again.
+FINAL = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from smcjax.structured.automaton_child import main
 main()
 """
+
+
+class Undecided(ValueError):
+    """An expression was not compiled, which says nothing for ever: the machine may be less busy the next time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,28 +65,30 @@ class Automata:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._lock, self._spelling, self._compiling = threading.Lock(), threading.Lock(), threading.Lock()
         self._tokens: list[bytes] | None = None
         self._kept: OrderedDict[tuple[Expression, frozenset[int]], Automaton | str] = OrderedDict()
 
     def of(self, expression: Expression, stops: Collection[int]) -> Automaton:
         """The automaton of an expression, in which `stops`, tokens that end an answer, are no text.
 
-        Raises ValueError (one sentence) where there is none, it is too large, or a package is missing.
+        Raises ValueError (one sentence) where there is none, it is too large, or a package is missing; RuntimeError for
+        an error of this package's own.
         """
         tokens = self._spelled()
         if expression.grammar:
             _need("lark", "lark")
-        text_stops = frozenset(stop for stop in stops if stop < self._vocab_size and tokens[stop])
-        key = (expression, text_stops)
+        key = self._key(expression, stops, tokens)
         found = self._found(key)
         if found is None:
             with self._compiling:
                 found = self._found(key)
                 if found is None:
                     try:
-                        spelled = [b"" if id in text_stops else token for id, token in enumerate(tokens)]
+                        spelled = [b"" if id in key[1] else token for id, token in enumerate(tokens)]
                         found = compile_expression(expression, spelled)
+                    except Undecided:
+                        raise
                     except ValueError as error:
                         found = str(error)
                     self._keep(key, found)
@@ -84,11 +96,22 @@ class Automata:
             raise ValueError(found)
         return found
 
+    def keeps(self, expression: Expression, stops: Collection[int]) -> bool:
+        """True where `of` would say at once what it says, as it has before. It never waits for a compilation."""
+        tokens = self._tokens
+        return tokens is not None and self._found(self._key(expression, stops, tokens)) is not None
+
+    def _key(
+        self, expression: Expression, stops: Collection[int], tokens: Sequence[bytes]
+    ) -> tuple[Expression, frozenset[int]]:
+        """An expression and those stops that have a text."""
+        return expression, frozenset(stop for stop in stops if stop < self._vocab_size and tokens[stop])
+
     def _spelled(self) -> list[bytes]:
         if self._tokenizer is None:
             raise ValueError("response_format needs a tokenizer, which the model directory lacks; leave it out.")
         _need("outlines_core", "outlines-core")
-        with self._lock:
+        with self._spelling:
             if self._tokens is None:
                 self._tokens = token_bytes(self._tokenizer, self._vocab_size)
             return self._tokens
@@ -113,7 +136,11 @@ def _need(package: str, name: str) -> None:
 
 
 def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:
-    """The automaton of an expression over these tokens, of which empty ones are impossible. Raises ValueError."""
+    """The automaton of an expression over these tokens, of which empty ones are impossible.
+
+    Raises ValueError for an expression that has none or takes too much, `Undecided` where that may be the machine's
+    fault, and RuntimeError for an error of this package's own.
+    """
     setup = {
         "seconds": SECONDS,
         "bytes": BYTES,
@@ -138,9 +165,20 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(_too_large(expression)) from None
-    if done.returncode:
+        raise Undecided(
+            f"response_format was not made an automaton within {PATIENCE:g} s on a busy machine; ask again later, or "
+            f"{_mend(expression)}."
+        ) from None
+    if done.returncode == OUT_OF_MEMORY or done.returncode in FINAL:
         raise ValueError(_too_large(expression))
+    if done.returncode < 0:
+        raise Undecided(
+            f"response_format was not made an automaton, since signal {-done.returncode} ended that; ask again later, "
+            f"or {_mend(expression)}."
+        )
+    if done.returncode:
+        last = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
+        raise RuntimeError(f"an error ended the process that compiles response_format: {short(''.join(last))}.")
     arrays = np.load(io.BytesIO(done.stdout), allow_pickle=False)
     if "refusal" in arrays:
         raise ValueError(f"response_format {arrays['refusal'].tobytes().decode()}.")
@@ -148,7 +186,7 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
 
 
 def _mend(expression: Expression) -> str:
-    """What to do about an expression that takes too much."""
+    """The mend, as a command, of an expression that takes too much."""
     return f"lower max_depth, here {expression.depth}, or simplify it" if expression.grammar else "simplify it"
 
 

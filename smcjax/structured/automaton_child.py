@@ -20,6 +20,7 @@ from smcjax.structured.grammar import grammar_automaton
 
 MOST_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
 MOST_CALLS = 20_000  # within each other: rules of a grammar refer to rules
+OUT_OF_MEMORY = 9  # exit code of a process that has told by itself that its memory does not suffice
 UNREACHED = 1 << 30  # in `reach`: no way to an accepting state
 
 
@@ -197,7 +198,10 @@ def check_inner(what: str, regex: str) -> None:
 
 
 def main() -> None:
-    """Reads a request as an npz from standard input, and writes the arrays, or a refusal, as one to standard output."""
+    """Reads a request as an npz from standard input, and writes the arrays, or a refusal, as one to standard output.
+
+    Exits with `OUT_OF_MEMORY` where Python's own memory does not suffice; what else does not ends by a signal.
+    """
     import resource
     import signal
 
@@ -215,6 +219,8 @@ def main() -> None:
         reply = compiled(setup, tokens)
     except Refusal as refusal:
         reply = {"refusal": np.frombuffer(str(refusal).encode(), np.uint8)}
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
     written = io.BytesIO()
     np.savez(written, **reply)
     sys.stdout.buffer.write(written.getvalue())

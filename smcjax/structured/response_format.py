@@ -60,9 +60,10 @@ def expression_of(response_format: object) -> Expression | None:
     needed = {"type", *([] if kind in ("text", "json_object") else [kind])}
     more = {name: response_format[name] for name in _OPTIONS.get(kind, ()) if name in response_format}
     if set(response_format) - set(more) != needed:
+        optional = "".join(f", and {name} if you like" for name in _OPTIONS.get(kind, ()))
         raise ValueError(
-            f"response_format of type {kind!r} has the keys {', '.join(sorted(needed))}, got "
-            f"{short(sorted(map(str, response_format)))}."
+            f"response_format of type {kind!r} has the keys {', '.join(sorted(needed))}{optional}, got "
+            f"{short(sorted(map(str, response_format)))}; give these."
         )
     try:
         expression = _KINDS[kind](response_format.get(kind), **more)

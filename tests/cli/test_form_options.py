@@ -32,7 +32,9 @@ def test_options(tmp_path: Path) -> None:
     file.write_text('start: "a"')
     assert form("--grammar", str(file)) == {"type": "grammar", "grammar": 'start: "a"'}
     assert form("--grammar", str(file), "--max-depth", "2")["max_depth"] == 2
-    with pytest.raises(ValueError, match="--max-depth is about the nesting of a --grammar; give one, or leave it out"):
+    with pytest.raises(
+        ValueError, match="--max-depth is 2, and there is no --grammar whose nesting it limits; give one"
+    ):
         form("--regex", "a", "--max-depth", "2")
     (tmp_path / "s.json").write_text("{")
     with pytest.raises(ValueError, match=r"s.json is no JSON \(Expecting .* in line 1\); mend it"):

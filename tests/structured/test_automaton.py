@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import resource
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,8 @@ import numpy as np
 import pytest
 
 from smcjax.model.hub import packaged_model
-from smcjax.structured import automaton_child
-from smcjax.structured.automaton import Automata, Automaton, compile_expression
+from smcjax.structured import automaton, automaton_child
+from smcjax.structured.automaton import Automata, Automaton, Undecided, compile_expression
 from smcjax.structured.automaton_child import Refusal, byte_automaton, json_automata, spliced, token_automaton
 from smcjax.structured.byte_automata import minimal
 from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
@@ -150,6 +153,51 @@ def test_a_process_of_its_own_compiles_alike() -> None:
     assert made.reach[walk(made, [*b'aa{"b": []}'])] == 0
     with pytest.raises(ValueError, match="response_format has the pattern 'x', which lets quotes"):
         compile_expression(Expression("a", inner=(("the pattern 'x'", "."),)), tokens)
+
+
+ENDINGS = {  # what the child does: the error, its words, and whether it is kept
+    "import os, signal; os.kill(os.getpid(), signal.SIGPROF)": (ValueError, "takes more than 10 s or 4 GiB", True),
+    "import os; os.abort()": (ValueError, "takes more than 10 s or 4 GiB", True),
+    f"import os; os._exit({automaton_child.OUT_OF_MEMORY})": (ValueError, "takes more than 10 s or 4 GiB", True),
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": (Undecided, "signal 9 ended that; ask again", False),
+    "import time; time.sleep(600)": (Undecided, r"within 0\.5 s on a busy machine; ask again later", False),
+    "raise KeyError('x')": (RuntimeError, r"response_format: \"KeyError: 'x'\"\.$", False),
+}
+
+
+@pytest.mark.parametrize("program", ENDINGS)
+def test_how_the_process_ends(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts that are the machine's are forgotten; those that are the expression's are given again."""
+    kind, words, kept = ENDINGS[program]
+    automata = Automata(tokenizers_like.byte_level(), 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(automaton, "CHILD", program)
+        patch.setattr(automaton, "PATIENCE", 0.5 if "sleep" in program else 60)
+        with pytest.raises(kind, match=words) as caught:
+            automata.of(Expression("a+"), {0})
+    assert caught.type is kind
+    assert automata.keeps(Expression("a+"), {0}) == kept
+    if kept:
+        with pytest.raises(ValueError, match=words):
+            automata.of(Expression("a+"), {0})
+    elif kind is RuntimeError:
+        assert automata.of(Expression("a+"), {0}).reach[0] == 1
+        assert automata.keeps(Expression("a+"), {0})
+
+
+def test_memory_that_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    np.savez(written, data=np.zeros(0, np.uint8), ends=np.zeros(0, np.int64))
+    setup = b'{"bytes": -1, "seconds": 0}'
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"%d\n%s" % (len(setup), setup + written.getvalue())))
+    )
+    monkeypatch.setattr(sys, "setrecursionlimit", lambda most: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *limits: None)
+    monkeypatch.setattr(automaton_child, "compiled", lambda *request: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(SystemExit) as caught:
+        automaton_child.main()
+    assert caught.value.code == automaton_child.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("make", [tokenizers_like.byte_level, tokenizers_like.byte_fallback, tokenizers_like.metaspace])
