@@ -17,7 +17,7 @@ from smcjax.server.errors import APIError, refusal, unavailable
 from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel
 from smcjax.server.population import Cycles, end_of, population_of
-from smcjax.server.sampling import sampling_params, seed_of
+from smcjax.server.sampling import by_own_field, sampling_params, seed_of
 from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
 from smcjax.server.shapes import Shapes, Told
 from smcjax.server.state import Served
@@ -208,7 +208,7 @@ class Answers:
 async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) -> Answers:
     """Starts all answers of a request, or none. Raises APIError where it cannot run now or ever.
 
-    The text is cut into tokens in a thread, so that no other request waits for it.
+    A form is compiled, and the text is cut into tokens, in threads, so that no other request waits for it.
     """
     if served.draining:
         raise unavailable("the server is shutting down and takes no further requests; ask another one.")
@@ -218,6 +218,7 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) ->
     try:
         params = [sampling_params(ask, seed_of(ask.seed, choice)) for choice in range(ask.choices)]
         model, routed = served.models.answering(asked, params[0])
+        await served.forms.prepare(model.llm.llm, params[0])
         if isinstance(ask, CompletionAsk):
             streams = await asyncio.to_thread(_to_prompts, model.llm, ask, params)
         else:
@@ -231,7 +232,7 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) ->
             await stream.aclose()
         if isinstance(error, RuntimeError) and served.stopping:
             raise unavailable(str(error)) from None
-        raise refusal(error, known) from error
+        raise refusal(by_own_field(error, ask), known) from error
 
 
 def _to_prompts(llm: AsyncLLM, ask: CompletionAsk, params: list[SamplingParams]) -> list[ChunkStream]:

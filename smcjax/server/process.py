@@ -97,4 +97,5 @@ def serve(served: Served, listening: socket.socket) -> None:
     signal.set_wakeup_fd(-1)  # `smcjax.cli.process` ends others at a Ctrl-C
     print(f"smcjax: serving {', '.join(served.models.names)} at {address_of(listening)}/v1", file=sys.stderr)
     Server(served).run(sockets=[listening])
+    served.forms.close()
     asyncio.run(served.models.close())

@@ -75,8 +75,7 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
 
 def _form(ask: Ask) -> Mapping[str, Any] | None:
     """The form that the answer is to have, by whichever field says so. Raises APIError where several do."""
-    given = {name: getattr(ask, name) for name in ("response_format", *_GUIDED, "structured_outputs")}
-    given = {name: value for name, value in given.items() if value not in (None, {}, {"type": "text"})}
+    given = _forms(ask)
     if not given:
         return None
     if len(given) > 1:
@@ -97,11 +96,25 @@ def _form(ask: Ask) -> Mapping[str, Any] | None:
     if kind == "json_object":
         return {"type": kind}
     if kind == "json_schema":
-        return {"type": kind, kind: {"schema": _parsed(value)}}
+        return {"type": kind, kind: {"schema": _parsed(value, name)}}
     return {"type": kind, kind: value}
 
 
-def _parsed(schema: Any) -> Any:
+def _forms(ask: Ask) -> dict[str, Any]:
+    """The fields that say what the answer is like, and what they say."""
+    given = {name: getattr(ask, name) for name in ("response_format", *_GUIDED, "structured_outputs")}
+    return {name: value for name, value in given.items() if value not in (None, {}, {"type": "text"})}
+
+
+def by_own_field(error: Exception, ask: Ask) -> Exception:
+    """The error of a request; one about `response_format` begins with the name of the field that the client sent."""
+    own, said = next(iter(_forms(ask)), "response_format"), str(error)
+    if isinstance(error, ValueError) and said.startswith("response_format"):
+        return ValueError(own + said.removeprefix("response_format"))
+    return error
+
+
+def _parsed(schema: Any, field: str) -> Any:
     """A schema that vLLM's fields may hold as text."""
     if not isinstance(schema, str):
         return schema
@@ -109,7 +122,7 @@ def _parsed(schema: Any) -> Any:
         return json.loads(schema)
     except (ValueError, RecursionError):
         raise APIError(
-            400, f"guided_json is {short(schema)}, which is no JSON; mend it.", param="guided_json"
+            400, f"{field} has the schema {short(schema)}, which is no JSON; mend it.", param=field
         ) from None
 
 

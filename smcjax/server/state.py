@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from smcjax.server.events import Records
+from smcjax.server.forms import Forms
 from smcjax.server.metrics import Metrics
 from smcjax.server.models import Models, VirtualModel
 from smcjax.server.tokens import TokenTexts
@@ -35,6 +36,7 @@ class Served:
     def __init__(self, models: Models, settings: Settings) -> None:
         self.models, self.settings = models, settings
         self.records = Records()
+        self.forms = Forms()
         self.metrics = Metrics(models)
         self.draining = False  # no further requests are taken
         self.in_flight = 0  # HTTP requests that are being answered

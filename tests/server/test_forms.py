@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.server.conftest import EXACT_NAME, SMC_NAME
+from smcjax.server.forms import MOST_FORMS
+from smcjax.structured import automaton
+from tests.server.conftest import EXACT_NAME, SMC_NAME, Running
+from tests.server.test_errors import told
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
 GRAMMAR = 'start: "(" start ")" | "x" | "y"'
@@ -56,3 +63,65 @@ def test_vllms_fields(client: openai.OpenAI, extra: dict[str, Any], pattern: str
     assert re.fullmatch(pattern, whole)
     with client.completions.create(**fields, stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == whole
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("guided_regex", "a)|(b", "guided_regex is no regular expression .* unbalanced parenthesis"),
+        ("guided_grammar", "start: x", "guided_grammar has a grammar whose rule 'start' names 'x'"),
+        ("guided_choice", [], "guided_choice: choice must be a list of texts"),
+        ("guided_json", "{", "guided_json has the schema '{', which is no JSON"),
+        ("structured_outputs", {"json": "{"}, "structured_outputs has the schema '{', which is no JSON"),
+        ("structured_outputs", {"regex": "(a"}, "structured_outputs is no regular expression"),
+        ("response_format", {"type": "regex", "regex": "(a"}, "response_format is no regular expression"),
+    ],
+)
+def test_refusals_name_the_field_that_was_sent(http: httpx.Client, field: str, value: Any, said: str) -> None:
+    error = told(http.post("/v1/completions", json={"prompt": "ab", field: value}), 400)
+    assert error["param"] == field
+    assert re.match(said, str(error["message"]))
+
+
+def test_an_error_of_the_compiler(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the server's fault, not the request's, and the next request has its answer."""
+    asked = {"prompt": "ab", "guided_regex": "(ab|ba)c"}
+    with monkeypatch.context() as patch:
+        patch.setattr(automaton, "CHILD", "raise KeyError('secret')")
+        error = told(http.post("/v1/completions", json=asked), 500)
+    assert error["code"] == "internal_error"
+    assert "secret" not in str(error["message"])
+    assert http.post("/v1/completions", json=asked).json()["choices"][0]["text"] in ("abc", "bac")
+
+
+def test_slow_forms_hold_nobody_else_up(server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain requests, forms that are known, and metrics are answered meanwhile; one form too many is turned away."""
+    made, go = automaton.compile_expression, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        assert go.wait(100)
+        return made(*given)
+
+    def ask(**fields: Any) -> httpx.Response:
+        return http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 8, **fields})
+
+    assert ask(guided_regex="known").status_code == 200
+    with monkeypatch.context() as patch, ThreadPoolExecutor(MOST_FORMS) as readers:
+        patch.setattr(automaton, "compile_expression", slow)
+        try:
+            waiting = [readers.submit(ask, guided_regex=f"[ab]{{{count}}}") for count in range(1, MOST_FORMS + 1)]
+            while len(server.served.forms) < MOST_FORMS:
+                assert not any(one.done() for one in waiting)
+                time.sleep(0.01)
+            assert http.get("/metrics").status_code == 200
+            assert ask().status_code == 200
+            assert ask(guided_regex="known").json()["choices"][0]["text"] == "known"
+            refused = ask(guided_regex="one too many")
+            assert told(refused, 429)["code"] == "queue_full"
+            assert refused.headers["retry-after"]
+            assert f"{MOST_FORMS} forms of answers may wait" in refused.text
+            assert not any(one.done() for one in waiting)
+        finally:
+            go.set()
+        assert [one.result().status_code for one in waiting] == [200] * MOST_FORMS
+    assert len(server.served.forms) == 0
