@@ -48,8 +48,6 @@ def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
     try:
         index = Index(f"(?:{regex})\\x00", Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
     except ValueError as error:
-        if str(error).startswith(_IS_READ):
-            raise Empty("matches no text at all; mend it") from None
         raise _no_regex(regex, error) from None
     transitions, final = index.get_transitions(), set(index.get_final_states())
     states = list(dict.fromkeys((index.get_initial_state(), *transitions)))
@@ -67,13 +65,17 @@ def byte_automaton(regex: str, most_states: int) -> tuple[Any, Any]:
 def _no_regex(regex: str, error: ValueError) -> Refusal:
     """A refusal of what outlines-core does not read, in Python's words where Python does not read it either."""
     said = " ".join(str(error).removeprefix("Failed to build DFA").split())[:200]
-    if said == "error building NFA":
+    if said.startswith((_IS_READ, "Index failed since anchored universal start state")):
+        said = "part of it matches no text, or has an anchor, which is kept at either end of the whole alone"
+    elif said == "error building NFA":
         said = "look-around, back-references and whatever else Rust's syntax lacks are not kept here"
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            re.compile(regex)
-    except (re.error, ValueError, OverflowError, RecursionError) as fault:
-        said = str(fault)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                re.compile(regex)
+        except (re.error, ValueError, OverflowError, RecursionError) as fault:
+            found = str(fault)[:100]
+            if found.isprintable() and not found.startswith("bad escape"):  # Rust's crate knows others
+                said = found
     return Refusal(f"is no regular expression that has an automaton ({short(regex)}: {said}); mend it")
 
 

@@ -73,6 +73,28 @@ def test_brackets_that_are_none(regex: str) -> None:
     assert accepts(byte_automaton(regex, 100), ")") == (regex in ("[)]|[(]b", "[]a)]|[^](]", "[A-[b)]|(b)"))
 
 
+@pytest.mark.parametrize("regex", ["a$|b", r"(a\z|b)c?", "a|^b", "a$|^b", "[a&&b]"])
+def test_parts_that_match_nothing(regex: str) -> None:
+    """An alternative with an anchor is not lost without a word."""
+    with pytest.raises(Refusal, match="part of it matches no text, or has an anchor, which is kept at either end"):
+        byte_automaton(regex, 100)
+
+
+def test_words_of_a_refusal() -> None:
+    """They are printable and short whatever the expression has, and Python's where it says what is wrong."""
+    for regex, words in (
+        ("(?\x1b", "whatever else Rust's syntax lacks"),
+        ("(?P<" + "x " * 5000 + ">a)", "bad character in group name"),
+        (r"\p{L}(a", "whatever else Rust's syntax lacks"),
+        ("a{" + "9" * 5000 + "}", "Exceeds the limit"),
+        ("(a", r"\('\(a': missing \), unterminated subpattern at position 0\); mend it"),
+    ):
+        with pytest.raises(Refusal, match=words) as caught:
+            byte_automaton(regex, 100)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 300
+
+
 def test_a_hash_that_collides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of an even number of letters, whose two states have equal hashes: the exact comparison tells them apart."""
     table, ends = np.full((3, 256), 2, np.int32), np.array([True, False, False])
