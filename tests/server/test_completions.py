@@ -238,7 +238,7 @@ def test_a_request_brings_its_own_control(http: httpx.Client) -> None:
         ({"response_format": {"type": "regex", "regex": "a{17}"}}, "response_format"),
         ({"response_format": {"type": "regex", "regex": "a"}, "stop": "x"}, "stop"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
-        ({"guided_grammar": "x"}, "response_format"),
+        ({"guided_grammar": "x"}, "guided_grammar"),
         ({"guided_grammar": 'start: "a"', "guided_regex": "a"}, "guided_grammar"),
         ({"guided_json": "{"}, "guided_json"),
         ({"max_tokens": 0}, "max_tokens"),
