@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from measuring import Interval, asked, by_prompt, conversation, shown, table
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
@@ -33,7 +34,7 @@ SUBJECTS = (
     *("foxes", "rain", "tea", "bridges", "the moon", "a long walk in the hills", "how bread is made", "trains"),
     *("old maps", "the sea in winter", "keeping bees", "a small town", "glass", "learning to swim", "clocks", "rivers"),
 )
-PROMPTS = [f"Tell me about {subject}." for subject in SUBJECTS]
+PROMPTS = [conversation(f"Tell me about {subject}.") for subject in SUBJECTS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Row:
     decoder: str
     control: float | None
     tokens_per_cycle: float
-    log_evidence: tuple[float, float, float] | None
-    log_probability: tuple[float, float, float]  # a token, minus the target's own
-    greedy_prefix: tuple[float, float, float]  # tokens, minus the target's own
+    log_evidence: Interval | None
+    log_probability: Interval  # a token, minus the target's own
+    greedy_prefix: Interval  # tokens, minus the target's own
     accepted: float | None  # share of cycles whose first draft is kept; of rejection with one candidate
     seconds: float
 
@@ -70,11 +71,6 @@ def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Leading tokens that both have."""
     same = [one == other for one, other in zip(tokens, others, strict=False)]
     return same.index(False) if False in same else len(same)
-
-
-def by_prompt(values: Sequence[float], prompts: int) -> np.ndarray:
-    """Mean over the repetitions of each prompt, which come one whole set of prompts after the other."""
-    return np.asarray(values, float).reshape(-1, prompts).mean(axis=0)
 
 
 def figures(
@@ -105,41 +101,37 @@ def figures(
 def markdown(rows: Sequence[Row]) -> str:
     """The table."""
 
-    def interval(value: tuple[float, float, float] | None, form: str) -> str:
-        if value is None:
-            return "–"
-        mean, low, high = (format(one, form) for one in value)
-        return f"{mean} ({low} to {high})"
-
-    lines = [
-        "| decoder | control | tokens a cycle | log Ẑ | log p a token, minus the target's | greedy prefix, likewise |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = (
-            row.decoder + (f" (first draft accepted {row.accepted:.2f})" if row.accepted is not None else ""),
-            "–" if row.control is None else f"{row.control:g}",
-            f"{row.tokens_per_cycle:.2f}",
-            interval(row.log_evidence, ".1f"),
-            interval(row.log_probability, "+.2f"),
-            interval(row.greedy_prefix, "+.1f"),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def asked(llm: LLM, params: SamplingParams, repeats: int) -> list[RequestOutput]:
-    """Answers to all prompts, `repeats` times, each with a seed of its own."""
-    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS] * repeats
-    each = [dataclasses.replace(params, seed=1000 + number) for number in range(len(conversations))]
-    return llm.chat(conversations, each, use_tqdm=False)
+    heads = (
+        "decoder",
+        "control",
+        "tokens a cycle",
+        "log Ẑ",
+        "log p a token, minus the target's",
+        "greedy prefix, likewise",
+    )
+    return table(
+        heads,
+        [
+            (
+                row.decoder + (f" (first draft accepted {row.accepted:.2f})" if row.accepted is not None else ""),
+                "–" if row.control is None else f"{row.control:g}",
+                f"{row.tokens_per_cycle:.2f}",
+                shown(row.log_evidence, ".1f"),
+                shown(row.log_probability, "+.2f"),
+                shown(row.greedy_prefix, "+.1f"),
+            )
+            for row in rows
+        ],
+    )
 
 
 def reference_of(model: str, params: SamplingParams, repeats: int, fields: dict[str, Any]) -> Reference:
     """The target's own samples, and its greedy answers."""
     with LLM(model, decoding=Autoregressive(), **fields) as llm:
-        own = asked(llm, params, repeats)
-        greedy = [output.outputs[0].token_ids for output in asked(llm, dataclasses.replace(params, temperature=0), 1)]
+        own = asked(llm, PROMPTS * repeats, params)
+        greedy = [
+            output.outputs[0].token_ids for output in asked(llm, PROMPTS, dataclasses.replace(params, temperature=0))
+        ]
     prefixes = [common_prefix(one.outputs[0].token_ids, greedy[i % len(greedy)]) for i, one in enumerate(own)]
     return Reference(
         by_prompt([log_probability(one) for one in own], len(PROMPTS)), by_prompt(prefixes, len(PROMPTS)), greedy
@@ -170,7 +162,7 @@ def main() -> None:
         with LLM(args.model, draft_drop_layers=args.drop, decoding=decoding, **fields) as llm:
             for control in controls:
                 before, began = llm.metrics()["compile_seconds"], time.perf_counter()
-                outputs = asked(llm, dataclasses.replace(params, control=control), args.repeats)
+                outputs = asked(llm, PROMPTS * args.repeats, dataclasses.replace(params, control=control))
                 seconds = time.perf_counter() - began - (llm.metrics()["compile_seconds"] - before)
                 rows.append(figures(name, control, outputs, reference, seconds))
                 print(rows[-1], file=sys.stderr, flush=True)

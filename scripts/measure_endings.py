@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import Interval, asked, by_prompt, conversation, shown, table, write_rows
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
@@ -37,8 +37,6 @@ COUNTRIES = (
     *("France", "Peru", "Japan", "Kenya", "Norway", "Egypt", "Canada", "Chile", "Poland", "India", "Greece", "Cuba"),
     *("Spain", "Vietnam", "Ghana", "Austria", "Brazil", "Iceland", "Turkey", "Mexico", "Ireland", "Nepal", "Italy"),
 )
-
-Interval = tuple[float, float, float]  # mean, low, high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +50,6 @@ class Row:
     log_evidence: Interval | None
     distance_at_most: Interval | None
     seconds: float
-
-
-def by_prompt(values: Sequence[float], prompts: int) -> np.ndarray:
-    """Mean over the repetitions of each prompt, which come one whole set of prompts after the other."""
-    return np.asarray(values, float).reshape(-1, prompts).mean(axis=0)
 
 
 def figures(name: str, outputs: Sequence[RequestOutput], lengths: np.ndarray, seconds: float) -> Row:
@@ -78,31 +71,21 @@ def figures(name: str, outputs: Sequence[RequestOutput], lengths: np.ndarray, se
 def markdown(rows: Sequence[Row]) -> str:
     """The table."""
 
-    def shown(value: Interval | None, form: str) -> str:
-        return "–" if value is None else "{} ({} to {})".format(*(format(one + 0.0, form) for one in value))
-
-    lines = [
-        "| decoder | tokens a cycle | cycles | tokens, minus the target's | log Ẑ | distance ≤ |",
-        "|---" * 6 + "|",
-    ]
-    for row in rows:
-        cells = (
-            row.decoder,
-            f"{row.tokens_per_cycle:.2f}",
-            shown(row.cycles, ".1f"),
-            shown(row.longer, "+.1f"),
-            shown(row.log_evidence, ".2f"),
-            shown(row.distance_at_most, ".2f"),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def asked(llm: LLM, prompts: Sequence[Any], params: SamplingParams, repeats: int, seed: int) -> list[RequestOutput]:
-    """Answers to all prompts, `repeats` times, each with a seed of its own; prompts of chats are lists."""
-    each = [dataclasses.replace(params, seed=seed + number) for number in range(len(prompts) * repeats)]
-    answer = llm.generate if isinstance(prompts[0], str) else llm.chat
-    return answer([*prompts] * repeats, each, use_tqdm=False)
+    heads = ("decoder", "tokens a cycle", "cycles", "tokens, minus the target's", "log Ẑ", "distance ≤")
+    return table(
+        heads,
+        [
+            (
+                row.decoder,
+                f"{row.tokens_per_cycle:.2f}",
+                shown(row.cycles, ".1f"),
+                shown(row.longer, "+.1f"),
+                shown(row.log_evidence, ".2f"),
+                shown(row.distance_at_most, ".2f"),
+            )
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:
@@ -129,19 +112,19 @@ def main() -> None:
     drafted: dict[str, Any] = {}
     if args.model is not None:
         asking = "What is the capital of {}, and what is it known for? Answer in one short sentence."
-        prompts = [[{"role": "user", "content": asking.format(one)}] for one in COUNTRIES[: args.num_prompts]]
+        prompts = [conversation(asking.format(one)) for one in COUNTRIES[: args.num_prompts]]
         fields |= {"model": args.model, "max_model_len": 64 + args.max_tokens}
         drafted = {"draft_drop_layers": args.drop}
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
     with LLM(decoding=Autoregressive(), **fields) as llm:
-        own = asked(llm, prompts, params, args.reference, 10_000)
+        own = asked(llm, prompts * args.reference, params, 10_000)
     lengths = by_prompt([one.metrics.generated_tokens for one in own], len(prompts))
     rows: list[Row] = []
 
     def measure(name: str, decoding: Decoding) -> None:
         with LLM(decoding=decoding, **fields, **drafted) as llm:
             began = time.perf_counter()
-            outputs = asked(llm, prompts, params, 1, 1000)
+            outputs = asked(llm, prompts, params)
             rows.append(figures(name, outputs, lengths, time.perf_counter() - began))
             print(rows[-1], file=sys.stderr, flush=True)
 
@@ -160,11 +143,7 @@ def main() -> None:
         f"{about}, {len(prompts)} prompts, temperature {args.temperature}; the target's answers have {mean:.1f} tokens"
     )
     print("\n" + markdown(rows))
-    if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(
-            json.dumps({**settings, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+    write_rows(args, rows)
 
 
 if __name__ == "__main__":

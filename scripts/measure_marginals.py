@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -37,6 +36,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring import Interval, asked, conversation, shown, table, write_rows
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
@@ -48,7 +48,6 @@ SUBJECTS = ("foxes", "the moon", "how bread is made", "rivers")
 FOLDS = 6
 LOOKED_AT = 3  # tokens of an answer
 
-Interval = tuple[float, float, float]  # mean, low, high
 Prefix = tuple[int, ...]
 
 
@@ -238,36 +237,22 @@ def figures(
 def markdown(rows: Sequence[Row]) -> str:
     """The table."""
 
-    def shown(value: Interval | None, form: str) -> str:
-        if value is None:
-            return "–"
-        mean, low, high = (format(one + 0.0, form) for one in value)
-        return f"{mean} ({low} to {high})"
-
-    lines = [
-        "| decoder | control | log Ẑ | distance ≤ | token 1 ≥ | tokens 1–3 ≥ | agreement |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = (
-            row.decoder,
-            "–" if row.control is None else f"{row.control:g}",
-            shown(row.log_evidence, ".2f"),
-            shown(row.distance_at_most, ".2f"),
-            shown(row.first_token, "+.3f"),
-            shown(row.first_three, "+.3f"),
-            shown(row.agreement, "+.3f"),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def asked(llm: LLM, params: SamplingParams, groups: int, prompts: Sequence[str]) -> list[list[RequestOutput]]:
-    """Outputs of some groups for each prompt, each with a seed of its own."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts for _ in range(groups)]
-    each = [dataclasses.replace(params, seed=1000 + number) for number in range(len(chats))]
-    outputs = llm.chat(chats, each, use_tqdm=False)
-    return [outputs[start : start + groups] for start in range(0, len(outputs), groups)]
+    heads = ("decoder", "control", "log Ẑ", "distance ≤", "token 1 ≥", "tokens 1–3 ≥", "agreement")
+    return table(
+        heads,
+        [
+            (
+                row.decoder,
+                "–" if row.control is None else f"{row.control:g}",
+                shown(row.log_evidence, ".2f"),
+                shown(row.distance_at_most, ".2f"),
+                shown(row.first_token, "+.3f"),
+                shown(row.first_three, "+.3f"),
+                shown(row.agreement, "+.3f"),
+            )
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:
@@ -286,7 +271,7 @@ def main() -> None:
         parser.error(f"--groups must be at least {2 * FOLDS}, two for each fold, got {args.groups}.")
 
     target = Target(args.model, args.temperature)
-    prompts = [f"Tell me about {subject}." for subject in SUBJECTS]
+    prompts = [conversation(f"Tell me about {subject}.") for subject in SUBJECTS for _ in range(args.groups)]
     rows: list[Row] = []
 
     def measure(name: str, decoding: Decoding, gamma: int, controls: Sequence[float | None], drafted: bool) -> None:
@@ -297,7 +282,8 @@ def main() -> None:
         with LLM(args.model, decoding=decoding, **fields) as llm:
             for control in controls:
                 began = time.perf_counter()
-                outputs = asked(llm, dataclasses.replace(params, control=control), args.groups, prompts)
+                made = asked(llm, prompts, dataclasses.replace(params, control=control))
+                outputs = [made[start : start + args.groups] for start in range(0, len(made), args.groups)]
                 rows.append(figures(name, control, outputs, target, time.perf_counter() - began))
                 print(rows[-1], file=sys.stderr, flush=True)
 
@@ -307,13 +293,9 @@ def main() -> None:
         for n in args.particles:
             # A control above 0, so that one program rejects drafts or not, as each request asks.
             measure(f"SMC, N={n}, K={gamma}", SMC(n, gamma, control=1.0), gamma, args.controls, True)
-    sizes = f"{len(prompts)} prompts × {args.groups} groups, K + 2 tokens, temperature {args.temperature}"
+    sizes = f"{len(SUBJECTS)} prompts × {args.groups} groups, K + 2 tokens, temperature {args.temperature}"
     print(f"{args.model} without layers {args.drop} as draft, {sizes}\n\n{markdown(rows)}")
-    if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(
-            json.dumps({**settings, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+    write_rows(args, rows)
 
 
 if __name__ == "__main__":
