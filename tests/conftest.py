@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import gc
 import os
@@ -48,6 +46,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from smcjax.engine import programs  # noqa: E402
+from tests.memory import give_back  # noqa: E402
 
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -82,10 +81,8 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     yield
     programs._shared = shared
-    gc.collect()
     jax.clear_caches()
-    with contextlib.suppress(OSError, AttributeError):  # another system's C library
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what XLA has freed: gigabytes, over all files
+    give_back()
 
 
 def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:

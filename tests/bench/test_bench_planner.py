@@ -33,7 +33,7 @@ def test_phases() -> None:
 
 
 def test_gains() -> None:
-    """Of equal rounds none; where one phase is twice as fast, what that is of the whole."""
+    """Equal rounds gain nothing; one phase that is twice as fast gains its part of the whole."""
     one = Contender("one", [[took(100, 1.0), took(100, 3.0)], [took(100, 2.0), took(100, 6.0)]])
     other = Contender("other", [[took(100, 4.0, 4.0, 1.0), took(100, 1.5)], [took(100, 8.0, 4.0, 1.0), took(100, 3.0)]])
     assert bench_planner.gain(one, one, "wall") == (0, 0, 0)

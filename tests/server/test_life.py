@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
-import gc
 import itertools
 import json
 import os
@@ -20,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from smcjax.server.models import Models
+from tests.memory import give_back
 from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running
 
 LONG: dict[str, Any] = {"prompt": "ab", "max_tokens": 90, "ignore_eos": True, "seed": 1}
@@ -157,9 +155,7 @@ def test_ten_thousand_requests(server: Running) -> None:
     body = {"model": EXACT_NAME, "prompt": "ab", "max_tokens": 1, "user": "x" * 8000}
 
     def resident() -> int:
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # another system's C library
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * page
 
