@@ -52,11 +52,6 @@ class Load:
         """Tokens of a prompt and its answer together."""
         return self.input_len + self.output_len
 
-    @property
-    def rows(self) -> int:
-        """N, rows of a request."""
-        return self.decoding.rows
-
 
 @dataclasses.dataclass(frozen=True)
 class Served:

@@ -6,6 +6,8 @@ import numbers
 import os
 from collections.abc import Sequence
 
+from smcjax.device import on_cpu
+
 
 def check_range(name: str, value: object, least: int, most: int, *, or_none: bool = False) -> None:
     """Raises ValueError where argument `name` is no whole number within these bounds, nor, if that may be, None."""
@@ -64,3 +66,13 @@ def check_devices(size: object, of_draft: object) -> None:
     check_range("draft_tensor_parallel_size", of_draft, 1, 1 << 10, or_none=True)
     if of_draft not in (None, 1, size):
         raise ValueError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {size}, got {of_draft}.")
+
+
+def gives_draft(model: object, draft_model: object, draft_drop_layers: object) -> bool:
+    """True where these arguments of `LLM` give a draft; the bundled pair, for None, has one."""
+    return model is None or draft_model is not None or draft_drop_layers is not None
+
+
+def compiles_at_start(asked: bool | None) -> bool:
+    """True where all programs are compiled at once: as asked, and for None on a GPU alone."""
+    return not on_cpu() if asked is None else asked

@@ -25,6 +25,8 @@ from smcjax.engine.arguments import (
     check_range,
     check_revision,
     check_share,
+    compiles_at_start,
+    gives_draft,
 )
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
@@ -187,9 +189,10 @@ class LLM:
         self._planned: Planned | None = None
         if isinstance(choice, Auto):
             require_devices()
-            has_draft = model is None or draft_model is not None or draft_drop_layers is not None
             if share is not None:
                 has_draft = share.models.proposer is not None
+            else:
+                has_draft = gives_draft(model, draft_model, draft_drop_layers)
             if profile is not None:
                 self._planned = Planned(profile, choice, has_draft=has_draft, max_num_seqs=max_num_seqs)
                 choice = self._planned.decoding
@@ -260,7 +263,7 @@ class LLM:
                     "select is 'vote' and the model directory has no tokenizer to read answers by; use select='sample'."
                 )
             self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission)
-            if not on_cpu() if compile_at_start is None else compile_at_start:
+            if compiles_at_start(compile_at_start):
                 self.warm_up()
         except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
             self.close()

@@ -74,13 +74,18 @@ def refusal(error: Exception, known: frozenset[str] | None = None) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFull):
-        return APIError(429, str(error), code="queue_full", headers={"retry-after": str(RETRY_SECONDS)})
+        return queue_full(str(error))
     if isinstance(error, ValidationError):
         return _of_fields(error)
     if isinstance(error, ValueError) and known is not None:
         return _of_sentence(str(error), known)
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "the server failed to answer; its log says why.", code="internal_error")
+
+
+def queue_full(why: str) -> APIError:
+    """The error of a server where as many wait as may."""
+    return APIError(429, why, code="queue_full", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def unavailable(why: str) -> APIError:

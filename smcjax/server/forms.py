@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from smcjax.engine.llm import LLM
 from smcjax.engine.sampling_params import SamplingParams
-from smcjax.server.errors import RETRY_SECONDS, APIError
+from smcjax.server.errors import queue_full
 
 MOST_FORMS = 8  # that are compiled, one at a time, or wait for it
 
@@ -32,12 +32,7 @@ class Forms:
         if llm.has_prepared(params):
             return
         if len(self) >= MOST_FORMS:
-            raise APIError(
-                429,
-                f"{MOST_FORMS} forms of answers may wait to be compiled and as many do; ask again later.",
-                code="queue_full",
-                headers={"retry-after": str(RETRY_SECONDS)},
-            )
+            raise queue_full(f"{MOST_FORMS} forms of answers may wait to be compiled and as many do; ask again later.")
         future = self._thread.submit(llm.prepare, params)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

@@ -13,7 +13,7 @@ from typing import Any
 
 from smcjax.auto import Auto
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.device import on_cpu
+from smcjax.engine.arguments import compiles_at_start, gives_draft
 from smcjax.engine.async_llm import AsyncLLM
 from smcjax.engine.planned import Planned
 from smcjax.engine.sampling_params import SamplingParams
@@ -191,7 +191,7 @@ def load(
     per_llm = {key: value for key, value in of_models.items() if key in shared}
     per_llm |= {"max_num_seqs": max_num_seqs, "seed": seed, "kv_fraction": 1 / len(decodings)}
     per_llm |= {"max_waiting": max_waiting, "compile_at_start": False}
-    has_draft = model is None or any(of_models.get(key) is not None for key in ("draft_model", "draft_drop_layers"))
+    has_draft = gives_draft(model, of_models.get("draft_model"), of_models.get("draft_drop_layers"))
     if profile is not None and not any(isinstance(one, Auto) for one in decodings):
         raise ValueError("profile is given and no decoder is auto; add Auto() to the decoders, or leave profile out.")
     for one in decodings:
@@ -208,7 +208,7 @@ def load(
             if at != first:
                 llms[at] = AsyncLLM(share=llms[first].llm, decoding=one, **profiles[at], **per_llm)
         models = Models(name or base_name(model), [llms[at] for at in range(len(decodings))])
-        if not on_cpu() if compile_at_start is None else compile_at_start:
+        if compiles_at_start(compile_at_start):
             for llm in llms.values():
                 llm.llm.warm_up()
     except BaseException:
