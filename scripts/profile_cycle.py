@@ -3,9 +3,11 @@
     python scripts/profile_cycle.py                          # Llama-3.2-1B / 3.1-8B shapes, one H200
     python scripts/profile_cycle.py --requests 32 --context 1024 --max-model-len 1280
     python scripts/profile_cycle.py --implementation xla
+    python scripts/profile_cycle.py --tensor-parallel-size 2 --target-shape llama-3.1-70b --target-layers 16
 
 Phases are the parts of `smcjax.smc.cycle.step`; a kernel counts for the phase that XLA names for it. That it does for
 kernels that are launched one by one, so there are no graphs here. KV is synthetic.
+Of several devices that hold the target together, the first one's kernels count.
 """
 
 from __future__ import annotations
@@ -59,12 +61,19 @@ def main() -> None:
     """Profiles a few cycles and prints microseconds a cycle by phase, and by kernel name without its number."""
     parser = cycle_parser(__doc__)
     parser.add_argument("--implementation", choices=("auto", "mosaic", "xla"), default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--target-layers", type=int, help="of the target's (all)")
     parser.add_argument("--most", type=int, default=30, help="rows to print")
     args = parser.parse_args()
 
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     enable_compilation_cache()
-    models = Models(args.target_shape, args.draft_shape)
+    models = Models(
+        args.target_shape,
+        args.draft_shape,
+        target_layers=args.target_layers,
+        tensor_parallel_size=args.tensor_parallel_size,
+    )
     case = Case(
         SMC(n_particles=args.n_particles, gamma=args.gamma),
         groups=args.requests,
@@ -102,13 +111,15 @@ def phases_of(hlo: str) -> dict[str, str]:
 
 
 def read_kernels(directory: Path, phases: dict[str, str]) -> Iterable[Kernel]:
-    """Everything that ran on a GPU stream."""
+    """Everything that ran on a stream of the first GPU."""
     trace = json.loads(gzip.decompress(next(directory.rglob("*.trace.json.gz")).read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in trace if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
 
+    first = min((pid for pid, name in processes.items() if "GPU" in name), default=None)
+
     def on_stream(event: dict[str, Any]) -> bool:
-        return "GPU" in processes.get(event["pid"], "") and "Stream" in threads.get((event["pid"], event["tid"]), "")
+        return event["pid"] == first and "Stream" in threads.get((event["pid"], event["tid"]), "")
 
     for event in trace:
         if event.get("ph") == "X" and on_stream(event):
