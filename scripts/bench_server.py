@@ -3,16 +3,18 @@
     python scripts/bench_server.py                                    # 1B and 8B shapes, 32 streams, one GPU
     python scripts/bench_server.py --target-shape tiny-target --draft-shape tiny-draft --max-tokens 64   # on a CPU
 
-Writes the pair into a temporary directory, with a tokenizer of single bytes. A process of its own answers the prompts
-by `LLM.generate`; then `smcjax serve`, in another, is asked for the same by `smcjax.bench.client`, which streams. Each
-has one round that compiles, then `--rounds` that count; a round's tokens/s are all tokens by the time from the first
-request to the last answer. Medians; answers are as long as they may be, as random weights hardly ever end one.
+Writes the pair, with a tokenizer of single bytes, into a temporary directory, or into `--directory` to stay. A process
+of its own answers the prompts by `LLM.generate`; then `smcjax serve`, in another, is asked for the same by
+`smcjax.bench.client`, which streams. Each has one round that compiles, then `--rounds` that count; a round's tokens/s
+are all tokens by the time from the first request to the last answer. Medians; answers are as long as they may be, as
+random weights hardly ever end one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -47,13 +49,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decoders", nargs="+", choices=DECODERS, default=list(DECODERS))
+    parser.add_argument("--directory", help="where the pair is written, and stays")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # a process of our own: the directory of the pair
     args = parser.parse_args()
     if args.engine:
         print(json.dumps({name: engine_alone(args, name) for name in args.decoders}))
         return
-    with tempfile.TemporaryDirectory() as directory:
+    with contextlib.ExitStack() as stack:
+        directory = args.directory or stack.enter_context(tempfile.TemporaryDirectory())
         own = [sys.executable, __file__, *sys.argv[1:]]
         for name, seed in (("target", 0), ("draft", 1)):
             write_model(Path(directory, name), getattr(args, f"{name}_shape"), seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -205,9 +206,18 @@ class AsyncLLM:
                 else:
                     continue
                 del self._inboxes[name]
+        self._hand_out(news)
+
+    def _hand_out(self, news: Sequence[tuple[_Inbox, list[StreamChunk] | RequestsLost]]) -> None:
+        """Gives readers what there is for them, each event loop woken once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, list[StreamChunk] | RequestsLost]]] = {}
         for inbox, item in news:
-            if not inbox.put(item):
-                self.llm.give_up([inbox.request.request_id])
+            by_loop.setdefault(inbox.loop, []).append((inbox, item))
+        for loop, its in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_take, its)
+            except RuntimeError:  # the loop is closed: nobody reads there any more
+                self.llm.give_up([inbox.request.request_id for inbox, _ in its])
 
     def _take_in(self) -> None:
         """Hands requests that have come to the engine. The caller has the `turn`."""
@@ -234,16 +244,17 @@ class _Inbox:
     def __init__(self, request: Request) -> None:
         self.request, self.arrived = request, time.perf_counter()
         self.left = False  # by its reader
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[list[StreamChunk] | Exception] = asyncio.Queue()
 
-    def put(self, item: list[StreamChunk] | Exception) -> bool:
-        """Hands `item` to the reader, from any thread; False where the reader's event loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:
-            return False
-        return True
+    def put(self, item: list[StreamChunk] | Exception) -> None:
+        """Hands `item` to the reader, from any thread; nothing happens where the reader's event loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.take, item)
+
+    def take(self, item: list[StreamChunk] | Exception) -> None:
+        """Takes `item`, in the reader's event loop."""
+        self._queue.put_nowait(item)
 
     async def get(self) -> list[StreamChunk]:
         """The next chunks, of which there are none after the end. Raises what was put instead of them."""
@@ -323,6 +334,11 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
             if self._inbox is not None:
                 self._inbox.left = True  # should it not have been taken in yet
         super().give_up()
+
+
+def _take(news: Sequence[tuple[_Inbox, list[StreamChunk] | RequestsLost]]) -> None:
+    for inbox, item in news:
+        inbox.take(item)
 
 
 def _told(error: BaseException, name: str) -> Exception:

@@ -93,6 +93,22 @@ class Answers:
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
         """Chunks of all choices as they come: the choice, the chunk, and the event of its cycle if there is one."""
+        async with aclosing(self._several() if len(self) > 1 else self._only()) as coming:
+            async for choice, chunk in coming:
+                if isinstance(chunk, Exception):
+                    raise _lost(chunk)
+                yield choice, chunk, self._noted(choice, chunk)
+
+    async def _only(self) -> AsyncGenerator[tuple[int, StreamChunk | Exception]]:
+        """Chunks of the one choice, and what ended them if that was an error."""
+        try:
+            async for chunk in self._streams[0]:
+                yield 0, chunk
+        except Exception as error:
+            yield 0, error
+
+    async def _several(self) -> AsyncGenerator[tuple[int, StreamChunk | Exception]]:
+        """Chunks of all choices, or what ended one: a task for each, as each waits for its own."""
         coming: asyncio.Queue[tuple[int, StreamChunk | Exception]] = asyncio.Queue(1)  # a slow reader holds all up
 
         async def read(choice: int) -> None:
@@ -107,10 +123,8 @@ class Answers:
             missing = len(self)
             while missing:
                 choice, chunk = await coming.get()
-                if isinstance(chunk, Exception):
-                    raise _lost(chunk)
-                yield choice, chunk, self._noted(choice, chunk)
-                missing -= chunk.finished
+                yield choice, chunk
+                missing -= not isinstance(chunk, Exception) and chunk.finished
         finally:
             for reader in readers:
                 reader.cancel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
@@ -36,6 +37,7 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=unbuffered)
         del self.headers["content-length"]
         self._events, self._close, self._ping_seconds = events, close, ping_seconds
+        self._waiting, self._wrote = True, time.monotonic()  # for an event; when something was written last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -48,28 +50,24 @@ class EventStream(Response):
                 await self._close()
 
     async def _write(self, send: Send) -> None:
-        following: asyncio.Task[str] | None = None
+        pings = asyncio.create_task(self._ping(send))
         try:
-            while True:
-                following = following or asyncio.ensure_future(_next(self._events))
-                await asyncio.wait({following}, timeout=self._ping_seconds)
-                if not following.done():
-                    await _send(send, ": ping\n\n")
-                    continue
-                try:
-                    event = following.result()
-                except StopAsyncIteration:
-                    break
-                following = None
+            async for event in self._events:
+                self._waiting = False  # a slow reader's event is under way: no ping between
                 await _send(send, f"data: {event}\n\n")
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                self._waiting, self._wrote = True, time.monotonic()
         finally:
-            if following is not None:
-                await _cancelled(following)
+            await _cancelled(pings)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _next(events: AsyncIterator[str]) -> str:
-    return await anext(events)
+    async def _ping(self, send: Send) -> None:
+        """Writes a comment whenever nothing has been written for `ping_seconds`."""
+        while True:
+            await asyncio.sleep(max(self._wrote + self._ping_seconds - time.monotonic(), 0.0))
+            if time.monotonic() - self._wrote >= self._ping_seconds:
+                self._wrote = time.monotonic()
+                if self._waiting:
+                    await _send(send, ": ping\n\n")
 
 
 async def _send(send: Send, text: str) -> None:
