@@ -27,7 +27,6 @@ from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
 INTERPRET = plgpu.InterpretGPUParams()
-DIM = 64
 
 
 class Case(NamedTuple):
@@ -39,10 +38,11 @@ class Case(NamedTuple):
     sets: int
     rows: int
     branches: tuple[tuple[int, int], ...]  # page size, l'
-    tuning: Tuning
+    tuning: Tuning | None  # None: the default
     requests: int = 1
     blocks: int = 6
     most: int = 3
+    dim: int = 64
 
 
 class Drawn(NamedTuple):
@@ -72,7 +72,7 @@ def drawn(case: Case, rng: np.random.Generator, page_size: int, block_size: int,
     if mode == "shared_forced":
         selected[..., -2:] = True
     selected[:, -1] = False
-    pool = rng.standard_normal((2, 1 + requests * rows * pages, page_size, case.kv_heads, DIM))
+    pool = rng.standard_normal((2, 1 + requests * rows * pages, page_size, case.kv_heads, case.dim))
     seen = np.zeros(pool.shape[1:4], bool)
     for request, query, of, block in np.argwhere(selected):
         slots = np.arange(block * block_size, (block + 1) * block_size)
@@ -93,11 +93,16 @@ def _expected(case: Case, sizes: tuple[int, int], q: jax.Array, d: Drawn) -> tup
 
 
 def run(
-    case: Case, seed: int, mode: str = "merged", change: Callable[[Branch], Branch] = lambda branch: branch
+    case: Case,
+    seed: int,
+    mode: str = "merged",
+    change: Callable[[Branch], Branch] = lambda branch: branch,
+    *,
+    interpret: Any = INTERPRET,
 ) -> list[tuple[Part, Part]]:
     """By the kernels, which read what `change` makes of a branch, and by the reference in f32, branch by branch."""
     rng = np.random.default_rng(seed)
-    q = jnp.asarray(rng.standard_normal((case.requests, len(case.groups.order), case.heads, DIM)), jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((case.requests, len(case.groups.order), case.heads, case.dim)), jnp.bfloat16)
     branches, want = [], []
     for sizes in case.branches:
         d = drawn(case, rng, *sizes, mode)
@@ -105,7 +110,7 @@ def run(
         branches.append(change(Branch(d.keys, d.values, tasks, jnp.asarray(d.low), jnp.asarray(d.high))))
         want.append(part)
     units = tuple(unit_slots(*sizes) for sizes in case.branches)
-    got = grouped_branches_mosaic(q, tuple(branches), case.groups, units=units, tuning=case.tuning, interpret=INTERPRET)
+    got = grouped_branches_mosaic(q, tuple(branches), case.groups, units=units, tuning=case.tuning, interpret=interpret)
     return [(Part(*map(np.asarray, a)), Part(*map(np.asarray, b))) for a, b in zip(got, want, strict=True)]
 
 
@@ -114,9 +119,9 @@ def error(got: Part, want: Part) -> float:
     return float(np.abs(got.out - want.out).max() / np.abs(want.out).max())
 
 
-def check(case: Case, seed: int, mode: str = "merged") -> None:
+def check(case: Case, seed: int, mode: str = "merged", *, interpret: Any = INTERPRET) -> None:
     """Weights round to bf16 and outputs to f16, relative to the largest value; log-sum-exps round to nothing less."""
-    for got, want in run(case, seed, mode):
+    for got, want in run(case, seed, mode, interpret=interpret):
         assert error(got, want) <= 3 * 2**-9
         np.testing.assert_allclose(got.lse, want.lse, atol=1e-4)
         assert (got.lse[:, -1] == -np.inf).all()
@@ -184,6 +189,18 @@ def test_lowers_for_cuda(size: int, page_size: int) -> None:
 
     assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2
     assert "mosaic_gpu" not in lowered(jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize(("size", "page_size"), [(2, 16), (8, 64)])
+def test_on_the_gpu(size: int, page_size: int, requests: int, dim: int) -> None:
+    """Shares of one chunk and of many, whose ring refills."""
+    groups = QueryGroups.of_rows(1, 8, "bfs", size)
+    branches = ((page_size, 64), (page_size, 64))
+    case = Case(groups, 8, 2, 2, 1, branches, None, requests=requests, blocks=32, most=8, dim=dim)
+    check(case, 0, interpret=None)
 
 
 def test_what_is_not_supported() -> None:
