@@ -142,6 +142,32 @@ def test_rejection_is_repeatable_and_of_the_same_law_as_plain_xla(pair: tuple[st
         assert mine.std() > 0
 
 
+@pytest.mark.parametrize("control", [0.1, 1.0])
+def test_controlled_populations_are_of_the_same_law_as_plain_xla(pair: tuple[str, str], control: float) -> None:
+    """No request fails, log Ẑ agrees with plain XLA's, and at control 1 every weight is exactly 1."""
+    params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(256)]
+    runs = []
+    for implementation, max_num_seqs in (("auto", 2), ("xla", 32)):
+        with LLM(
+            pair[0],
+            draft_model=pair[1],
+            decoding=SMC(8, 4, control=control, ess_threshold=0.9),
+            max_model_len=256,
+            max_num_seqs=max_num_seqs,
+            implementation=implementation,
+            compile_at_start=False,
+        ) as llm:
+            runs.append(llm.generate(PROMPTS * 32, params, use_tqdm=False))
+    assert not [output.error for run in runs for output in run if output.error is not None]
+    mine, other = (np.array([o.smc.log_evidence for o in run if o.smc is not None]) for run in runs)
+    if control == 1.0:
+        assert (mine == 0).all()
+        return
+    z = (mine - other).mean() / np.hypot(mine.std(), other.std()) * np.sqrt(len(mine))
+    assert abs(z) < 4
+    assert mine.std() > 0
+
+
 def test_log_probabilities_equal_the_dense_forward(pair: tuple[str, str]) -> None:
     """Token by token through pages and kernels, against the dense forward in float32: bf16 rounding apart, equal."""
     with LLM(pair[0], decoding=Autoregressive(), max_model_len=256, compile_at_start=False) as llm:

@@ -134,6 +134,17 @@ def test_float32_has_no_nan(c: float) -> None:
         assert (weight == 0).all()
 
 
+def test_a_quotient_that_is_rounded_beyond_one() -> None:
+    """A GPU divides to two units in the last place, so that R/R may be above 1: the weight is then that of 1."""
+    log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in laws(impossible=False))
+    one, above = (
+        control.increment(log_p, log_q, jnp.ones((CASES, 1)), jnp.full((CASES, 1), ratio))
+        for ratio in (1.0, 1 + 2.0**-23)
+    )
+    np.testing.assert_array_equal(one, above)
+    assert (np.asarray(one) == 0).all()
+
+
 def test_broken_logits_break_the_weight() -> None:
     """NaN in either law is NaN in the weight, whatever was decided."""
     law = jnp.log(jnp.asarray([[0.2, 0.3, 0.5]]))
