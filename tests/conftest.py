@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -25,7 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
 
 # Tracing and lowering make millions of objects, few of them garbage: collected as often as Python would, a tenth of
 # all time.
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(100_000, 50, 100)
 
 # Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
 # define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).
@@ -46,12 +47,32 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from smcjax.engine import programs  # noqa: E402
-from tests.memory import give_back  # noqa: E402
+from tests.memory import give_back, keep_free_memory  # noqa: E402
+from tests.sizes import one_size  # noqa: E402
+
+keep_free_memory()
 
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("laws")
 
+
+# An engine has programs for batches of one, two, four … requests, for moves between any two of those, and for chunks
+# of a prompt of two lengths: some 27 where four requests run at a time, all made by the same code. In most files an
+# engine has those of its largest batch and of the shorter chunk alone, seven. Files where a batch's size or a chunk's
+# length could matter to the law have them all, and so have the `LLM`s that files share (`engine/conftest.py`).
+OF_ALL_SIZES = {
+    "engine/test_autoregressive.py",
+    "engine/test_compilation.py",
+    "engine/test_engine.py",
+    "engine/test_interruptions.py",
+    "engine/test_on_gpu.py",
+    "engine/test_preemption.py",
+    "engine/test_programs.py",
+    "engine/test_scheduler.py",
+    "engine/test_widths.py",
+    "test_auto.py",
+}
 
 # On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
 # Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
@@ -79,7 +100,8 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     quick = jax.default_backend() == "cpu" and file.as_posix() not in WITH_LLVM_PASSES
     jax.config.update("jax_disable_most_optimizations", quick)
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
-    yield
+    with contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size():
+        yield
     programs._shared = shared
     jax.clear_caches()
     give_back()

@@ -9,6 +9,7 @@ import pytest
 
 from smcjax import LLM, SMC, Autoregressive
 from tests.checkpoints import Pair, write_pair
+from tests.sizes import all_sizes
 
 MAX_MODEL_LEN = 48
 
@@ -28,12 +29,16 @@ def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LL
 @pytest.fixture(scope="session")
 def llm(pair: Pair) -> Iterator[LLM]:
     """N = 4, K = 3, four requests at a time."""
-    with smc_llm(pair) as llm:
+    with all_sizes():
+        llm = smc_llm(pair)
+    with llm:
         yield llm
 
 
 @pytest.fixture(scope="session")
 def plain(pair: Pair) -> Iterator[LLM]:
     """The target alone, two requests at a time."""
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4) as llm:
+    with all_sizes():
+        llm = LLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4)
+    with llm:
         yield llm

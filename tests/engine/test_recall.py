@@ -24,11 +24,11 @@ pytestmark = pytest.mark.slow
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """A document up to each of as many consecutive places in its answers as a block has positions."""
+    """A document up to every third place in its answers, over as many places as a block has positions."""
     ids = recall.tokens(np.random.default_rng(6), CONTEXT, "eval").tolist()
     begin = ids.index(recall.vocabulary().index("answers")) + 2
     assert begin + BLOCK + GENERATED < CONTEXT
-    return [ids[: begin + more] for more in range(BLOCK)]
+    return [ids[: begin + more] for more in range(0, BLOCK, 3)]
 
 
 def answered(decoding: Decoding, draft: str | None = None) -> list[RequestOutput]:
@@ -50,7 +50,9 @@ def wanted() -> list[list[int]]:
 )
 def test_greedy_speculation_is_the_targets_from_every_place(decoding: Decoding, draft: str) -> None:
     """Every place in a stride of compressed tokens and in a block, whose drafts are now right and now wrong."""
-    assert {len(ids) % BLOCK for ids in prompts()} == set(range(BLOCK))
+    assert {len(ids) % STRIDE for ids in prompts()} == set(range(STRIDE)), "places that prompts end at"
+    generated = {(len(ids) + more) % BLOCK for ids in prompts() for more in range(GENERATED)}
+    assert generated == set(range(BLOCK))
     outputs = answered(decoding, draft)
     assert [output.outputs[0].token_ids for output in outputs] == wanted()
     drafted = sum(output.metrics.cycles for output in outputs) * decoding.speculation.gamma

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_engine import drain, prompt, sound
 from tests.helpers import Ask, tiny_pair
+from tests.sizes import all_sizes
 from tests.smc.reference import language_model
 
 GAMMA, PAGE_SIZE = 3, 4
@@ -40,7 +42,9 @@ def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
 def llm(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Memory for about two of the largest requests, taken by whoever comes."""
     pages = 1 + 2 * Footprint.of(request.param, PAGE_SIZE).worst_case(1, MAX_MODEL_LEN)
-    with rejecting(pair, request.param, num_pages=pages, admission="optimistic") as llm:
+    with all_sizes() if request.param.tree else contextlib.nullcontext():
+        llm = rejecting(pair, request.param, num_pages=pages, admission="optimistic")
+    with llm:
         yield llm
 
 

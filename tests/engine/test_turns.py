@@ -26,6 +26,7 @@ from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.test_engine import prompt, sound
 from tests.helpers import Ask, tiny_pair
 from tests.planner.tables import measured
+from tests.sizes import all_sizes
 from tests.smc.reference import language_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
@@ -277,7 +278,10 @@ def test_the_load_decides(base: LLM, tmp_path: Path) -> None:
     """One request drafts, two do not; whoever is left alone drafts again once the rest after the switch is over."""
     strategies = (ALONE, Rejection(3))
     path = profile_of(base, strategies, tmp_path / "p.json", by_load)
-    with LLM(share=base, decoding="auto", profile=path, max_model_len=48, max_num_seqs=2, page_size=4) as llm:
+    with (
+        all_sizes(),
+        LLM(share=base, decoding="auto", profile=path, max_model_len=48, max_num_seqs=2, page_size=4) as llm,
+    ):
         assert llm.decoding == Rejection(3)
         long, short = params(1, max_tokens=44, ignore_eos=True), params(2, max_tokens=20, ignore_eos=True)
         [one] = llm.generate("a", long, use_tqdm=False)
