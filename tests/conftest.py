@@ -77,7 +77,6 @@ OF_ALL_SIZES = {
 # On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
 # Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
 WITH_LLVM_PASSES = {
-    "engine/test_recall.py",
     "engine/test_soak.py",
     "rejection/test_sampling_law.py",
     "smc/test_unbiased_engine.py",
