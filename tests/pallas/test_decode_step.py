@@ -185,7 +185,16 @@ def compiled(problem: Problem, shape: ds.Shape, **how: Any) -> Callable[[Any], A
 
 
 def reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Tempered logits, logits with noise, and the cache, layer by layer in plain XLA."""
+    """Tempered logits, logits with noise, and the cache, layer by layer in plain XLA, as one program."""
+
+    @jax.jit
+    def program(params: Any, keys: Any, values: Any) -> tuple[jax.Array, jax.Array, KVCache]:
+        return _reference(dataclasses.replace(problem, keys=keys, values=values), params)
+
+    return program(params, problem.keys, problem.values)
+
+
+def _reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVCache]:
     config, draws, zeros = problem.config, problem.draws, jnp.zeros(len(problem.tokens), jnp.int32)
     hidden, cache = paged_hidden_states(
         config,
@@ -294,7 +303,7 @@ def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypat
     shape = kernel_shape(problem, ring=4, blocks=blocks)
     assert shape.prefetches == by_chunks
     assert ds.supports(shape, jnp.bfloat16)
-    check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
+    check(problem, params, compiled(problem, shape, interpret=plgpu.InterpretGPUParams())(params))
 
 
 @pytest.mark.slow
@@ -312,7 +321,7 @@ def test_int8_equals_the_layer_by_layer_forward(
     params = quantize_params(random_params(config))
     shape = kernel_shape(problem, int8=True, ring=4, blocks=blocks)
     assert ds.supports(shape, jnp.bfloat16)
-    check(problem, params, run(problem, params, shape, plgpu.InterpretGPUParams()))
+    check(problem, params, compiled(problem, shape, interpret=plgpu.InterpretGPUParams())(params))
 
 
 def test_the_noise_is_that_of_jax_random() -> None:
