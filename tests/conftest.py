@@ -78,7 +78,6 @@ OF_ALL_SIZES = {
 # Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
 WITH_LLVM_PASSES = {
     "engine/test_soak.py",
-    "rejection/test_sampling_law.py",
     "smc/test_unbiased_engine.py",
 }
 

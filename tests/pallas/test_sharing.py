@@ -109,8 +109,10 @@ def random_history(seed: int, page_size: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, jnp.int32) for x in (table, lengths, num_immutable))
 
 
-@pytest.mark.parametrize(("queries", "page_size", "chunk", "tiles"), TERMS)
-@pytest.mark.parametrize("has_immutable", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "page_size", "chunk", "tiles", "has_immutable"),
+    [(*terms, number % 2 == 0) for number, terms in enumerate(TERMS)],
+)
 def test_the_kernel_finds_the_same(queries: int, page_size: int, chunk: int, tiles: int, has_immutable: bool) -> None:
     terms = {"rows": ROWS, "queries": queries, "page_size": page_size, "chunk": chunk, "tiles": tiles}
     by_kernel = jax.jit(functools.partial(find_sharing_mosaic, **terms, interpret=plgpu.InterpretGPUParams()))
