@@ -22,7 +22,7 @@ def _of_one_length(runner: Runner) -> ChunkLengths:
 
 
 def _set(buckets: object, chunk_lengths: object) -> None:
-    engine.buckets, Runner._chunk_lengths = buckets, chunk_lengths  # type: ignore[method-assign]
+    engine.buckets, Runner._chunk_lengths = buckets, chunk_lengths
 
 
 @contextlib.contextmanager
