@@ -1,7 +1,8 @@
 """Attention of a sparse verification by query groups, per query, merged and shared: time against bytes.
 
-    python scripts/bench_sparse_attention.py                     # a table last; compiles 36 programs first
+    python scripts/bench_sparse_attention.py                     # a table last
     python scripts/bench_sparse_attention.py --contexts 65536 --queries 9 --sizes 2 4 9 --overlaps 0 0.5 0.75 0.9 1
+    python scripts/bench_sparse_attention.py --contexts 65536 --queries 9 16 --requests 1 8
     python scripts/bench_sparse_attention.py --tiny              # interpreted on a CPU: that it runs
 
 One layer of an 8B model (32 heads, 8 key-value heads of 128) with the paper's Native Sparse Attention over pages of
@@ -11,8 +12,9 @@ that little ρ are not reached. *per query* reads every query's sets by themselv
 groups of C, *shared* the first query's set for its group. All branches go through one launch and its merge. Pages of
 fewer than 8 compressed tokens (128 positions) leave out their branch, which the kernels then do not take.
 
-`unique` are bytes of KV that some query reads, each once; `issued` those of all groups. The time that building the
-selection's tasks takes in XLA stands beside. Random data, different pools from call to call, medians; each mode is
+`unique` are bytes of KV that some query reads, each once; `issued` those of all groups. Times are the device's, of all
+kernels of a call, by JAX's profiler: a host that launches kernel by kernel would be the slower one. The time that
+building the selection's tasks takes stands beside. Random data, different pools from call to call; each mode is
 compared with the reference in float32 once. `--json` writes all of it.
 """
 
@@ -21,9 +23,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
-import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from profile_cycle import read_kernels
 
 from smcjax.device import HOPPER, this_device
 from smcjax.pallas import uses_kernels
@@ -51,7 +55,6 @@ from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
 MODES = ("per query", "merged", "shared")
-ENQUEUED = 8  # programs without waiting, so that the host is not in the figure
 LEAST_SLOTS = 8  # of a unit that the kernels take
 TOLERANCE = 0.02  # relative to the largest value: bf16 weights, f16 shares
 
@@ -89,16 +92,17 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A verification of M `queries` at the end of `context` positions, in groups of C = `size`."""
+    """A verification of M `queries` at the end of `context` positions of each request, in groups of C = `size`."""
 
     context: int
     queries: int
     size: int
     overlap: float
+    requests: int = 1
 
 
 def sets_of(case: Case, layer: Layer) -> np.ndarray:
-    """[1, M, Hkv, blocks]: sets of n blocks, of which each query's has as many of the one's before it as ρ says."""
+    """[R, M, Hkv, blocks]: sets of n blocks, of which each query's has as many of the one's before it as ρ says."""
     rng, blocks = np.random.default_rng(0), case.context // layer.block_size
     n = min(layer.num_blocks, blocks)
     free = np.arange(1, max(1, blocks - 2))
@@ -112,7 +116,7 @@ def sets_of(case: Case, layer: Layer) -> np.ndarray:
                 others = rng.permutation(np.setdiff1d(free, chosen))[:new]
                 chosen = np.concatenate([rng.permutation(chosen)[: len(chosen) - len(others)], others])
             sets[0, query, head, chosen] = True
-    return sets
+    return sets.repeat(case.requests, axis=0)
 
 
 class Inputs:
@@ -125,11 +129,12 @@ class Inputs:
         if mode == "shared":
             sets = np.asarray(self.groups.by_first(jnp.asarray(sets)))
         pages = case.context // layer.page_size
-        table = np.broadcast_to(1 + np.random.default_rng(1).permutation(pages), (1, case.queries, pages))
-        self.sets, self.table = jnp.asarray(sets), jnp.asarray(table, jnp.int32)
-        positions = case.context - case.queries + np.arange(case.queries)[None]
-        self.positions = jnp.asarray(positions, jnp.int32)
-        self.q = jax.random.normal(jax.random.key(9), (1, case.queries, layer.heads, layer.dim), jnp.bfloat16)
+        shape = (case.requests, case.queries)
+        table = 1 + np.random.default_rng(1).permutation(case.requests * pages).reshape(case.requests, 1, pages)
+        self.sets, self.table = jnp.asarray(sets), jnp.asarray(np.broadcast_to(table, (*shape, pages)), jnp.int32)
+        positions = case.context - case.queries + np.arange(case.queries)
+        self.positions = jnp.asarray(np.broadcast_to(positions, shape), jnp.int32)
+        self.q = jax.random.normal(jax.random.key(9), (*shape, layer.heads, layer.dim), jnp.bfloat16)
         self.units = tuple(
             unit_slots(layer.page_size, layer.block_size) if name != "cmp" else min(64, layer.compressed_page)
             for name in layer.branches
@@ -171,7 +176,7 @@ class Inputs:
             for branch, unit in zip(branches, self.units, strict=True)
         )
         rows = self.groups.size * self.layer.heads // self.layer.kv_heads
-        blocks = self.groups.number * self.layer.kv_heads
+        blocks = self.case.requests * self.groups.number * self.layer.kv_heads
         return default_tuning(blocks=blocks, tiles=-(-rows // QUERIES), chunks=chunks, dim=self.layer.dim)
 
     def unique_bytes(self) -> int:
@@ -180,7 +185,7 @@ class Inputs:
         slots = np.repeat(np.asarray(self.sets).any(axis=1)[0], layer.block_size, axis=-1)[:, :end]
         slots[:, max(0, end - self.case.queries - layer.window + 1) :] = True
         compressed = max(0, (end - layer.kernel_size) // layer.kernel_stride + 1) if "cmp" in layer.branches else 0
-        return (int(slots.sum()) + layer.kv_heads * compressed) * layer.slot
+        return self.case.requests * (int(slots.sum()) + layer.kv_heads * compressed) * layer.slot
 
     def issued_bytes(self, branches: tuple[Branch, ...]) -> int:
         """Bytes of all groups' tasks."""
@@ -190,9 +195,9 @@ class Inputs:
         )
 
 
-def pools_of(context: int, layer: Layer, count: int) -> dict[str, list[tuple[jax.Array, jax.Array]]]:
+def pools_of(context: int, layer: Layer, count: int, requests: int = 1) -> dict[str, list[tuple[jax.Array, jax.Array]]]:
     """Keys and values by branch, `count` of each; every slot holds something."""
-    pages = 1 + context // layer.page_size
+    pages = 1 + requests * context // layer.page_size
 
     @functools.partial(jax.jit, static_argnums=1)
     def pool(key: jax.Array, slots: int) -> jax.Array:
@@ -207,20 +212,24 @@ def pools_of(context: int, layer: Layer, count: int) -> dict[str, list[tuple[jax
     return found | ({"cmp": pairs(1, layer.compressed_page)} if "cmp" in layer.branches else {})
 
 
-def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int, windows: int) -> tuple[Any, float]:
-    """First result, and microseconds a call of the `calls` in a program; `run(i, …)` is one."""
+def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int, runs: int) -> tuple[Any, float]:
+    """First result, and microseconds that the device works for one of the `calls` in a program; `run(i, …)` is one.
+
+    A single run is not measured: then the time is the host's, compilation included.
+    """
     program = jax.jit(lambda *x: [run(i, *x) for i in range(calls)])
-    times, out = [], None
-    for _ in range(3 + windows):
-        began = time.perf_counter()
-        for _ in range(ENQUEUED if windows > 1 else 1):
-            out = program(*arguments)
-        jax.block_until_ready(out)
-        times.append(time.perf_counter() - began)
-        if windows == 1:
-            return out, times[0] / calls * 1e6
-    assert out is not None
-    return out[0], statistics.median(times[3:]) / (ENQUEUED * calls) * 1e6
+    began = time.perf_counter()
+    out = jax.block_until_ready(program(*arguments))
+    if runs == 1:
+        return out, (time.perf_counter() - began) / calls * 1e6
+    jax.block_until_ready(program(*arguments))
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(runs):
+                jax.block_until_ready(program(*arguments))
+        kernels = list(read_kernels(Path(directory), {}))
+    assert kernels, "the profiler has seen no kernel"
+    return out[0], sum(kernel.microseconds for kernel in kernels) / (runs * calls)
 
 
 def error(got: tuple[Part, ...], inputs: Inputs, branches: tuple[Branch, ...]) -> float:
@@ -258,9 +267,9 @@ def measured(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Nam
     def build(i: int, sets: jax.Array, table: jax.Array) -> Any:
         return inputs.selection(jnp.roll(sets, i, axis=1), table)
 
-    got, kernel = measure(attend, (inputs.q, pools, tasks, low, high), args.calls, args.windows)
-    _, building = measure(build, (inputs.sets, inputs.table), args.calls, args.windows)
-    got = got[0] if args.windows == 1 else got
+    got, kernel = measure(attend, (inputs.q, pools, tasks, low, high), args.calls, args.runs)
+    _, building = measure(build, (inputs.sets, inputs.table), args.calls, args.runs)
+    got = got[0] if args.runs == 1 else got
     unique, issued = inputs.unique_bytes(), inputs.issued_bytes(branches)
     bandwidth = this_device().bandwidth or HOPPER.bandwidth
     return {
@@ -281,19 +290,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32_768, 65_536], help="T")
     parser.add_argument("--queries", type=int, nargs="+", default=[5, 9, 16, 40], help="M")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1], help="R, which share no page")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16], help="C, of which M is the most")
     parser.add_argument("--overlaps", type=float, nargs="+", default=[0.75], help="fractions of neighbours' sets")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="the first is the others' measure")
     parser.add_argument("--page-size", type=int, default=128, help="B, positions")
-    parser.add_argument("--calls", type=int, default=16, help="in a program")
-    parser.add_argument("--windows", type=int, default=7, help="of which times are the median")
+    parser.add_argument("--calls", type=int, default=4, help="in a program")
+    parser.add_argument("--runs", type=int, default=3, help="of the program, whose kernels' times are added up")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--tiny", action="store_true", help="a small shape, interpreted once, whose times say nothing")
     args = parser.parse_args(argv)
     if not args.tiny and not uses_kernels():
         parser.error("there is no Hopper GPU here; run it on one, or with --tiny.")
     if args.tiny:
-        args.contexts, args.queries, args.sizes, args.calls, args.windows = [256], [2], [2], 1, 1
+        args.contexts, args.queries, args.sizes, args.calls, args.runs = [256], [2], [2], 1, 1
     if args.page_size % 16 or any(context % max(64, args.page_size) for context in args.contexts):
         parser.error(f"--page-size must be a multiple of 16 and divide --contexts, as 64 must; got {args.page_size}.")
     return args
@@ -305,18 +315,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     small = {"heads": 2, "kv_heads": 1, "dim": 64, "num_blocks": 4, "window": 32} if args.tiny else {}
     layer, found = Layer(page_size=args.page_size, **small), []
     device = this_device().kind or this_device().platform
-    for context in args.contexts:
-        pools = pools_of(context, layer, 1 if args.tiny else 4 if context > 16_384 else 8)
-        for queries in args.queries:
-            for overlap in args.overlaps:
-                cases = [
-                    Case(context, queries, size, overlap) for size in sorted({min(s, queries) for s in args.sizes})
-                ]
-                lines = [("per query", dataclasses.replace(cases[0], size=1))]
-                lines += [(mode, case) for case in cases for mode in MODES[1:]]
-                lines = [line for line in lines if line[0] in args.modes]
-                alone = None
-                for mode, case in lines:
+    for context, requests in itertools.product(args.contexts, args.requests):
+        pools = pools_of(context, layer, 1 if args.tiny else 2 if requests > 1 else 4, requests)
+        for queries, overlap in itertools.product(args.queries, args.overlaps):
+            sizes = sorted({min(size, queries) for size in args.sizes})
+            cases = [Case(context, queries, size, overlap, requests) for size in sizes]
+            lines = [("per query", dataclasses.replace(cases[0], size=1))]
+            lines += [(mode, case) for case in cases for mode in MODES[1:]]
+            alone = None
+            for mode, case in lines:
+                if mode in args.modes:
                     line = measured(case, layer, mode, pools, args)
                     alone = alone or line["us"]
                     found.append(line | {"speedup": alone / line["us"]})
@@ -331,10 +339,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(about | {"lines": found}, indent=1))
     print(f"{device}, jax {jax.__version__}, pages of {layer.page_size}, branches {', '.join(layer.branches)}\n")
     columns = f"{'µs':>8} {'×':>5} {'unique':>7} {'issued':>7} {'tasks, µs':>9}  error"
-    print(f"{'T':>6} {'M':>3} {'C':>3} {'ρ':>5} {'mode':<10} {columns}")
+    print(f"{'T':>6} {'R':>2} {'M':>3} {'C':>3} {'ρ':>5} {'mode':<10} {columns}")
     for line in found:
         print(
-            f"{line['context']:6d} {line['queries']:3d} {line['size']:3d} {line['overlap']:5.2f} {line['mode']:<10}"
+            f"{line['context']:6d} {line['requests']:2d}"
+            f" {line['queries']:3d} {line['size']:3d} {line['overlap']:5.2f} {line['mode']:<10}"
             f" {line['us']:8.1f} {line['speedup']:5.2f} {line['unique_fraction']:7.1%} {line['issued_fraction']:7.1%}"
             f" {line['tasks_us']:9.1f}  {line['error']:.1e}"
         )
