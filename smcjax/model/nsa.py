@@ -15,6 +15,7 @@ anew.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,12 +26,13 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
 from smcjax.model.attention import HeadShape, Projection, Selection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
-from smcjax.model.nsa_groups import nodes_by_groups, rows_by_groups, takes_compressed
+from smcjax.model.nsa_groups import nodes_by_groups, routes_by_kernel, rows_by_groups, rows_routed, takes_compressed
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
 from smcjax.pallas import copy_pages, rotate
 from smcjax.pallas.attention import LOWEST, sees
+from smcjax.pallas.best_blocks import best_blocks
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 COMPRESSED = ("compressed_keys", "compressed_values")
@@ -243,12 +245,14 @@ class NSA:
         With `earlier`, blocks that a layer before this one has selected, these are taken.
         """
         cache, last, routed = self.written(projection, cache, view), self.last(view), None
-        if not self.takes_together(view, earlier):
+        q, pages = projection.heads()[0], self.pairs(cache)
+        if is_grouped(view) and earlier is None and routes_by_kernel(self, q, compressed_of(cache), view):
+            routed = self.route_by_groups(q, cache, view, last)
+        elif not self.takes_together(view, earlier):
             seen = self.read(cache, view)
             routed = self.route(projection, seen, view.positions, last, earlier)
             if not is_grouped(view):
                 return self._attend(projection, seen, view.positions, last, routed), cache
-        q, pages = projection.heads()[0], self.pairs(cache)
         selected = earlier if routed is None else routed.selected
         compressed = compressed_of(cache) if routed is None else None
         outputs = rows_by_groups(self, q, pages, compressed, view, selected, last)
@@ -461,6 +465,18 @@ class NSA:
         scores = self.block_scores(of_tokens, born, -(-seen.keys.shape[1] // self.block_size))
         return Routed(output, scores, self.select(scores, positions))
 
+    def route_by_groups(
+        self, q: Float[Array, "R T H D"], cache: LayerCache, view: BatchView, last: Int[Array, "R T"]
+    ) -> Routed:
+        """`route` over pages, of rows that are requests by themselves: compressed tokens are read once a group."""
+        output, weights = rows_routed(self, q, compressed_of(cache), view, last)
+        kv_heads = cache["keys"].shape[2]
+        blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
+        of_sets = self._of_sets(grouped(weights, kv_heads))
+        scores = self.by_blocks(of_sets, blocks)
+        output = grouped(output.astype(cache["compressed_values"].dtype), kv_heads)
+        return Routed(output, scores, self.select(scores, view.positions))
+
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries."""
         parts = [part.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win)]
@@ -477,28 +493,40 @@ class NSA:
         A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0,
         or `LOWEST` where logits count.
         """
-        if self.share == "group":
-            of_tokens = of_tokens.sum(axis=3, keepdims=True)
-        of_tokens = of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
+        of_tokens = self._of_sets(of_tokens)
         if self.score == "prob":
-            share = self.overlap(of_tokens.shape[-1], blocks)
-            return jnp.einsum("rtsn,nb->rtsb", of_tokens, share, precision=jax.lax.Precision.HIGHEST)
+            nobody = self.kernel_size // self.kernel_stride - 1  # slots before the first token's
+            return self.by_blocks(jnp.pad(of_tokens, [(0, 0)] * 3 + [(nobody, 0)]), blocks)
         of_tokens = jnp.where(born[:, :, 0], of_tokens, LOWEST)[..., :blocks]
         missing = blocks - of_tokens.shape[-1]
         return jnp.pad(of_tokens, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST)
 
-    def overlap(self, tokens: int, blocks: int) -> Float[np.ndarray, "N blocks"]:
-        """Positions that a compressed token and a block have in common, over the stride; f32."""
-        start, first = np.arange(tokens)[:, None] * self.kernel_stride, np.arange(blocks) * self.block_size
-        common = np.minimum(start + self.kernel_size, first + self.block_size) - np.maximum(start, first)
-        return (np.maximum(common, 0) // self.kernel_stride).astype(np.float32)
+    def _of_sets(self, of_tokens: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
+        """Weights or logits of those who select together, added up."""
+        if self.share == "group":
+            of_tokens = of_tokens.sum(axis=3, keepdims=True)
+        return of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
+
+    def by_blocks(self, of_slots: Float[Array, "R T S slots"], blocks: int) -> Float[Array, "R T S blocks"]:
+        """The scores of blocks of weights by slot of compressed tokens, where a token has the slot of its last stride.
+
+        A block begins at the slot of its first stride. What token and block have in common, in strides, is what two
+        rows of l/d and l'/d ones have that pass each other: their convolution.
+        """
+        strides = self.block_size // self.kernel_stride
+        common = np.convolve(np.ones(self.kernel_size // self.kernel_stride), np.ones(strides)).astype(np.float32)
+        most = blocks * strides + len(common) - 1
+        of_slots = jnp.pad(of_slots, [(0, 0)] * 3 + [(0, max(0, most - of_slots.shape[-1]))])
+        terms = [
+            float(weight) * of_slots[..., first : first + blocks * strides : strides]
+            for first, weight in enumerate(common)
+        ]
+        return functools.reduce(jnp.add, terms)
 
     def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Bool[Array, "R T S blocks"]:
         """True for the blocks that queries at `positions` attend to: first and last ones, then the best; of equal ones
         the earlier."""
-        ranked = self.ranked(scores, positions)
-        _, best = jax.lax.top_k(ranked, min(self.num_blocks, scores.shape[-1]))
-        return jnp.any(best[..., None] == jnp.arange(scores.shape[-1]), axis=-2) & (ranked != -jnp.inf)
+        return best_blocks(self.ranked(scores, positions), self.num_blocks)
 
     def ranked(
         self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]

@@ -24,17 +24,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.model.view import BatchView, TreeView
+from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.grouped_attention import (
     Branch,
     Part,
     compressed_slots,
     group_tasks,
     grouped_branches,
+    grouped_scores,
     masked_attention,
     merged_parts,
     span_tasks,
     unit_slots,
 )
+from smcjax.pallas.grouped_attention_sm90 import supports
 from smcjax.pallas.query_groups import QueryGroups
 
 Pages = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # keys and values of the selection, then of the window
@@ -61,6 +64,8 @@ class Blocks(Protocol):
     def kernel_stride(self) -> int: ...
     @property
     def compressed_rope(self) -> str: ...
+    @property
+    def score(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
 
 
@@ -95,6 +100,12 @@ class Grouped:
         """Blocks that a query attends to at most."""
         kind = self.kind
         return kind.num_blocks + (kind.init_blocks + kind.local_blocks) * (self.mode == "shared_forced")
+
+    @property
+    def likely_blocks(self) -> int:
+        """Blocks that a group reads where each query has a quarter that its neighbour has not."""
+        others = (self.groups.size - 1) / 4 if self.mode == "merged" else 0
+        return round(self.most_blocks * (1 + others))
 
     def attend(
         self,
@@ -150,13 +161,59 @@ class Grouped:
             for pool, bounds, size, of_unit, most_slots in zip(pools, slots, per_page, units, most, strict=True)
         )
         branches = (Branch(*pages[:2], tasks, jnp.zeros_like(high), high), *spans)
-        return grouped_branches(q, branches, self.groups, units=(unit, *units))
+        likely = self.likely_blocks * (kind.block_size // unit), *(one.tasks.unit.shape[3] for one in branches[1:])
+        return grouped_branches(q, branches, self.groups, units=(unit, *units), likely=likely)
 
 
 def takes_compressed(kind: Blocks, page_size: int) -> bool:
     """True where a layer that does not select has compressed tokens in the launch of its other branches."""
     per_page = page_size // kind.kernel_stride
     return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
+
+
+def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView) -> bool:
+    """True where a kernel attends to compressed tokens and keeps what ranks blocks (`rows_routed`)."""
+    if not (view.rows == 1 and kind.score == "prob" and takes_compressed(kind, view.page_size)):
+        return False
+    _, per_page, kv_heads, _ = compressed[0].shape
+    assert view.sparse is not None
+    return (
+        uses_kernels()
+        and supports(
+            size=view.sparse.queries,
+            num_heads=q.shape[2],
+            num_kv_heads=kv_heads,
+            head_dim=q.shape[3],
+            sets=kv_heads,
+            page_size=per_page,
+            unit=math.gcd(per_page, MOST_UNIT),
+            dtype=q.dtype,
+        )
+        and q.dtype == compressed[0].dtype == compressed[1].dtype
+    )
+
+
+def rows_routed(
+    kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView, last: Int[Array, "R T"]
+) -> tuple[Float[Array, "R T H D"], Float[Array, "R T H slots"]]:
+    """Attends by groups to the compressed tokens that queries see up to `last`, rows that are requests by themselves.
+
+    Returns the output, f32, and each query head's weights by slot of compressed tokens (`compressed_slots`), 0 for
+    those that it does not see.
+    """
+    assert view.sparse is not None
+    groups = QueryGroups.of_rows(1, view.positions.shape[1], view.sparse.order, view.sparse.queries)
+    table = jnp.broadcast_to(view.block_table[:, None], (*view.positions.shape, view.block_table.shape[1]))
+    low, high = compressed_slots(last, kernel_size=kind.kernel_size, kernel_stride=kind.kernel_stride)
+    per_page = view.page_size // kind.kernel_stride
+    unit, most = math.gcd(per_page, MOST_UNIT), view.block_table.shape[1] * per_page
+    sizes = {"page_size": per_page, "unit": unit, "sets": compressed[0].shape[2], "most_slots": most}
+    # From the first unit on, of which the first slots belong to no token: then a task's number is its place.
+    tasks = span_tasks(jnp.zeros_like(low), high, table, groups, **sizes)
+    part, scores = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit)
+    slot = jnp.arange(scores.shape[-1])
+    seen = (slot >= low[..., None]) & (slot <= high[..., None])
+    return part.out, jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
 
 
 def rows_by_groups(

@@ -4,6 +4,7 @@ from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.grouped_attention import grouped_attention
 from smcjax.pallas.grouped_attention_sm90 import grouped_attention_mosaic
+from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
 from smcjax.pallas.kv_write import (
     Copies,
     HeadNorms,
@@ -53,5 +54,6 @@ __all__ = [
     "supports",
     "supports_norm",
     "swiglu",
+    "tasks_of_blocks_mosaic",
     "uses_kernels",
 ]

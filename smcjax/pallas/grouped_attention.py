@@ -30,6 +30,7 @@ from smcjax.pallas.attention import LOWEST, divisor_of
 from smcjax.pallas.dispatch import Op
 from smcjax.pallas.query_groups import QueryGroups
 
+CHUNK = 64  # slots that kernels take at once
 WORD = 32  # queries of one word of a task's mask
 
 
@@ -106,42 +107,76 @@ def _tasks(
     parts: int,  # units of a block
     in_page: int,  # units of a page
     rows: int,
+    once: bool = False,  # for all layers
 ) -> Tasks:
     """At most `most` tasks of each group and set."""
     size, units = groups.size, min(selected.shape[-1] * parts, table.shape[2] * in_page)
     width = min(most, rows * units)
     sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
     chosen = _packed(sets)  # [R, g, S, blocks, words]
-    tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
+    if rows == 1:  # any query's table is all queries'
+        # What layers have in common XLA computes once, but for kernels.
+        find = tasks_of_blocks.reference if once else tasks_of_blocks
+        return find(chosen, table[:, 0], width=width, parts=parts, in_page=in_page)
 
-    if rows == 1:  # the lowest query's table is all queries'
-        leads, led = jnp.any(chosen != 0, axis=-1)[..., None], None
-        leads = jnp.repeat(leads, parts, axis=3)[:, :, :, :units]
-    else:
-        led = _packed(tables[..., :, None] == tables[..., None, :])  # [R, g, pages, C, words]
-        earlier = _packed(np.arange(size) < np.arange(size)[:, None])
-        of_unit = np.arange(units)
-        mine = jnp.repeat(sets, parts, axis=3)[:, :, :, :units]  # [R, g, S, units, C]
-        before = chosen[:, :, :, of_unit // parts, None] & (led & earlier)[:, :, None, of_unit // in_page]
-        leads = mine & jnp.all(before == 0, axis=-1)
+    tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
+    led = _packed(tables[..., :, None] == tables[..., None, :])  # [R, g, pages, C, words]
+    earlier = _packed(np.arange(size) < np.arange(size)[:, None])
+    of_unit = np.arange(units)
+    mine = jnp.repeat(sets, parts, axis=3)[:, :, :, :units]  # [R, g, S, units, C]
+    before = chosen[:, :, :, of_unit // parts, None] & (led & earlier)[:, :, None, of_unit // in_page]
+    leads = mine & jnp.all(before == 0, axis=-1)
 
     entry, number = _places_of(leads.reshape(*leads.shape[:3], -1), width)
-    there = jnp.arange(width) < number[..., None]
-    place, leader = entry // leads.shape[4], entry % leads.shape[4]
-    place = jnp.where(there, place, 0)
+    place, leader = entry // size, entry % size
+    at, page = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2], :1][:3], place // in_page
+    queries = chosen[*at, place // parts] & led[*at[:2], page, leader]
+    return _tasks_at(place, tables[*at[:2], page, leader], queries, number, in_page)
 
-    request, group, of_set = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2]]
-    at = request[..., None], group[..., None]
-    page = place // in_page
-    queries = chosen[*at, of_set[..., None], place // parts]
-    if led is not None:
-        queries = queries & led[*at, page, leader]
+
+def _tasks_at(
+    place: Int[Array, "R g S K"],
+    page: Int[Array, "R g S K"],
+    queries: Shaped[Array, "R g S K words"],
+    number: Int[Array, "R g S"],
+    in_page: int,
+) -> Tasks:
+    """The first `number` of these tasks; the others name nothing."""
+    there = jnp.arange(place.shape[3]) < number[..., None]
     return Tasks(
-        unit=jnp.where(there, tables[*at, page, leader] * in_page + place % in_page, 0).astype(jnp.int32),
-        place=place.astype(jnp.int32),
+        unit=jnp.where(there, page * in_page + place % in_page, 0).astype(jnp.int32),
+        place=jnp.where(there, place, 0).astype(jnp.int32),
         queries=jax.lax.bitcast_convert_type(jnp.where(there[..., None], queries, 0), jnp.int32),
         number=number,
     )
+
+
+def tasks_of_blocks_reference(
+    chosen: Shaped[Array, "R g S blocks words"],
+    table: Int[Array, "R pages"],
+    *,
+    width: int,
+    parts: int,
+    in_page: int,
+) -> Tasks:
+    """Returns the tasks of groups whose queries have one table, K = `width` at most.
+
+    Args:
+        chosen: the queries that have selected a block, a bit each, uint32.
+        table: each request's pages in order.
+        width: K, of which the first tasks count.
+        parts: units of a block.
+        in_page: units of a page.
+    """
+    units = min(chosen.shape[3] * parts, table.shape[1] * in_page)
+    leads = jnp.repeat(jnp.any(chosen != 0, axis=-1), parts, axis=3)[..., :units]
+    place, number = _places_of(leads, width)
+    request, group, of_set, _ = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2], :1]
+    queries = chosen[request, group, of_set, place // parts]
+    return _tasks_at(place, table[request, place // in_page], queries, number, in_page)
+
+
+tasks_of_blocks = Op(tasks_of_blocks_reference)
 
 
 def span_tasks(
@@ -175,7 +210,8 @@ def span_tasks(
     first = jnp.arange(table.shape[2] * page_size // unit) * unit
     inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
     most = min(rows, groups.size) * ((most_slots + unit - 2) // unit + 1)
-    found = _tasks(inside[:, :, None], table, groups, most, parts=1, in_page=page_size // unit, rows=rows)
+    shape = {"parts": 1, "in_page": page_size // unit, "rows": rows}
+    found = _tasks(inside[:, :, None], table, groups, most, **shape, once=True)
     return Tasks(*(jnp.repeat(x, sets, axis=2) for x in found))
 
 
@@ -293,8 +329,12 @@ def grouped_branches_reference(
     *,
     units: tuple[int, ...],
     scale: float | None = None,
+    likely: tuple[int, ...] | None = None,
 ) -> tuple[Part, ...]:
-    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each."""
+    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each.
+
+    Kernels share themselves out as if each branch had `likely` tasks a group and set; None: as many as it can have.
+    """
     return tuple(
         grouped_attention_reference(
             q, *branch[:2], branch.tasks, groups, branch.low, branch.high, unit=unit, scale=scale
@@ -303,6 +343,34 @@ def grouped_branches_reference(
     )
 
 
+def grouped_scores_reference(
+    q: Float[Array, "R M H D"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    tasks: Tasks,
+    groups: QueryGroups,
+    low: Int[Array, "R M"],
+    high: Int[Array, "R M"],
+    *,
+    unit: int,
+    scale: float | None = None,
+) -> tuple[Part, Float[Array, "R M H slots"]]:
+    """Attends as `grouped_attention` to tasks that are all units from the first on, and keeps the scores by slot.
+
+    Those of slots that a query does not see may be anything.
+    """
+    part = grouped_attention_reference(q, key_pages, value_pages, tasks, groups, low, high, unit=unit, scale=scale)
+    pages, page_size, kv_heads, dim = key_pages.shape
+    keys = key_pages.reshape(pages * page_size // unit, unit, kv_heads, dim)[tasks.unit[:, :, 0]]
+    keys = keys.reshape(*keys.shape[:2], -1, kv_heads, dim)  # [R, g, slots, Hkv, D]
+    split = groups.split(q).reshape(q.shape[0], groups.number, groups.size, kv_heads, -1, dim)
+    precision = product_precision(q.dtype)
+    scores = jnp.einsum("rxckgd,rxskd->rxckgs", split, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores = groups.join(scores.reshape(*scores.shape[:3], -1, scores.shape[-1])) / divisor_of(scale, dim)
+    return part, jnp.pad(scores, [(0, 0)] * 3 + [(0, -scores.shape[-1] % CHUNK)])
+
+
+grouped_scores = Op(grouped_scores_reference)
 grouped_attention = Op(grouped_attention_reference)
 grouped_branches = Op(grouped_branches_reference)
 

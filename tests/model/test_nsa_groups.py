@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax.kv import TRASH, KVCache
+from smcjax.model import nsa
 from smcjax.model.decoder import linear
 from smcjax.model.nsa_groups import takes_compressed
 from smcjax.model.view import BatchView, TreeView
@@ -201,10 +202,12 @@ def _forward(key: str, w: Arrays, cache: Any, view: BatchView, x: jax.Array) -> 
     return kind_of(o).paged_branches(projected(o, w, x, view.positions), cache, view)
 
 
-def verified(o: Options, page_size: int, sparse: SparseVerification | None) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs and selections of two requests of two rows, which share what they begin with; the last writes nothing.
+def verified(
+    o: Options, page_size: int, sparse: SparseVerification | None, of_request: int = 2, mark: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and selections of four rows, of which two share what they begin with; the last writes nothing.
 
-    Pages hold NaN where nothing is written.
+    Pages hold NaN where nothing is written. With another `mark` programs are traced anew.
     """
     rows, columns, before, w, rng = 4, 3, 45, random_weights(o, 0), np.random.default_rng(0)
     width = -(-(before + columns) // page_size)
@@ -223,12 +226,12 @@ def verified(o: Options, page_size: int, sparse: SparseVerification | None) -> t
         if first:
             written[-1], ends[-1] = TRASH, 0
         arrays = (positions, positions, table, written, ends, ends)
-        return BatchView(*(jnp.asarray(array, jnp.int32) for array in arrays), rows=2, page_size=page_size)
+        return BatchView(*(jnp.asarray(array, jnp.int32) for array in arrays), rows=of_request, page_size=page_size)
 
     key = json.dumps(o)
     _, pages = _forward(key, w, pages, view(0, before), x[:, :before])
     draft = dataclasses.replace(view(before, before + columns), sparse=sparse)
-    branches, _ = _forward(key, w, pages, draft, x[:, before:])
+    branches, _ = _forward(json.dumps(o | {"mark": mark}), w, pages, draft, x[:, before:])
     return np.asarray(branches.outputs)[:-1], np.asarray(branches.selected)[:-1]
 
 
@@ -252,3 +255,25 @@ def test_merged_rows_are_each_query_by_itself(changes: Options, page_size: int, 
     shared, _ = verified(o, page_size, SparseVerification("shared", size, order))
     assert np.abs(shared - want).max() > 1e-2
     np.testing.assert_allclose(shared[..., [0, 2], :], want[..., [0, 2], :], atol=1e-5)
+
+
+@pytest.mark.parametrize(("changes", "page_size", "size"), [({}, 8, 2), (OTHERS, 4, 3)])
+def test_routing_by_groups_is_each_querys_own(
+    changes: Options, page_size: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compressed tokens read once a group, as where a kernel keeps the scores that rank blocks.
+
+    Control: scores that are a slot late rank other blocks.
+    """
+    o = SMALL | changes
+    want, selected = verified(o, page_size, None, of_request=1)
+    sparse, asked = SparseVerification("merged", size), []
+    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
+    got, own = verified(o, page_size, sparse, of_request=1, mark="by groups")
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(own, selected)
+    by_blocks = nsa.NSA.by_blocks
+    monkeypatch.setattr(nsa.NSA, "by_blocks", lambda kind, x, n: by_blocks(kind, jnp.roll(x, 1, axis=-1), n))
+    _, late = verified(o, page_size, sparse, of_request=1, mark="late")
+    assert len(asked) == 2
+    assert (late != selected).any()

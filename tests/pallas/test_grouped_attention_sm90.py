@@ -20,9 +20,16 @@ from smcjax.pallas.grouped_attention import (
     group_tasks,
     grouped_attention,
     grouped_attention_reference,
+    grouped_scores_reference,
+    span_tasks,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import default_tuning, grouped_branches_mosaic, supports
+from smcjax.pallas.grouped_attention_sm90 import (
+    default_tuning,
+    grouped_branches_mosaic,
+    grouped_scores_mosaic,
+    supports,
+)
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
@@ -187,7 +194,7 @@ def test_lowers_for_cuda(size: int, page_size: int) -> None:
             traced = jax.jit(attend).trace(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2
+    assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2  # tasks of queries with several tables are XLA's
     assert "mosaic_gpu" not in lowered(jnp.float32)
 
 
@@ -211,12 +218,48 @@ def test_what_is_not_supported() -> None:
         assert not supports(**{**shape, **change}, dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize("chunks", [(256,), (3,), (144, 8, 512)])
-@pytest.mark.parametrize("blocks", [8, 40, 640])
-def test_tuning_fills_the_gpu_once(blocks: int, chunks: tuple[int, ...]) -> None:
-    """No branch has more shares than chunks; the ring and the queries fit."""
+def sooner(blocks: int, splits: tuple[int, ...], chunks: tuple[int, ...]) -> float:
+    """When blocks in their order are done, in chunks, if each begins where a multiprocessor is free."""
+    free = [0.0] * 132
+    for split, count in [*zip(splits, chunks, strict=True)] * blocks:
+        for _ in range(split):
+            free.sort()
+            free[0] += 3.5 + -(-count // split)
+    return max(free)
+
+
+@pytest.mark.parametrize("chunks", [(256,), (3,), (48, 9, 64), (144, 8, 512)])
+@pytest.mark.parametrize("blocks", [8, 64, 640])
+def test_tuning_is_done_first(blocks: int, chunks: tuple[int, ...]) -> None:
+    """No branch has more shares than chunks, ring and queries fit, and blocks are done half as late again at most."""
     tuning = default_tuning(blocks=blocks, tiles=1, chunks=chunks, dim=128)
     assert all(1 <= split <= count for split, count in zip(tuning.splits, chunks, strict=True))
-    assert blocks * tuning.shares <= 132 or tuning.splits == (1,) * len(chunks)
     assert tuning.stages % tuning.subs == 0
     assert (tuning.stages * 2 + tuning.subs) * 64 * 128 * 2 < 227 << 10
+    if blocks < 100:
+        done = sooner(blocks, tuning.splits, chunks)
+        assert done <= sooner(blocks, (1,) * len(chunks), chunks)
+        assert done <= 1.5 * (5 + blocks * (sum(chunks) + 3.5 * tuning.shares) / 132)
+
+
+def test_scores_are_kept() -> None:
+    """By slot, of queries of one table whose tasks are all units from the first on; the reference has the same."""
+    rng, groups = np.random.default_rng(0), QueryGroups((0, 2, 1, 3, 4), 3)
+    q = jnp.asarray(rng.standard_normal((2, 5, 4, 64)), jnp.bfloat16)
+    pool = jnp.asarray(rng.standard_normal((2, 21, 16, 2, 64)), jnp.bfloat16)
+    table = jnp.asarray(1 + rng.permutation(20).reshape(2, 1, 10).repeat(5, axis=1), jnp.int32)
+    high = jnp.asarray(rng.integers(100, 150, (2, 5)), jnp.int32)
+    low = jnp.ones_like(high)
+    sizes = {"page_size": 16, "unit": 8, "sets": 2, "most_slots": 160}
+    tasks = span_tasks(low * 0, high, table, groups, **sizes)
+    arguments = (q, *pool, tasks, groups, low, high)
+    tuning = Tuning(splits=(2,), subs=2, stages=2)
+    part, scores = grouped_scores_mosaic(*arguments, unit=8, tuning=tuning, interpret=INTERPRET)
+    exact = (x.astype(jnp.float32) for x in arguments[:3])
+    want, of_slots = grouped_scores_reference(*exact, *arguments[3:], unit=8)
+    assert error(Part(*map(np.asarray, part)), Part(*map(np.asarray, want))) <= 3 * 2**-9
+    slot = np.arange(160)
+    seen = np.broadcast_to(((slot >= 1) & (slot <= high[..., None]))[:, :, None], (2, 5, 4, 160))
+    got, of_slots = (np.asarray(x)[..., :160] for x in (scores, of_slots))
+    np.testing.assert_allclose(got[seen], of_slots[seen], atol=1e-4)
+    assert np.abs(got[..., 1:][seen[..., 1:]] - got[..., :-1][seen[..., 1:]]).max() > 1

@@ -1,0 +1,62 @@
+"""Tasks of groups with one table, interpreted: exactly the reference's, in all that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.grouped_attention import Tasks, group_tasks, span_tasks, tasks_of_blocks_reference
+from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
+from smcjax.pallas.query_groups import QueryGroups
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "in_page", "pages", "width"),
+    [
+        ((2, 3, 2, 40, 1), 1, 2, 20, 12),  # more tasks than count
+        ((1, 2, 1, 300, 2), 2, 1, 599, 500),  # two words of queries; half of the last block has a page
+        ((1, 1, 2, 5, 1), 4, 4, 5, 21),
+    ],
+)
+def test_kernel_is_the_reference(shape: tuple[int, ...], parts: int, in_page: int, pages: int, width: int) -> None:
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, shape, dtype=np.uint32)
+    chosen = jnp.asarray(np.where(rng.random(shape) < 0.3, words, 0))
+    chosen = chosen.at[..., -1, :].set(jnp.uint32(1 << 31))
+    table = jnp.asarray(1 + rng.permutation(shape[0] * pages).reshape(shape[0], pages), jnp.int32)
+    sizes = {"width": width, "parts": parts, "in_page": in_page}
+    want = tasks_of_blocks_reference(chosen, table, **sizes)
+    for got, of in zip(tasks_of_blocks_mosaic(chosen, table, **sizes, interpret=INTERPRET), want, strict=True):
+        np.testing.assert_array_equal(got, of)
+    assert 0 < int(want.number.min()) <= width
+
+
+def test_lowers_for_cuda() -> None:
+    """Tasks of selections, where all queries have one table; XLA makes those of several, and windows' once for all."""
+    groups, sizes = QueryGroups.of_rows(1, 9, "dfs", 9), {"page_size": 128}
+
+    def selection(selected: jax.Array, positions: jax.Array, table: jax.Array, rows: int) -> Tasks:
+        return group_tasks(selected, table, groups, block_size=64, most_blocks=16, rows=rows, **sizes)
+
+    def window(selected: jax.Array, positions: jax.Array, table: jax.Array, rows: int) -> Tasks:
+        spans = {"unit": 64, "sets": 8, "most_slots": 520, "rows": rows}
+        return span_tasks(positions - 511, positions, table, groups, **spans, **sizes)
+
+    def lowered(tasks: Callable[..., Tasks], rows: int) -> str:
+        shapes: list[tuple[Any, Any]] = [((2, 9, 8, 1024), bool), ((2, 9), jnp.int32), ((2, 9, 512), jnp.int32)]
+        with implementations("mosaic"):
+            traced = jax.jit(tasks, static_argnums=3).trace(*(jax.ShapeDtypeStruct(*one) for one in shapes), rows)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(selection, 1).count("mosaic_gpu_v2") == 1
+    assert "mosaic_gpu" not in lowered(selection, 3)
+    assert "mosaic_gpu" not in lowered(window, 1)
