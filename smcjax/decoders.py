@@ -146,8 +146,9 @@ class Autoregressive(Decoding):
     """Decoding by the target model alone.
 
     Attributes:
-        sparse: by its `schedule` layers of a sparse target take the blocks of earlier ones behind the prompt; there are
-            no queries to group. None: every layer selects.
+        sparse: by its `schedule` layers of a sparse target take the blocks of earlier ones behind the prompt. Groups of
+            one query, "merged" ones, compute the same by the kernel of groups where it applies. None: every layer
+            selects.
     """
 
     name = "autoregressive"
@@ -158,10 +159,10 @@ class Autoregressive(Decoding):
 
     def __post_init__(self) -> None:
         check_sparse(self.sparse)
-        if self.sparse is not None and self.sparse.is_grouped:
+        if self.sparse is not None and self.sparse.queries > 1:
             raise ValueError(
-                f"sparse has mode {self.sparse.mode!r}, and the target alone has one query at a time, so none to "
-                "group; use mode='per_query'."
+                f"sparse has mode {self.sparse.mode!r} for groups of {self.sparse.queries}, and the target alone has "
+                "one query at a time; use group=1, or mode='per_query'."
             )
 
     @property

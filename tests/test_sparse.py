@@ -76,7 +76,11 @@ MERGED, SHARED = SparseVerification("merged", 4), SparseVerification("shared", 4
     ("decoding", "arguments", "words"),
     [
         (Rejection, {"sparse": "merged"}, r"sparse must be SparseVerification\(\.\.\.\) or None, got 'merged'\."),
-        (Autoregressive, {"sparse": MERGED}, r"sparse has mode 'merged', and the target alone has one query at a .*"),
+        (
+            Autoregressive,
+            {"sparse": MERGED},
+            r"sparse has mode 'merged' for groups of 4, and the target alone has one query .*",
+        ),
         (
             SMC,
             {"sparse": SHARED},

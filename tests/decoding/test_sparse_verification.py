@@ -108,6 +108,7 @@ def checked(decoding: Any, draft: Any, page_size: int) -> None:
     ("decoding", "draft", "page_size"),
     [
         (Autoregressive(SparseVerification(schedule=2)), None, 4),
+        (Autoregressive(SparseVerification("merged", 1, schedule=2)), None, 8),
         (Rejection(gamma=2, n_candidates=3, sparse=SparseVerification("merged", 4, "dfs", 2)), NSA_DRAFT, 2),
     ],
     ids=str_of,
