@@ -18,25 +18,25 @@ from smcjax.kv import TRASH, allocate, release
 from smcjax.numerics import key_of
 
 
-def _normal(key: jax.Array, array: jax.Array) -> jax.Array:
-    return jax.random.normal(key, array.shape, array.dtype)
-
-
 @cache
-def _filling(sharding: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Puts Gaussian numbers into an array, which is consumed, where it is: on one device or divided among several."""
-    return jax.jit(_normal, donate_argnums=1, out_shardings=sharding)
+def _filling(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    """Makes an array of Gaussian numbers from a key: on one device or divided among several."""
+    return jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 
 def random_memory(memory: Any) -> Any:
-    """A decoder's memory with Gaussian numbers in all pages of all layers; the allocator as it was. Consumes it."""
+    """A decoder's memory with Gaussian numbers in all pages of all layers; the allocator as it was. Consumes it.
+
+    Each array is given up before the one in its place is made, so that memory for one of them is never held twice.
+    """
     leaves, treedef = jax.tree.flatten(memory)
     keys = jax.random.split(key_of(2), len(leaves))
-    filled = [
-        _filling(leaf.sharding)(key, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, filled)
+    for number, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            fill = _filling(leaf.shape, leaf.dtype, leaf.sharding)
+            leaf.delete()
+            leaves[number] = fill(key)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
