@@ -2,6 +2,9 @@
 
 One block a row and half page: its share of the row's page goes from the source to the target of every pool in turn,
 through a ring in shared memory, by TMA both ways. The reference is `copy_pages`, pool by pool.
+
+The copy engine takes at most 256 numbers along an axis, so entries that are wider (an EAGLE-3 head's features, as wide
+as its target) are seen as several heads of equal width, and of large ones a block copies fewer slots.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from smcjax.pallas.kv_write import Copies, copy_pages
 
 Pools = tuple[Float[Array, "P B Hkv D"], ...]
 IN_FLIGHT = 4  # copies of a block that are under way
-SLOTS = 8  # of a page, that a block copies
+SLOTS = 8  # of a page, that a block copies at most
+WIDEST = 256  # numbers along an axis of one copy
 LARGEST = 48 * 1024  # bytes of one copy, of which IN_FLIGHT fit the shared memory
 
 Ref = Any
@@ -35,11 +39,22 @@ def copy_all_pages_reference(pools: Pools, copies: Copies) -> Pools:
     return tuple(copy_pages(pages, copies) for pages in pools)
 
 
+def pieces_of(pool: Any) -> tuple[int, int, int] | None:
+    """Slots, heads and width of what a block copies of a pool at once; None where the copy engine takes none."""
+    _, page_size, kv_heads, dim = pool.shape
+    widths = [width for width in range(min(dim, WIDEST), 0, -1) if dim % width == 0]
+    for width in widths:
+        heads = kv_heads * (dim // width)
+        for slots in (size for size in (SLOTS, SLOTS // 2, SLOTS // 4, 1) if page_size % size == 0):
+            piece = slots * heads * width * pool.dtype.itemsize
+            if heads <= WIDEST and width * pool.dtype.itemsize % 16 == 0 and piece <= LARGEST:
+                return slots, heads, width
+    return None
+
+
 def _supports(pools: Pools, copies: Copies) -> bool:
-    _, page_size, kv_heads, dim = pools[0].shape
-    piece = min(SLOTS, page_size) * kv_heads * dim * pools[0].dtype.itemsize
     alike = all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
-    return alike and page_size % min(SLOTS, page_size) == 0 and piece % 16 == 0 and piece <= LARGEST and kv_heads <= 256
+    return alike and pieces_of(pools[0]) is not None
 
 
 def _kernel(source_ref: Ref, target_ref: Ref, *pools: Ref, buffer: Ref, ready: Ref) -> None:
@@ -68,23 +83,25 @@ def _kernel(source_ref: Ref, target_ref: Ref, *pools: Ref, buffer: Ref, ready: R
 
 def copy_all_pages_mosaic(pools: Pools, copies: Copies, *, interpret: Any = None) -> Pools:
     """Computes `copy_all_pages` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    _, page_size, kv_heads, dim = pools[0].shape
-    slots = min(SLOTS, page_size)
-    refs: Sequence[Ref] = [jax.new_ref(pages) for pages in pools]
+    pieces, (pages, page_size, *own) = pieces_of(pools[0]), pools[0].shape
+    if pieces is None:
+        raise ValueError(f"no kernel copies pages of {pools[0].dtype}{list(pools[0].shape)}")
+    slots, heads, width = pieces
+    refs: Sequence[Ref] = [jax.new_ref(pool.reshape(pages, page_size, heads, width)) for pool in pools]
     plgpu.kernel(
         _kernel,
         out_type=(),
         grid=(copies.source.shape[0], page_size // slots),
         grid_names=("row", "piece"),
         scratch_types={
-            "buffer": plgpu.SMEM((IN_FLIGHT, slots, kv_heads, dim), pools[0].dtype),
+            "buffer": plgpu.SMEM((IN_FLIGHT, slots, heads, width), pools[0].dtype),
             "ready": plgpu.Barrier(num_arrivals=1, num_barriers=IN_FLIGHT),
         },
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         kernel_name="copy_pages",
     )(copies.source.astype(jnp.int32), copies.target.astype(jnp.int32), *refs)
-    return tuple(map(jax.freeze, refs))
+    return tuple(jax.freeze(ref).reshape(pages, page_size, *own) for ref in refs)
 
 
 copy_all_pages = Op(copy_all_pages_reference)

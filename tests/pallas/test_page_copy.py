@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import Copies, copy_pages
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic
+from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic, pieces_of
 
 COPIES = Copies(jnp.asarray([3, 0, 3, 5]), jnp.asarray([7, 0, 8, 1]))  # two copies of page 3, a row without any
 
@@ -33,6 +33,26 @@ def check(given: tuple[jax.Array, ...], interpret: Any = None) -> None:
 @pytest.mark.parametrize(("number", "page_size"), [(1, 8), (6, 16)])
 def test_equals_copies_pool_by_pool(number: int, page_size: int) -> None:
     check(pools(number, pages=9, page_size=page_size, kv_heads=2, dim=64), plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(384, (8, 2, 192)), (4096, (4, 16, 256)), (64, (8, 1, 64))])
+def test_wide_entries_are_copied_as_several_heads(width: int, pieces: tuple[int, int, int]) -> None:
+    """Features of EAGLE-3 heads, as wide as their targets: the copy engine takes 256 numbers along an axis at most."""
+    given = (jax.ShapeDtypeStruct((60, 16, 1, width), jnp.bfloat16),)
+    assert pieces_of(given[0]) == pieces
+    copy = jax.jit(lambda pools: copy_all_pages(pools, COPIES), donate_argnums=0)
+    with implementations("mosaic"):
+        assert copy_all_pages.kernel_for(given, COPIES) is not None
+        text = copy.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    check(pools(1, pages=9, page_size=16, kv_heads=1, dim=width), plgpu.InterpretGPUParams())
+
+
+def test_entries_that_no_copy_takes_are_left_to_xla() -> None:
+    given = (jax.ShapeDtypeStruct((60, 16, 1, 257), jnp.bfloat16),)  # a prime
+    assert pieces_of(given[0]) is None
+    with implementations("mosaic"):
+        assert copy_all_pages.kernel_for(given, COPIES) is None
 
 
 def test_is_one_kernel_in_place_and_only_where_asked() -> None:
