@@ -1,22 +1,28 @@
 """Cycles over a target with Native Sparse Attention beside dense ones, on random weights: time, bytes, tokens/s.
 
-    python scripts/bench_sparse.py verify      # one verification: query by query, merged, reuse; the share of routing
     python scripts/bench_sparse.py cycles      # end to end: the target alone and speculation, dense and sparse
+    python scripts/bench_sparse.py verify      # one verification: query by query, merged, reuse; the share of routing
+    python scripts/bench_sparse.py groups      # of queries that read together, C = 1 2 4 8 …
     python scripts/bench_sparse.py spacing     # of the layers that select: 1 2 4 8 …
     python scripts/bench_sparse.py particles   # SMC, N = 8 and 32
     python scripts/bench_sparse.py cycles --tiny      # toy shapes on a CPU: that it runs
 
 Shapes are those of Llama 3.1 8B and 3.2 1B, the target's attention dense or sparse with the paper's options and one
 pair of keys and values (`smcjax.bench.shapes`). Cycles run through the engine's own programs on synthetic KV
-(`smcjax.bench.cycle`). Weights are random, so times are measured and acceptance is *replayed*: `--profile FILE` gives
-the fractions of cycles that reach each draft position as `smcjax profile` measured them of a trained pair, `--reached`
-states them, and without either the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1 tokens and the
-target's one need none.
+(`smcjax.bench.cycle`). Cases whose weights, KV and programs do not fit the device are left out, each with a sentence.
 
-`unique` is the least that a cycle must read, weights and KV, and its time at the device's bandwidth as a fraction of
-the measured one; `issued` counts what the mode reads by formula: a group's queries read compressed tokens and the
-window once and, merged, the union of their blocks, where neighbours share the fraction `--overlap` of theirs (.75,
-assumed: that of random weights says nothing). `--json` writes all lines, `--plot` draws tokens/s over contexts.
+Who drafts is said by `--drafts`: "lookup" looks tokens up in the text, which costs next to nothing, so that a cycle is
+the target's verification and the verdict, the bound of any draft; "head" is an EAGLE-3 head of the target's width for
+32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--profile
+FILE` gives the fractions of cycles that reach each draft position as `smcjax profile` measured them of a trained pair,
+`--reached` states them, and without either the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
+tokens and the target's one need none.
+
+A row "one by one" reads by groups of one query, by the kernel where there is one; "by XLA" gathers and masks. `unique`
+is the least that a cycle must read, weights and KV, and its time at the device's bandwidth as a fraction of the
+measured one; `issued` counts what the mode reads by formula: a group's queries read compressed tokens and the window
+once and, merged, the union of their blocks, where neighbours share the fraction `--overlap` of theirs (.75, assumed:
+that of random weights says nothing). `--json` writes all lines as they come, `--plot` draws tokens/s over contexts.
 """
 
 from __future__ import annotations
@@ -24,39 +30,56 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from smcjax.bench.cycle import Bench, Case, CycleResult, Models, Rates, require_room
+from smcjax.bench.cycle import WARMUP, Bench, Case, Models, Rates, random_batch
+from smcjax.bench.synthetic import random_memory
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU, ON_GPU
 from smcjax.cli.options import check_output
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
-from smcjax.engine.loading import make_decoder
-from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.runner import Runner
-from smcjax.model.config import ModelConfig
+from smcjax.engine.loading import check_pages, make_decoder
+from smcjax.engine.memory import device_memory
+from smcjax.engine.programs import Programs, compile_together, enable_compilation_cache
+from smcjax.engine.runner import Chunk, Runner
+from smcjax.model.config import LayerSpec, ModelConfig
+from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
 from smcjax.model.nsa import NSA
+from smcjax.model.params import Params
+from smcjax.numerics import key_of
 from smcjax.planner import Profile
 from smcjax.sparse import SHARED, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
+DRAFTS = ("lookup", "head", "model")
+HEAD_VOCABULARY = 32_000  # token ids of a head: as published ones of an 8B have
+SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One row: its name, the target's attention, and the decoder; `verifies`: without a draft model's forwards."""
+    """One row: its name, the target's attention, the decoder, and who drafts; "": nobody."""
 
     name: str
     attention: str | None
     decoding: Decoding
-    verifies: bool = False
+    draft: str = ""
+
+    def by(self, draft: str) -> Line:
+        """The row with other drafts, in its name too."""
+        return dataclasses.replace(self, name=f"{self.name}, {SAID[draft]}", draft=draft)
 
 
 def merged(queries: int, schedule: int | None = None) -> SparseVerification:
@@ -64,31 +87,48 @@ def merged(queries: int, schedule: int | None = None) -> SparseVerification:
     return SparseVerification("merged", min(queries, 16), schedule=schedule)
 
 
-def verify_lines(gamma: int, layers: int) -> list[Line]:
+ONE_BY_ONE = merged(1)
+ALONE = Line("sparse, target alone", SPARSE, Autoregressive(ONE_BY_ONE))
+
+
+def verify_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
     """Benchmark B: the verification alone. With a spacing of all layers only the first one routes."""
     queries = gamma + 1
     modes: dict[str, SparseVerification | None] = {
-        "query by query": SparseVerification(),
+        "one by one": ONE_BY_ONE,
         "merged": merged(queries),
         "merged, first layer selects": merged(queries, layers),
+        "by XLA": SparseVerification(),
     }
-    return [Line(name, SPARSE, Rejection(gamma, sparse=sparse), verifies=True) for name, sparse in modes.items()]
+    return [Line(name, SPARSE, Rejection(gamma, sparse=sparse), "lookup") for name, sparse in modes.items()]
 
 
-def cycle_lines(gamma: int, layers: int) -> list[Line]:
+def cycle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
     """Benchmark C: end to end."""
-    queries = gamma + 1
-    return [
-        Line("dense, target alone", DENSE, Autoregressive()),
-        Line("dense, speculation", DENSE, Rejection(gamma)),
-        Line("sparse, target alone", SPARSE, Autoregressive()),
-        Line("sparse, speculation query by query", SPARSE, Rejection(gamma)),
-        Line("sparse, merged", SPARSE, Rejection(gamma, sparse=merged(queries))),
-        Line("sparse, merged, every other layer selects", SPARSE, Rejection(gamma, sparse=merged(queries, 2))),
-    ]
+    lines = [Line("dense, target alone", DENSE, Autoregressive()), ALONE]
+    for draft in drafts:
+        lines += [
+            line.by(draft)
+            for line in (
+                Line("dense, speculation", DENSE, Rejection(gamma)),
+                Line("sparse, one by one", SPARSE, Rejection(gamma, sparse=ONE_BY_ONE)),
+                Line("sparse, merged", SPARSE, Rejection(gamma, sparse=merged(gamma + 1))),
+                Line(
+                    "sparse, merged, every other layer selects", SPARSE, Rejection(gamma, sparse=merged(gamma + 1, 2))
+                ),
+            )
+        ]
+    by_xla = Line("sparse, by XLA", SPARSE, Rejection(gamma)).by(drafts[0])
+    return [*lines, Line("sparse, target alone, by XLA", SPARSE, Autoregressive()), by_xla]
 
 
-def spacing_lines(gamma: int, layers: int) -> list[Line]:
+def group_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
+    """Benchmark B by C: the verification alone, by groups of 1, 2, 4 … queries and of all, 16 at most."""
+    sizes = sorted({*(size for size in (1, 2, 4, 8, 16) if size <= gamma), min(gamma + 1, 16)})
+    return [Line(f"merged by {size}", SPARSE, Rejection(gamma, sparse=merged(size)), "lookup") for size in sizes]
+
+
+def spacing_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
     """Benchmark D: spacings 1, 2, 4, 8 and that of all layers."""
     spacings = sorted({min(spacing, layers) for spacing in (1, 2, 4, 8, layers)})
     return [
@@ -96,39 +136,128 @@ def spacing_lines(gamma: int, layers: int) -> list[Line]:
             f"spacing {spacing}",
             SPARSE,
             Rejection(gamma, sparse=merged(gamma + 1, None if spacing == 1 else spacing)),
+            "lookup",
         )
         for spacing in spacings
     ]
 
 
-def particle_lines(gamma: int, layers: int) -> list[Line]:
-    """Benchmark F: populations."""
-    lines = [Line("sparse, target alone", SPARSE, Autoregressive())]
+def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
+    """Benchmark F: populations, which the 1B drafts for."""
+    lines = [ALONE]
     for count in (8, 32):
         lines += [
-            Line(f"dense, N = {count}", DENSE, SMC(count, gamma)),
-            Line(f"sparse, N = {count}, query by query", SPARSE, SMC(count, gamma)),
-            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(16))),
+            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(16)), "model"),
+            Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, sparse=ONE_BY_ONE), "model"),
+            Line(f"dense, N = {count}", DENSE, SMC(count, gamma), "model"),
         ]
     return lines
 
 
-BENCHMARKS: dict[str, Callable[[int, int], list[Line]]] = {
-    "verify": verify_lines,
+BENCHMARKS: dict[str, Callable[[int, int, Sequence[str]], list[Line]]] = {
     "cycles": cycle_lines,
+    "verify": verify_lines,
+    "groups": group_lines,
     "spacing": spacing_lines,
     "particles": particle_lines,
 }
 
 
-class VerifyBench(Bench):
-    """A case whose drafts are looked up in the text, so that a cycle is the target's verification and the verdict."""
+def head_config(target: ModelConfig) -> EagleConfig:
+    """A head of the target's sizes, of at most `HEAD_VOCABULARY` of its token ids."""
+    layer = dataclasses.replace(
+        target, num_layers=1, layers=(LayerSpec(ATTENTION, target.layer(0).rope),), tie_embeddings=False
+    )
+    count = target.num_layers
+    taps = (2, count // 2, count - 3) if 2 < count // 2 < count - 3 else (0, 1, count)
+    return EagleConfig(layer, min(HEAD_VOCABULARY, target.vocab_size // 2), target.hidden_size, taps)
 
-    def __init__(self, models: Models, case: Case, target_params: Any, draft_params: Any) -> None:
-        super().__init__(models, case, target_params, draft_params)
+
+def random_head(config: EagleConfig, target: Params) -> EagleParams:
+    """A head of random weights with the target's embedding."""
+    shapes = eagle_shapes(config, config.layer.dtype, token_ids=True)
+    leaves, tree = jax.tree.flatten(dataclasses.replace(shapes, token_ids=None))
+    keys = jax.random.split(key_of(3), len(leaves))
+    made = [
+        jnp.ones(leaf.shape, leaf.dtype)
+        if leaf.ndim == 1
+        else jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    params: EagleParams = jax.tree.unflatten(tree, made)
+    return dataclasses.replace(params, embed=target.embed, token_ids=jnp.arange(config.draft_vocab_size))
+
+
+class LineBench(Bench):
+    """A row at one context and load, whoever drafts for it. Prompts' last chunks are read one after the other."""
+
+    def __init__(self, line: Line, models: Models, case: Case, target: Params, drafts: Mapping[str, Any]) -> None:
+        self.models, self.case, self.line = models, case, line
+        self.head = head_config(models.target_config) if line.draft == "head" else None
+        proposer: Any = {"": None, "lookup": NGram(), "model": models.draft_config}.get(line.draft)
+        if self.head is not None:
+            proposer = Eagle(self.head)
         geometry = (case.max_model_len, case.page_size, case.implementation)
-        decoder = make_decoder(case.decoding, models.target_config, NGram(), *geometry)
-        self.runner = Runner(decoder, PairParams(target_params), case.num_pages, Programs())
+        decoder = make_decoder(case.decoding, models.target_config, proposer, *geometry)
+        params = PairParams(target, drafts.get(line.draft))
+        self.runner = Runner(decoder, params, case.num_pages, Programs())
+        self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the weights and of the KV."""
+        leaves = jax.tree.leaves((self.runner.params, jax.eval_shape(self.runner._new_memory)))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def _chunk(self) -> tuple[int, int]:
+        return 1, self.runner.chunks.together
+
+    def start(self) -> None:
+        """Takes memory full of random numbers and puts the batch into it, its first tokens drawn."""
+        runner, case, size, length = self.runner, self.case, self.batch.size, self.runner.chunks.together
+        runner.take_memory(random_memory)
+        runner.resize(size, [-1] * size)
+        runner.join(self.batch, {})
+        first = max(0, case.context - length)
+        for at in range(first, case.context, length):
+            for lane in range(size):
+                runner.prefill(runner.program, [Chunk(lane, at, length, 0, [])])
+
+    def windows_ms(self, windows: int, cycles: int) -> list[float]:
+        """Milliseconds a cycle of each window, one after the other behind the prompt and the warm-up. Frees the KV."""
+        try:
+            self.start()
+            for _ in range(WARMUP):
+                info, _ = self.runner.step(self.runner.program)
+            jax.block_until_ready(info.done)
+            found = []
+            for _ in range(windows):
+                began = time.perf_counter()
+                for _ in range(cycles):
+                    info, _ = self.runner.step(self.runner.program)
+                jax.block_until_ready(self.runner.state)
+                found.append((time.perf_counter() - began) / cycles * 1e3)
+            if bool(info.done.any()):
+                raise RuntimeError(
+                    "a request ended inside the benchmark: its weights broke, so the timing says nothing"
+                )
+            return found
+        finally:
+            self.runner.discard()
+
+    def bytes_read(self) -> tuple[int, int]:
+        """Bytes of weights and of KV that a cycle reads at least."""
+        phases = [phase for phase in self._phases() if self.line.draft in ("", "model") or phase.name == "verify"]
+        weights = sum(phase.times * phase.weight_bytes for phase in phases)
+        kv = sum(phase.times * phase.kv_bytes for phase in phases)
+        if self.head is not None:
+            layer, gamma = self.head.layer, self.case.decoding.speculation.gamma
+            leaves = jax.tree.leaves(eagle_shapes(self.head, layer.dtype))
+            weights += gamma * sum(math.prod(leaf.shape) for leaf in leaves) * layer.itemsize
+            own = ATTENTION.cache(layer).bytes_of(ATTENTION.least_read(self.case.context), layer.itemsize)
+            kv += gamma * self.case.groups * own
+        return weights, kv
 
 
 def tokens_per_round(decoding: Decoding, reached: Sequence[float]) -> float:
@@ -177,50 +306,84 @@ def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap:
     return round(total)
 
 
-def line_of(line: Line, result: CycleResult, config: ModelConfig, reached: Sequence[float], overlap: float) -> dict:
+def line_of(bench: LineBench, ms: Sequence[float], rates: Rates, reached: Sequence[float], overlap: float) -> dict:
     """A measured row."""
-    unique = (result.weight_bytes + result.kv_bytes) / result.bandwidth
+    case, config = bench.case, bench.models.target_config
+    weights, kv = bench.bytes_read()
     # What the draft's forwards read is unique as it is; the target's own least is replaced by what it issues.
-    least = result.groups * sum(
-        spec.bytes_of(config.layer(index).attention.least_read(result.context, 0), config.itemsize)
+    least = case.groups * sum(
+        spec.bytes_of(config.layer(index).attention.least_read(case.context, 0), config.itemsize)
         for index, spec in enumerate(config.cache_specs)
     )
-    issued = result.groups * issued_bytes(config, line.decoding, result.context, overlap)
-    tokens = tokens_per_round(line.decoding, reached)
+    issued = weights + max(kv, kv - least + case.groups * issued_bytes(config, case.decoding, case.context, overlap))
+    tokens, middle = tokens_per_round(case.decoding, reached), statistics.median(ms)
     return {
-        "name": line.name,
-        "attention": line.attention or "dense",
-        "decoder": str(line.decoding),
-        "context": result.context,
-        "requests": result.groups,
-        "ms": result.ms,
-        "ms_windows": result.ms_windows,
+        "name": bench.line.name,
+        "attention": bench.line.attention or "dense",
+        "draft": bench.line.draft,
+        "decoder": str(case.decoding),
+        "context": case.context,
+        "requests": case.groups,
+        "ms": middle,
+        "scratch_bytes": bench.runner.programs.scratch_bytes,
+        "ms_windows": list(ms),
         "tokens_per_round": tokens,
-        "tokens_per_second": 1e3 * result.groups * tokens / result.ms,
-        "unique_bytes": result.weight_bytes + result.kv_bytes,
-        "issued_bytes": result.weight_bytes + max(result.kv_bytes, result.kv_bytes - least + issued),
-        "unique_fraction": 1e3 * unique / result.ms,
-        "issued_fraction": 1e3
-        * (result.weight_bytes + max(result.kv_bytes, result.kv_bytes - least + issued))
-        / result.bandwidth
-        / result.ms,
-        "device": result.device,
-        "bandwidth": result.bandwidth,
+        "tokens_per_second": 1e3 * case.groups * tokens / middle,
+        "unique_bytes": weights + kv,
+        "issued_bytes": issued,
+        "unique_fraction": 1e3 * (weights + kv) / rates.bandwidth / middle,
+        "issued_fraction": 1e3 * issued / rates.bandwidth / middle,
+        "device": jax.devices()[0].device_kind,
+        "bandwidth": rates.bandwidth,
     }
 
 
-def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequence[float]) -> list[dict]:
-    """All rows, of one attention after the other, so that one target's weights are there at a time."""
+def compiled(benches: Sequence[LineBench], skip: Callable[[LineBench, str], None]) -> list[LineBench]:
+    """Those of the benches whose programs fit the device, compiled side by side; `skip` hears of the others."""
+    try:
+        compile_together([bench.wanted() for bench in benches])
+        return list(benches)
+    except (ValueError, jax.errors.JaxRuntimeError):
+        fitting = []
+        for bench in benches:  # what was compiled already comes from the cache
+            try:
+                bench.compile()
+                fitting.append(bench)
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                skip(bench, str(error).splitlines()[0])
+        return fitting
+
+
+def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequence[float]) -> tuple[list[dict], list]:
+    """All rows, of one attention after the other, so that one target's weights are there at a time; and those left out.
+
+    Rows of one context and load are timed one after the other.
+    """
     found: list[dict] = []
-    layers = Models(*shapes).target_config.num_layers
-    lines = BENCHMARKS[args.benchmark](args.gamma, layers)
+    skipped: list[dict] = []
+    began = time.perf_counter()
+
+    def skip(bench: LineBench, why: str) -> None:
+        one = {"name": bench.line.name, "context": bench.case.context, "requests": bench.case.groups, "why": why}
+        skipped.append(one)
+        print(f"left out: {json.dumps(one)}", file=sys.stderr, flush=True)
+
+    lines = BENCHMARKS[args.benchmark](args.gamma, Models(*shapes).target_config.num_layers, args.drafts)
+    lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
     for attention in dict.fromkeys(line.attention for line in lines):
         models = Models(*shapes, attention=attention)
-        weights, draft = models.target_params("auto"), models.draft_params("auto")
+        mine = [line for line in lines if line.attention == attention]
+        weights = models.target_params("auto")
+        drafts: dict[str, Any] = {}
+        if any(line.draft == "model" for line in mine):
+            drafts["model"] = models.draft_params("auto")
+        if any(line.draft == "head" for line in mine):
+            drafts["head"] = random_head(head_config(models.target_config), weights)
         rates = Rates.measure(models.target_config.dtype)
+        benches = []
         for context in args.contexts:
             for requests in args.requests:
-                for line in [line for line in lines if line.attention == attention]:
+                for line in mine:
                     case = synthetic_case(
                         line.decoding,
                         requests,
@@ -228,23 +391,46 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         page_size=args.page_size,
                         implementation="auto",
                         windows=args.windows,
-                        cycles=args.cycles,
+                        cycles=args.windows * args.cycles,
                     )
-                    require_room(models, case)
-                    bench = (VerifyBench if line.verifies else Bench)(models, case, weights, draft)
-                    bench.compile()
-                    result = bench.measure(rates)
-                    if line.verifies:  # no draft model reads anything
-                        result = _without_draft(result, bench)
-                    found.append(line_of(line, result, models.target_config, reached, args.overlap))
-                    print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        del weights, draft
-    return found
+                    check_pages(models.target_config, case.page_size)
+                    bench = LineBench(line, models, case, weights, drafts)
+                    if bench.held_bytes > device_memory():
+                        skip(
+                            bench, f"weights and KV take {bench.held_bytes / 1e9:.1f} GB of {device_memory() / 1e9:.1f}"
+                        )
+                    else:
+                        benches.append(bench)
+        benches = compiled(benches, skip)
+        room = device_memory() / 1e9
+        print(
+            f"{time.perf_counter() - began:.0f} s: {len(benches)} rows compiled, {room:.0f} GB",
+            file=sys.stderr,
+            flush=True,
+        )
+        while benches:
+            bench = benches.pop(0)
+            try:
+                ms = bench.windows_ms(args.windows, args.cycles)
+            except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+                skip(bench, str(error).splitlines()[0])
+                continue
+            found.append(line_of(bench, ms, rates, reached, args.overlap))
+            used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+            print(
+                f"{time.perf_counter() - began:.0f} s, {used:.0f} GB at most: {json.dumps(found[-1])}", file=sys.stderr
+            )
+            if args.json:
+                write(args, reached, found, skipped)
+        del weights, drafts, bench
+    return found, skipped
 
 
-def _without_draft(result: CycleResult, bench: Bench) -> CycleResult:
-    (verify,) = [phase for phase in bench._phases() if phase.name == "verify"]
-    return dataclasses.replace(result, weight_bytes=verify.weight_bytes, kv_bytes=verify.kv_bytes)
+def write(args: argparse.Namespace, reached: Sequence[float], lines: list[dict], skipped: list[dict]) -> None:
+    """Writes all figures so far."""
+    about = {"benchmark": args.benchmark, "jax": jax.__version__, "acceptance": args.source, "overlap": args.overlap}
+    found = {"reached": list(reached), "lines": lines, "left_out": skipped}
+    args.json.write_text(json.dumps(about | found, indent=1))
 
 
 def table(lines: Sequence[dict], first: str) -> str:
@@ -255,7 +441,7 @@ def table(lines: Sequence[dict], first: str) -> str:
     ]
     for line in lines:
         alike = [one for one in lines if (one["context"], one["requests"]) == (line["context"], line["requests"])]
-        base = next(one for one in alike if one["name"] == first)
+        base = next((one for one in alike if one["name"] == first), None)
         cells = (
             line["name"],
             f"{line['context']:,}",
@@ -263,7 +449,7 @@ def table(lines: Sequence[dict], first: str) -> str:
             f"{line['ms']:.2f}",
             f"{line['tokens_per_round']:.2f}",
             f"{line['tokens_per_second']:,.0f}",
-            f"{line['tokens_per_second'] / base['tokens_per_second']:.2f}",
+            "–" if base is None else f"{line['tokens_per_second'] / base['tokens_per_second']:.2f}",
             *(f"{line['unique_bytes'] / 1e6:,.0f}", f"{100 * line['unique_fraction']:.0f}%"),
             *(f"{line['issued_bytes'] / 1e6:,.0f}", f"{100 * line['issued_fraction']:.0f}%"),
         )
@@ -277,12 +463,15 @@ def routing(lines: Sequence[dict], layers: int) -> list[str]:
     for line in lines:
         if line["name"] != "merged" or layers < 2:
             continue
-        (other,) = [
+        others = [
             one
             for one in lines
             if one["name"].endswith("first layer selects")
             and (one["context"], one["requests"]) == (line["context"], line["requests"])
         ]
+        if not others:
+            continue
+        (other,) = others
         share = (line["ms"] - other["ms"]) * layers / (layers - 1) / line["ms"]
         said.append(
             f"T = {line['context']:,}, {line['requests']} requests: routing {100 * share:.0f}% of a verification"
@@ -323,8 +512,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="at once")
     parser.add_argument("--gamma", type=int, default=8, help="K")
     parser.add_argument("--page-size", type=int, default=64, help="B")
-    parser.add_argument("--windows", type=int, default=5, help="of which times are the median")
-    parser.add_argument("--cycles", type=int, default=12, help="of a window")
+    parser.add_argument(
+        "--drafts", nargs="+", choices=DRAFTS, default=["lookup", "head"], help="of cycles (lookup head)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="WORDS", help="rows whose name has one of these in it")
+    parser.add_argument("--windows", type=int, default=3, help="of which times are the median (3)")
+    parser.add_argument("--cycles", type=int, default=12, help="of a window (12)")
     parser.add_argument("--profile", help="of smcjax profile of a trained pair: acceptance is replayed from it")
     parser.add_argument("--reached", type=float, nargs="+", help="fractions of cycles that reach positions 1 … K")
     parser.add_argument("--acceptance", type=float, default=0.8, help="assumed without either (.8)")
@@ -351,18 +544,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     enable_compilation_cache()
     shapes = ON_CPU if args.tiny else ON_GPU
-    reached, source = replayed(args)
-    lines = measured(args, shapes, reached)
+    reached, args.source = replayed(args)
+    lines, skipped = measured(args, shapes, reached)
+    if not lines:
+        raise SystemExit(f"no row fits this device: {skipped[0]['why'] if skipped else 'none was asked for'}.")
     layers = Models(*shapes).target_config.num_layers
-    first = "sparse, target alone" if args.benchmark in ("cycles", "particles") else lines[0]["name"]
+    first = ALONE.name if args.benchmark in ("cycles", "particles") else lines[0]["name"]
     print(f"{lines[0]['device']}, {lines[0]['bandwidth'] / 1e9:,.0f} GB/s; {shapes[1]} → {shapes[0]}, random weights")
-    print(f"Acceptance is {source}: {', '.join(f'{x:.2f}' for x in reached[: args.gamma])}.\n")
+    print(f"Acceptance is {args.source}: {', '.join(f'{x:.2f}' for x in reached[: args.gamma])}.\n")
     print(table(lines, first))
+    for one in skipped:
+        print(f"\nLeft out: {one['name']}, T = {one['context']:,}, {one['requests']} requests: {one['why']}")
     if args.benchmark == "verify":
         print("\n" + "\n".join(routing(lines, layers)))
     if args.json:
-        about = {"benchmark": args.benchmark, "jax": jax.__version__, "acceptance": source, "overlap": args.overlap}
-        args.json.write_text(json.dumps(about | {"reached": list(reached), "lines": lines}, indent=1))
+        write(args, reached, lines, skipped)
     if args.plot:
         draw(lines, args.plot)
     return 0

@@ -2,13 +2,15 @@
 
     python scripts/bench_sparse_quality.py                       # the small trained pair of the tests, some minutes
     python scripts/bench_sparse_quality.py --documents 1 --context 512 --modes merged
+    python scripts/bench_sparse_quality.py --model recall --draft-model recall-draft --context 2048 8192 --gamma 7
 
 The same documents (`smcjax.tasks.recall`) are answered greedily by the target alone and by rejection with each way to
-read selected blocks, and with each spacing of the layers that select, whose measure is the target alone with that
-spacing. `equal` are tokens that stand in the same place as in the measure's answer, `alike` those before the first that
-differs; lines are right by thirds of the answers, as errors of shared blocks stay in the KV. Greedy answers of merged
-blocks are the measure's own by law (up to rounding on a GPU). Divergences of next-token laws under schedules:
-`scripts/calibrate_reuse.py`. `--json` writes all lines, `--plot` draws the thirds.
+read selected blocks, and with each schedule of the layers that select, whose measure is the target alone with that
+schedule: spacings, and lists of flags as `scripts/calibrate_reuse.py` finds them. `equal` are tokens that stand in the
+same place as in the measure's answer, `alike` those before the first that differs; lines are right by thirds of the
+answers, as errors of shared blocks stay in the KV. Greedy answers of merged blocks are the measure's own by law (up to
+rounding on a GPU). Divergences of next-token laws: `scripts/calibrate_reuse.py`. `--json` writes all lines as they
+come, `--plot` draws the thirds.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ THIRDS = 3
 
 
 def contenders(
-    modes: Sequence[str], groups: Sequence[int], spacings: Sequence[int], gamma: int
+    modes: Sequence[str], groups: Sequence[int], schedules: Sequence[int | tuple[bool, ...]], gamma: int
 ) -> list[tuple[Decoding, Decoding]]:
     """Decoders, each with its measure: the target alone, with the same schedule."""
     found: list[tuple[Decoding, Decoding]] = []
-    for spacing in spacings:
-        schedule = None if spacing == 1 else spacing
+    for one in schedules:
+        schedule = None if one == 1 else one
         alone = Autoregressive(None if schedule is None else SparseVerification(schedule=schedule))
         found.append((alone, alone))
         for mode in modes:
@@ -46,6 +48,13 @@ def contenders(
                 sparse = SparseVerification(mode, group, schedule=schedule)
                 found.append((Rejection(gamma, sparse=sparse), alone))
     return found
+
+
+def flags(word: str) -> tuple[bool, ...]:
+    """A schedule that is spelled as 1 and 0 for each layer."""
+    if not word or {*word} - {"0", "1"}:
+        raise argparse.ArgumentTypeError(f"{word!r} must be 1 or 0 for each sparse layer, as 1011")
+    return tuple(digit == "1" for digit in word)
 
 
 def thirds(right: Sequence[Sequence[bool]]) -> list[float]:
@@ -88,32 +97,38 @@ def line_of(
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows."""
-    asked = questions("recall", args.seed, args.documents, context=args.context)
+    """All rows; those of one decoder at all contexts follow each other."""
+    asked = {context: questions("recall", args.seed, args.documents, context=context) for context in args.context}
     params = SamplingParams(temperature=0, max_tokens=LONGEST_ANSWER["recall"])
-    models = {"model": args.model, "draft_model": args.draft_model}
-    found, measures = [], dict[Decoding, list[list[int]]]()
+    models = {"model": args.model, "draft_model": args.draft_model, "implementation": args.implementation}
+    fields = {"max_model_len": max(args.context), "max_num_seqs": args.documents, "compile_at_start": False}
+    found, measures = [], dict[tuple[Decoding, int], list[list[int]]]()
     with LLM(**models, decoding=Rejection(1), max_num_seqs=1, num_pages=2, compile_at_start=False) as base:
-        for decoding, measure in contenders(args.modes, args.groups, args.spacings, args.gamma):
-            with LLM(share=base, decoding=decoding, max_model_len=args.context, max_num_seqs=args.documents) as llm:
-                outputs = llm.generate([question.prompt for question in asked], params, use_tqdm=False)
-            if decoding == measure:
-                measures[measure] = [output.outputs[0].token_ids for output in outputs]
-            found.append(line_of(decoding, asked, outputs, measures[measure]))
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        for decoding, measure in contenders(args.modes, args.groups, [*args.spacings, *args.schedules], args.gamma):
+            with LLM(share=base, decoding=decoding, **fields) as llm:
+                for context, problems in asked.items():
+                    outputs = llm.generate([one.prompt for one in problems], params, use_tqdm=False)
+                    if decoding == measure:
+                        measures[measure, context] = [output.outputs[0].token_ids for output in outputs]
+                    row = line_of(decoding, problems, outputs, measures[measure, context])
+                    found.append({"context": context} | row)
+                    print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+                    if args.json:
+                        about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+                        args.json.write_text(json.dumps(about | {"lines": found}, indent=1))
     return found
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """A row a line."""
-    rows = ["| | lines right | by thirds | tokens equal in place | before the first other | drafts accepted |"]
-    rows.append("|---" * 6 + "|")
-    for line in lines:
+    rows = ["| | tokens | lines right | by thirds | equal in place | before the first other | drafts accepted |"]
+    rows.append("|---" * 7 + "|")
+    for line in sorted(lines, key=lambda line: line["context"]):
         accepted = "" if line["accepted"] is None else f"{line['accepted']:.2f}"
         by_thirds = ", ".join(f"{100 * share:.0f}%" for share in line["thirds"])
         rows.append(
-            f"| {line['decoder']} | {100 * line['right']:.1f}% | {by_thirds} | {100 * line['equal']:.0f}% "
-            f"| {line['alike']:.0f} | {accepted} |"
+            f"| {line['decoder']} | {line['context']:,} | {100 * line['right']:.1f}% | {by_thirds} "
+            f"| {100 * line['equal']:.0f}% | {line['alike']:.0f} | {accepted} |"
         )
     return "\n".join(rows)
 
@@ -125,16 +140,19 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
     from smcjax.viz.picture import write_figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    contexts = sorted({line["context"] for line in lines})
+    figure = Figure(figsize=(2 + 5 * len(contexts), 6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for line in lines:
-        axes.plot(range(1, THIRDS + 1), [100 * share for share in line["thirds"]], marker="o", label=line["decoder"])
-    axes.set_xticks(range(1, THIRDS + 1), ["first third", "second", "last"])
-    axes.set_ylabel("lines right, %")
-    axes.set_ylim(0, 100)
-    axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
+        for line in (one for one in lines if one["context"] == context):
+            shares = [100 * share for share in line["thirds"]]
+            axes.plot(range(1, THIRDS + 1), shares, marker="o", label=line["decoder"])
+        axes.set_xticks(range(1, THIRDS + 1), ["first third", "second", "last"])
+        axes.set_xlabel(f"of the answers to {context:,} tokens")
+        axes.set_ylim(0, 102)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("lines right, %")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     write_figure(figure, path)
 
 
@@ -144,11 +162,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=str(TRAINED / "target"), help="of long documents")
     parser.add_argument("--draft-model", default=str(TRAINED / "draft"))
     parser.add_argument("--documents", type=int, default=8, help="(8)")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a document with its answers (1024)")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of a document with its answers")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[1:]], help="ways to read")
     parser.add_argument("--groups", type=int, nargs="+", default=[4], help="C, queries that read together (4)")
     parser.add_argument("--spacings", type=int, nargs="+", default=[1, 2], help="of layers that select (1 2)")
+    parser.add_argument("--schedules", type=flags, nargs="+", default=[], metavar="1011", help="of these layers, too")
     parser.add_argument("--gamma", type=int, default=4, help="K (4)")
+    parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     parser.add_argument("--seed", type=int, default=6, help="of documents (6)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="lines right by thirds: .svg, .png or .pdf")
@@ -157,10 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             check_output(option, str(path))
     lines = measured(args)
-    print(f"{jax.devices()[0].device_kind}, {args.documents} documents of {args.context:,} tokens, K = {args.gamma}\n")
+    print(f"{jax.devices()[0].device_kind}, {args.documents} documents of each context, K = {args.gamma}\n")
     print(table(lines))
-    if args.json:
-        args.json.write_text(json.dumps({"jax": jax.__version__, "context": args.context, "lines": lines}, indent=1))
     if args.plot:
         draw(lines, args.plot)
     return 0

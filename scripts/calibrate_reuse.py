@@ -1,6 +1,7 @@
 """Find out which sparse layers of a model can take the blocks of earlier ones: a schedule for `SparseVerification`.
 
     python scripts/calibrate_reuse.py tests/data/recall/target --context 1024 --documents 8
+    python scripts/calibrate_reuse.py recall --context 2048 8192 --modes shared shared_forced --groups 2 4 8
     python scripts/calibrate_reuse.py DIR --limit 0.02 --json
 
 All layers select at first. Then that layer stops which raises least the KL divergence of next-token laws from those
@@ -9,14 +10,20 @@ are the answers to long documents (`smcjax.tasks.recall`, keys of the training s
 all layers selecting, as decoders read prompts, and the laws behind the answer's tokens are compared.
 
 One forward is compiled, whatever the number of layers: which of them select is an argument of it.
+
+`--modes` takes the divergence of ways to read blocks in groups too, each by one forward of the answers in groups of C,
+as verification by cycles of C tokens reads them where all drafts are accepted. Approximate modes leave keys and values
+behind that are approximate, and the laws of later tokens follow from those, so errors that add up are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +38,10 @@ from smcjax.kv import KVCache, pages_for
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection, Selection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.paged import create_cache
+from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.view import BatchView
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import MODES, SparseVerification
 from smcjax.tasks import recall
 
 PAGE, CHUNK = 16, 256
@@ -116,6 +124,30 @@ def divergence(of: Float[Array, "R T V"], to: Float[Array, "R T V"], counts: Boo
     return jnp.sum(jnp.where(counts, each, 0)) / jnp.sum(counts)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def verified_laws(config: ModelConfig, params: Params, cache: KVCache, view: BatchView) -> Float[Array, "R T V"]:
+    """Log-probabilities behind each token, as a forward that verifies with the view's `sparse` has them."""
+    hidden, _ = paged_hidden_states(config, params, cache, view)
+    return jax.nn.log_softmax(unembed(params, hidden))
+
+
+def divergence_of_modes(config: ModelConfig, params: Params, texts: Texts) -> Callable[[SparseVerification], float]:
+    """Returns the function from ways to verify to their KL, nats a token, from each query by itself."""
+    whole = verified_laws(config, params, texts.cache, texts.view)
+
+    def kl(sparse: SparseVerification) -> float:
+        view = dataclasses.replace(texts.view, sparse=sparse)
+        return float(divergence(whole, verified_laws(config, params, texts.cache, view), texts.counts))
+
+    return kl
+
+
+def divergences(kl: Callable[[SparseVerification], float], modes: Sequence[SparseVerification]) -> list[float]:
+    """Several at once: each compiles a forward of its own, which several cores do side by side."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(kl, modes))
+
+
 def divergence_of(config: ModelConfig, params: Params, texts: Texts) -> Callable[[Sequence[bool]], float]:
     """Returns the function from schedules to their KL, nats a token, from the model whose layers all select."""
 
@@ -185,34 +217,51 @@ def documents(seed: int, count: int, length: int) -> tuple[np.ndarray, np.ndarra
     return tokens, np.argmax(tokens == heading, axis=1) + 2  # behind the line of the heading
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Searches, takes divergences, and prints them for each context."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a directory with sparse layers, of the task's vocabulary")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a document with its answers (1024)")
-    parser.add_argument("--documents", type=int, default=8, help="(8)")
+    parser.add_argument("model", help="a directory with sparse layers, of the task's vocabulary, or a bundled name")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of a document with its answers")
+    parser.add_argument("--documents", type=int, default=8, help="of each context (8)")
     parser.add_argument("--seed", type=int, default=0, help="of the documents (0)")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"nats a token ({LIMIT})")
-    parser.add_argument("--json", action="store_true", help="one JSON line last")
-    args = parser.parse_args()
-    if args.context < recall.SHORTEST or args.documents < 1:
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=[], help="ways to read in groups, too (none)")
+    parser.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8], help="C of these (2 4 8)")
+    parser.add_argument("--json", action="store_true", help="a JSON line for each context last")
+    args = parser.parse_args(arguments)
+    if min(args.context) < recall.SHORTEST or args.documents < 1:
         parser.error(f"--context must be at least {recall.SHORTEST} and --documents 1")
-    config, params = load_checkpoint(args.model, "float32")
+    directory = bundled_model(BUNDLED[args.model]) if args.model in BUNDLED else args.model
+    config, params = load_checkpoint(directory, "float32")
     SparseVerification().check(config.selecting.values())
     if config.vocab_size != len(recall.vocabulary()):
         parser.error(f"the model has {config.vocab_size} token ids and the task {len(recall.vocabulary())}")
-    texts = read(config, params, *documents(args.seed, args.documents, args.context))
-    found = report(len(config.selecting), divergence_of(config, params, texts), args.limit)
-    print(f"{int(texts.counts.sum())} tokens of {args.documents} answers, {found['layers']} sparse layers")
-    for flip in found["flips"]:
-        print(f"layer {flip['layer']:2d} takes blocks: KL {flip['kl']:.5f} nats a token")
-    if found["next"] is not None:
-        print(f"layer {found['next']['layer']:2d} would give   KL {found['next']['kl']:.5f}, above {args.limit:g}")
-    print(f"schedule {''.join('01'[flag] for flag in found['schedule'])}, spacings {found['spacings']}")
-    for spacing, kl in found["regular"].items():
-        print(f"spacing {spacing}: KL {kl:.5f}")
+    lines = []
+    for context in args.context:
+        texts = read(config, params, *documents(args.seed, args.documents, context))
+        found = report(len(config.selecting), divergence_of(config, params, texts), args.limit)
+        tokens = {"tokens": int(texts.counts.sum()), "documents": args.documents, "context": context}
+        print(
+            f"\n{tokens['tokens']} tokens of {args.documents} answers to {context:,}, {found['layers']} sparse layers"
+        )
+        for flip in found["flips"]:
+            print(f"layer {flip['layer']:2d} takes blocks: KL {flip['kl']:.5f} nats a token")
+        if found["next"] is not None:
+            print(f"layer {found['next']['layer']:2d} would give   KL {found['next']['kl']:.5f}, above {args.limit:g}")
+        print(f"schedule {''.join('01'[flag] for flag in found['schedule'])}, spacings {found['spacings']}")
+        for spacing, kl in found["regular"].items():
+            print(f"spacing {spacing}: KL {kl:.5f}")
+        of_mode = divergence_of_modes(config, params, texts)
+        ways = [SparseVerification(mode, group) for mode in args.modes for group in args.groups]
+        found["modes"] = [
+            {"mode": way.mode, "group": way.group, "kl": value}
+            for way, value in zip(ways, divergences(of_mode, ways), strict=True)
+        ]
+        for one in found["modes"]:
+            print(f"{one['mode']} by {one['group']}: KL {one['kl']:.5f}", flush=True)
+        lines.append({"model": args.model, "device": jax.devices()[0].device_kind, **tokens, **found})
     if args.json:
-        tokens = {"tokens": int(texts.counts.sum()), "documents": args.documents, "context": args.context}
-        print(json.dumps({"model": args.model, **tokens, **found}))
+        print("\n".join(map(json.dumps, lines)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,22 @@ def test_issued_bytes(context: int, naive: float, merged: float, shared: float) 
 
 
 def test_rows() -> None:
-    names = {name: [line.name for line in lines(8, 32)] for name, lines in bench.BENCHMARKS.items()}
+    names = {name: [line.name for line in lines(8, 32, bench.DRAFTS)] for name, lines in bench.BENCHMARKS.items()}
     assert names["spacing"] == [f"spacing {spacing}" for spacing in (1, 2, 4, 8, 32)]
-    assert names["verify"][1:] == ["merged", "merged, first layer selects"]
-    assert len(names["cycles"]) == 6
+    assert names["groups"] == [f"merged by {size}" for size in (1, 2, 4, 8, 9)]
+    assert names["verify"] == ["one by one", "merged", "merged, first layer selects", "by XLA"]
+    assert names["cycles"][:3] == ["dense, target alone", "sparse, target alone", "dense, speculation, free drafts"]
+    assert len(set(names["cycles"])) == 2 + 4 * len(bench.DRAFTS) + 2
     assert sum("N = 32" in name for name in names["particles"]) == 3
-    assert [line.decoding.speculation.sparse for line in bench.spacing_lines(8, 1)] == [SparseVerification("merged", 9)]
+    alone = bench.spacing_lines(8, 1, ())
+    assert [line.decoding.speculation.sparse for line in alone] == [SparseVerification("merged", 9)]
+
+
+def test_heads_are_of_the_targets_sizes() -> None:
+    head = bench.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
+    assert (head.draft_vocab_size, head.taps, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
+    assert head.layer.num_layers == 1
+    assert bench.head_config(Models("tiny-target", "tiny-draft").target_config).taps == (0, 1, 2)
 
 
 def test_acceptance_is_replayed(tmp_path: Path) -> None:
@@ -80,16 +91,45 @@ def test_agreement_and_thirds() -> None:
     found = quality.contenders(["merged", "per_query"], [4, 8], [1, 2], 3)
     assert len(found) == 2 * (1 + 2 + 1)
     assert all(one.speculation.sparse is None or measure.exact for one, measure in found)
+    assert quality.contenders(["merged"], [4], [quality.flags("10")], 3)[1] == (
+        Rejection(3, sparse=SparseVerification("merged", 4, schedule=(True, False))),
+        Autoregressive(SparseVerification(schedule=(True, False))),
+    )
     assert found[4][0] == found[4][1] == Autoregressive(SparseVerification(schedule=2))
 
 
+def test_rows_whose_programs_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, fits: bool) -> None:
+            self.fits, self.compiled = fits, False
+
+        def wanted(self) -> Fake:
+            return self
+
+        def compile(self) -> None:
+            together([self])
+
+    def together(wanted: list[Fake]) -> None:
+        if not all(one.fits for one in wanted):
+            raise ValueError("it does not fit\nby far")
+        for one in wanted:
+            one.compiled = True
+
+    monkeypatch.setattr(bench, "compile_together", together)
+    heard: list[tuple[Any, str]] = []
+    benches: list[Any] = [Fake(True), Fake(False), Fake(True)]
+    assert bench.compiled(benches, lambda one, why: heard.append((one, why))) == [benches[0], benches[2]]
+    assert heard == [(benches[1], "it does not fit")]
+    assert [one.compiled for one in benches] == [True, False, True]
+    heard.clear()
+    assert bench.compiled(benches[::2], lambda *one: heard.append(one)) == benches[::2]
+    assert not heard
+
+
 @pytest.mark.slow
-def test_it_runs_at_toy_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(bench.BENCHMARKS, "verify", lambda gamma, layers: bench.verify_lines(gamma, layers)[1:])
+def test_it_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg"))
-    assert bench.main(["verify", "--tiny", "--gamma", "2", *files]) == 0
+    assert bench.main(["verify", "--tiny", "--gamma", "2", "--only", "merged", *files]) == 0
     out = capsys.readouterr().out
     assert "Acceptance is assumed, 0.8 of each draft" in out
     assert "of a verification" in out

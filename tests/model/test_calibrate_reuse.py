@@ -61,6 +61,30 @@ def test_divergence_is_that_of_what_decoders_compute() -> None:
     assert kl((True, True, False)) != pytest.approx(want, rel=0.1)
 
 
+def test_divergence_of_modes_is_that_of_groups() -> None:
+    """Groups that are exact diverge by rounding, and groups of one query in any mode; shared ones do.
+
+    Control: what is said of a whole answer at once is what cycles of C tokens say, one after the other.
+    """
+    params, read = noisy_params(CONFIG), texts()
+    kl = calibrate_reuse.divergence_of_modes(CONFIG, params, read)
+    assert abs(kl(SparseVerification("merged", 4))) < 1e-6
+    assert abs(kl(SparseVerification("shared", 1))) < 1e-6
+    shared = SparseVerification("shared", 4)
+    assert kl(shared) > 1e-4
+
+    laws = calibrate_reuse.verified_laws(CONFIG, params, read.cache, read.view)
+    forward, cache, found = jax.jit(paged_hidden_states, static_argnums=0), read.cache, []
+    for at in range(0, read.view.tokens.shape[1], 4):
+        cut = {name: getattr(read.view, name)[:, at : at + 4] for name in ("tokens", "positions", "write_pages")}
+        view = dataclasses.replace(read.view, **cut, sparse=shared)
+        hidden, cache = forward(CONFIG, params, cache, view)
+        found.append(jax.nn.log_softmax(unembed(params, hidden)))
+    assert kl(shared) == pytest.approx(
+        float(calibrate_reuse.divergence(laws, jnp.concatenate(found, axis=1), read.counts)), rel=1e-3
+    )
+
+
 COST = np.array([9.0, 2.0, 4.0, 1.0, 2.0])
 
 
