@@ -14,6 +14,7 @@ import pytest
 from smcjax.model.eagle import EagleConfig, EagleParams, eagle_forward, eagle_logits, fuse
 from smcjax.model.eagle_files import load_eagle, save_eagle
 from smcjax.model.params import init_params
+from smcjax.tasks import recall
 from tests.helpers import tiny_config
 
 pytest.importorskip("flax")
@@ -52,6 +53,42 @@ def test_steps_are_those_of_drafting(head: tuple[EagleConfig, EagleParams]) -> N
                 assert np.abs(outputs[step - 1][:, end] - want).max() > 1e-3
 
 
+def test_outputs_behind_a_beginning_are_those_of_all(head: tuple[EagleConfig, EagleParams]) -> None:
+    """Entries from `first` on, where a step has its whole chain among them; before that they are others."""
+    config, params = head
+    first, unroll = 3, jax.jit(train_eagle.unrolled, static_argnums=(0, 4, 5))
+    tokens = jax.random.randint(jax.random.key(5), (2, LENGTH), 0, 7)
+    features = fuse(params, jax.random.normal(jax.random.key(6), (2, LENGTH, 3, TARGET.hidden_size)))
+    whole = unroll(config, params, tokens, features, STEPS, 0)
+    behind = unroll(config, params, tokens, features, STEPS, first)
+    for step, (one, other) in enumerate(zip(behind, whole, strict=True)):
+        np.testing.assert_allclose(one[:, step:], other[:, first + step :], atol=2e-5)
+        if step:
+            assert np.abs(one[:, step - 1] - other[:, first + step - 1]).max() > 1e-3, "control"
+
+
+def test_heads_of_other_sizes_and_taps() -> None:
+    config = train_eagle.head_config(TARGET, heads=2, kv_heads=1, intermediate=12, taps=(0, 3, 7))
+    assert (config.layer.num_heads, config.layer.num_kv_heads, config.layer.intermediate_size) == (2, 1, 12)
+    assert config.taps == (0, 3, 7)
+    assert train_eagle.head_config(TARGET).taps == (2, 3, 4)
+
+
+def test_which_tokens_of_documents_count() -> None:
+    """Those of the answers and the end of text; outputs are needed from some steps before on."""
+    args = train_eagle.parse(["--smoke", "--task", "recall", "--output", "/tmp/nowhere"])
+    texts = train_eagle.documents(args, 512)
+    words = recall.vocabulary()
+    for row, counted in zip(texts.rows, texts.counted, strict=True):
+        told = [words[token] for token, before in zip(row[1:], counted, strict=False) if before]
+        assert told[0] == "\n"
+        assert told[-1] == words[recall.EOS]
+        assert "".join(told[1:-1]).startswith("1 ")
+    first = texts.first(3)
+    assert not texts.counted[:, : first + 1 + 3].any()
+    assert texts.counted[:, first + 1 + 3].any()
+
+
 def test_a_head_that_is_written_is_read_again(head: tuple[EagleConfig, EagleParams], tmp_path: Path) -> None:
     config, params = head
     own = dataclasses.replace(params, embed=None, lm_head=None)
@@ -72,7 +109,7 @@ def test_losses_are_means_by_weight(head: tuple[EagleConfig, EagleParams]) -> No
     streams, wanted = rng.normal(size=(2, LENGTH, 3, 8)), rng.normal(size=(2, LENGTH, 7))
     given = [jnp.asarray(x, jnp.float32) for x in (streams, wanted)]
     loss, agreed = jax.jit(train_eagle.loss_of, static_argnums=(0, 6))(
-        config, params, *given, jnp.asarray(tokens, jnp.int32), jnp.asarray(weights), 2
+        config, params, given[0], given[1][:, 1:], jnp.asarray(tokens, jnp.int32), jnp.asarray(weights), 2
     )
     features = fuse(params, given[0])[:, :-1]
     outputs = train_eagle.unrolled(config, params, jnp.asarray(tokens[:, 1:], jnp.int32), features, 2)
