@@ -135,12 +135,16 @@ def _compilation_cache() -> Finding:
 
 def _bundled_models() -> Finding:
     from smcjax.model.checkpoint import load_config
+    from smcjax.model.eagle_files import is_eagle, load_eagle_config
     from smcjax.model.hub import BUNDLED, bundled_model
 
     sizes = []
     for name in BUNDLED.values():
         directory = bundled_model(name)
-        load_config(directory)
+        if is_eagle(directory):  # beside its target
+            load_eagle_config(directory, load_config(directory.parent / "target"))
+        else:
+            load_config(directory)
         sizes.append(f"{name} {(directory / 'model.safetensors').stat().st_size / 2**20:.1f} MiB")
     return Finding("bundled models", ", ".join(sizes))
 

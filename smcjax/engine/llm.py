@@ -69,8 +69,9 @@ class LLM:
     Args:
         model: the target: a Hugging Face directory, a GGUF file, a hub id ("org/name" or "org/name:file.gguf", which is
             downloaded unless huggingface_hub has it in its cache), a model that an extra installs, "smollm2" (extra
-            smollm2) or "gemma3-270m" (extra gemma), or "recall", whose draft is "recall-draft", or "words", whose
-            drafts are "words-draft" and "words-smc-draft"; None for the bundled pair, "words" and "words-draft".
+            smollm2) or "gemma3-270m" (extra gemma), or "recall", whose drafts are "recall-draft" and the EAGLE-3 head
+            "recall-eagle", or "words", whose drafts are "words-draft" and "words-smc-draft"; None for the bundled
+            pair, "words" and "words-draft".
         draft_model: likewise the draft, of the same tokenizer; the directory of an EAGLE-3 head made for the target; or
             "ngram", which looks the newest tokens up in the text before them, for `Rejection`. `Autoregressive` does
             not read it.

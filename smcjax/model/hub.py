@@ -42,6 +42,7 @@ BUNDLED = {  # a name → its directory in smcjax/bundled
     "words-smc-draft": "smc_draft",
     "recall": "recall/target",
     "recall-draft": "recall/draft",
+    "recall-eagle": "recall/eagle",  # an EAGLE-3 head
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
