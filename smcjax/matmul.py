@@ -12,7 +12,7 @@ everything else goes by that. Kernels read `values` by themselves and take the d
 Matrices that several devices hold together (`smcjax.model.parallel`) come in three kinds. One that is split by rows,
 whose reader has its part of the outputs, is what it is on one device. `RowParallel` is split by columns and
 `VocabularyParallel` by rows that everybody needs; both are seen only within `jax.shard_map`, and all that devices say
-to each other is said here: `_sum_over` and `_gather_over`.
+to each other is said here: `_sum_over`, `sum_over_neighbours` and `_gather_over`.
 
 Int8 keeps half the bytes of bfloat16, with one scale a row and arithmetic as before:
 
@@ -158,6 +158,13 @@ class Int8(Matrix):
 def _sum_over(axis: str, x: jax.Array) -> jax.Array:
     """The sum of all devices' x along a mesh axis: the same bits on each of them."""
     total: jax.Array = jax.lax.psum(x, axis)
+    return total
+
+
+def sum_over_neighbours(axis: str, count: int, x: jax.Array) -> jax.Array:
+    """The sum of x over each `count` neighbours along a mesh axis: the same bits on each of them."""
+    groups = [list(range(start, start + count)) for start in range(0, jax.lax.axis_size(axis), count)]
+    total: jax.Array = jax.lax.psum(x, axis, axis_index_groups=groups)
     return total
 
 

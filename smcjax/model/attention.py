@@ -7,8 +7,8 @@ cache, the decoder and what plans memory ask it and know no kind by name, so a n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,22 @@ class AttentionKind(Protocol):
         ...
 
     def param_shapes(self, config: HeadShape, dtype: Any) -> Weights | None:
-        """Describes the weights that a layer of the kind has of its own; None without any."""
+        """Describes the weights that a layer of the kind has of its own; None without any.
+
+        Their first axis is that of heads: query heads of those that `by_query_head` names, else key-value heads.
+        """
+        ...
+
+    @property
+    def by_query_head(self) -> Collection[str]:
+        """Names of those of a layer's own weights that have a row a query head."""
+        ...
+
+    def shared_by(self, devices: int, axis: str) -> AttentionKind:
+        """The kind as each of `devices` devices computes it that divide a key-value head's queries among them.
+
+        They are neighbours along a mesh axis, which `shared_by` names, and each has that key-value head's keys.
+        """
         ...
 
     def cache(self, config: HeadShape) -> CacheSpec:
@@ -145,8 +160,13 @@ class _Softmax:
     kv_pairs: ClassVar[int] = 1
     selects: ClassVar[bool] = False
 
+    by_query_head: ClassVar[Collection[str]] = ()
+
     def param_shapes(self, config: HeadShape, dtype: Any) -> None:
         return None
+
+    def shared_by(self, devices: int, axis: str) -> Self:
+        return self
 
     def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
         return sees(slot, position, self.window)

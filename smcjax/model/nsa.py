@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
+from smcjax.matmul import sum_over_neighbours
 from smcjax.model.attention import HeadShape, Projection, Selection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
 from smcjax.model.nsa_groups import nodes_by_groups, routes_by_kernel, rows_by_groups, rows_routed, takes_compressed
@@ -120,6 +122,7 @@ class NSA:
     share: str = "group"
     gate: str = "x"
     selects: ClassVar[bool] = True
+    by_query_head: ClassVar[Collection[str]] = ("gate", "gate_bias")
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -504,7 +507,7 @@ class NSA:
     def _of_sets(self, of_tokens: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
         """Weights or logits of those who select together, added up."""
         if self.share == "group":
-            of_tokens = of_tokens.sum(axis=3, keepdims=True)
+            of_tokens = self.sum_of_group(of_tokens.sum(axis=3, keepdims=True))
         return of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
 
     def by_blocks(self, of_slots: Float[Array, "R T S slots"], blocks: int) -> Float[Array, "R T S blocks"]:
@@ -522,6 +525,15 @@ class NSA:
             for first, weight in enumerate(common)
         ]
         return functools.reduce(jnp.add, terms)
+
+    def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
+        """The sum over a key-value head's query heads, of the sum over those that are here."""
+        return of_heads
+
+    def shared_by(self, devices: int, axis: str) -> NSA:
+        """The kind where `devices` neighbours along a mesh axis divide a key-value head's query heads."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(NSA)}
+        return self if devices == 1 or self.share == "head" else SharedNSA(**options, devices=devices, axis=axis)
 
     def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Bool[Array, "R T S blocks"]:
         """True for the blocks that queries at `positions` attend to: first and last ones, then the best; of equal ones
@@ -547,6 +559,23 @@ class NSA:
         precision = product_precision(source.dtype)
         logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
         return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedNSA(NSA):
+    """Native Sparse Attention where devices divide the query heads that select together. Within `jax.shard_map`.
+
+    Attributes:
+        devices: neighbours along the axis that have some query heads of one key-value head each.
+        axis: a mesh axis's name.
+    """
+
+    devices: int = 1
+    axis: str = ""
+
+    def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
+        """The sum over a key-value head's query heads, the same bits on each of their devices."""
+        return sum_over_neighbours(self.axis, self.devices, of_heads)
 
 
 def is_grouped(view: BatchView | TreeView) -> bool:

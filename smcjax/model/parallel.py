@@ -25,12 +25,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smcjax.matmul import COLUMNS, Int8, RowParallel, VocabularyParallel, interleave, is_packed
-from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_leaf, param_shapes
 
 AXIS = "model"  # of the mesh
-KINDS = (Full, SlidingWindow)  # of attention whose heads do not know of each other
 MOST_DEVICES = 64  # that a sentence tries when it says which numbers fit
 
 
@@ -78,20 +76,21 @@ def layouts(config: ModelConfig, size: int) -> Params:
     """A tree like `param_shapes(config)`, whose leaves are the arrays' layouts over `size` devices."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kv_parts, f = min(size, config.num_kv_heads), config.intermediate_size
-    of_rows = {"qkv": ((q, size), (kv, kv_parts), (kv, kv_parts)), "gate_up": ((f, size), (f, size))}
-    of_rows |= {f"{name}_bias": runs for name, runs in of_rows.items()}
+    of_rows: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(("gate_up", "gate_up_bias"), ((f, size), (f, size)))
     of_rows |= dict.fromkeys(("embed", "lm_head"), ((config.vocab_size, size),))
     of_columns = {"o": ((q, size),), "down": ((f, size),)}
 
     def layout(path: Any, _: Any) -> Layout:
-        name = path[-1].name
-        return (
-            Layout(0, of_rows[name])
-            if name in of_rows
-            else Layout(1, of_columns[name])
-            if name in of_columns
-            else WHOLE
-        )
+        last = path[-1]
+        if isinstance(last, jax.tree_util.DictKey):  # the kind's own weights
+            by_query = last.key in config.layer(path[1].idx).attention.by_query_head
+            return Layout(0, ((config.num_heads, size),) if by_query else ((config.num_kv_heads, kv_parts),))
+        if last.name in ("qkv", "qkv_bias"):  # queries, then the pairs' keys, then their values
+            pairs = config.layer(path[1].idx).attention.kv_pairs
+            return Layout(0, ((q, size), *((kv, kv_parts),) * (2 * pairs)))
+        if last.name in of_rows:
+            return Layout(0, of_rows[last.name])
+        return Layout(1, of_columns[last.name]) if last.name in of_columns else WHOLE
 
     found: Params = jax.tree_util.tree_map_with_path(layout, param_shapes(config, "float32"))
     return found
@@ -102,12 +101,6 @@ WHOLE = Layout()
 
 def check_split(config: ModelConfig, size: int, model: str, argument: str, *, int8: bool = False) -> None:
     """Raises ValueError where `size` devices cannot hold a model together: its name, and that of the argument."""
-    others = [str(layer.attention) for layer in config.layers if not isinstance(layer.attention, KINDS)]
-    if others:
-        raise ValueError(
-            f"{argument} is {size} and {model} attends by {others[0].partition('(')[0]}, whose heads are not divided "
-            "among devices; use 1."
-        )
     if not fits(config, size, int8):
         fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
         several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
@@ -129,8 +122,13 @@ def fits(config: ModelConfig, size: int, int8: bool = False) -> bool:
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
     """The model that each of `size` devices computes, with all tokens' logits."""
+    neighbours = max(1, size // config.num_kv_heads)  # that have a key-value head alike
+    attentions = (spec.attention.shared_by(neighbours, AXIS) for spec in config.layers)
     return dataclasses.replace(
         config,
+        layers=tuple(
+            dataclasses.replace(spec, attention=own) for spec, own in zip(config.layers, attentions, strict=True)
+        ),
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=config.intermediate_size // size,

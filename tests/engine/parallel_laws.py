@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
 from smcjax.bench.models import Models
 from smcjax.decoding.groups import PairParams
@@ -28,7 +29,9 @@ from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.spread import Spread
 from smcjax.kv import TRASH
+from smcjax.model.config import LayerSpec
 from smcjax.model.folding import fold_norms
+from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
     Layout,
     bytes_on_one,
@@ -156,6 +159,27 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
     on_one = {key: value for key, value in options.items() if key != "draft_tensor_parallel_size"}
     model = deep if "draft_drop_layers" in options else target
     assert answers(model, of_draft, decoding, size, **options) == alone(model, of_draft, decoding, **on_one)
+
+
+BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
+KIND = NSA(**BLOCKS, window=4, phi="mean", kv="shared")
+SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, layers, draft
+    "target alone": (Autoregressive(sparse=SparseVerification(schedule=(True, False))), 4, 2, None),
+    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", group=4)), 2, 1, "ngram"),
+    "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1, "dense"),
+    "smc": (SMC(2, 1), 4, 1, "sparse"),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_tokens_of_sparse_targets(name: str, tmp_path: Path, draft: str) -> None:
+    """Two devices have a key-value head each, four have one by pairs, whose query heads select together."""
+    decoding, size, layers, drafts = SPARSE[name]
+    fields = {**TARGET_SHAPE, "num_layers": layers, "layers": (LayerSpec(KIND),)}
+    target = write_model(tmp_path / "sparse", 271, 1, **fields)
+    of_draft = {"dense": draft, "sparse": target}.get(str(drafts), drafts)
+    changes = {"draft_tensor_parallel_size": size} if drafts == "sparse" else {}
+    assert answers(target, of_draft, decoding, size, **changes) == alone(target, of_draft, decoding)
 
 
 def test_an_eagle_head_reads_what_devices_hold_of_its_target() -> None:

@@ -21,6 +21,7 @@ from smcjax.model import ModelConfig, init_params, logits
 from smcjax.model.attention import SlidingWindow
 from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import LayerSpec
+from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
     AXIS,
     Layout,
@@ -39,6 +40,10 @@ def _eight_devices() -> None:
     assert jax.device_count() >= 8, "XLA_FLAGS=--xla_force_host_platform_device_count=8"
 
 
+# Of 7 positions, in 4 blocks, two are selected: the query's own, and the best of the others.
+SPARSE = NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=2, window=2, local_blocks=1, init_blocks=0)
+PUBLIC = {"phi": "weighted", "kv": "shared", "compressed_rope": "none", "share": "head", "gate": "q"}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tie_embeddings": True},
@@ -54,6 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embed_scale": 4.0,
         "tie_embeddings": True,
     },
+    "sparse": {"layers": (LayerSpec(SPARSE), LayerSpec())},
+    "sparse-shared": {"layers": (LayerSpec(dataclasses.replace(SPARSE, **PUBLIC)),)},
 }
 
 
@@ -98,9 +105,22 @@ def test_logits_are_those_of_one_device(family: str, size: int) -> None:
     assert close(logits_of(config, divided, size), want)
 
 
-@pytest.mark.parametrize("wrong", ["no sum", "order of heads", "kv heads", "rows as they lie", "vocabulary"])
+def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that sum the four devices of a key-value head select different blocks, and logits are others."""
+    config, params = model(layers=(LayerSpec(SPARSE),))
+    divided, want = split_params(params, config, devices_of_host(8)), logits(config, params, TOKENS)
+    assert close(logits_of(config, divided, 8), want)
+    monkeypatch.setattr(NSA, "shared_by", lambda kind, devices, axis: kind)
+    assert not close(logits_of(config, divided, 8), want)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["no sum", "order of heads", "kv heads", "rows as they lie", "vocabulary", "gates", "compression", "branches"],
+)
 def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, params = model()
+    of_sparse = {"gates": {}, "compression": {"num_kv_heads": 4}, "branches": {"num_kv_heads": 4}}
+    config, params = model(**({"layers": (LayerSpec(SPARSE),), **of_sparse[wrong]} if wrong in of_sparse else {}))
     size = 4
     want = logits(config, params, TOKENS)
     right = Layout.pieces
@@ -113,6 +133,13 @@ def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
             return [right(layout, array, size)[i] for i in (0, 2, 1, 3)]
         if wrong == "rows as they lie" and len(runs) == 2:  # of gate and up
             return right(Layout(0, ((array.shape[0], size),)), array, size)
+        if wrong == "gates" and layout.axis == 0 and runs == ((config.num_heads, size),):
+            return right(layout, array, size)[::-1]
+        if wrong == "compression" and layout.axis == 0 and runs == ((config.num_kv_heads, size),):
+            return right(layout, array, size)[::-1]
+        if wrong == "branches" and len(runs) == 7:  # all keys of a device's head, then all its values, by one run each
+            whole = config.num_kv_heads * config.head_dim * 3
+            return right(Layout(0, ((q, size), (whole, size), (whole, size))), array, size)
         if wrong == "vocabulary" and layout.axis == 0 and runs[0][0] == config.vocab_size:
             return right(layout, array, size)[::-1]
         return right(layout, array, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,13 @@ class Blocks:
     size: int
     kv_pairs: ClassVar[int] = 1
     selects: ClassVar[bool] = False
+    by_query_head: ClassVar[tuple[str, ...]] = ()
 
     def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
         return None
+
+    def shared_by(self, devices: int, axis: str) -> Self:
+        return self
 
     def cache(self, config: ModelConfig) -> CacheSpec:
         of_token = PageArray(config.num_kv_heads, config.head_dim)
