@@ -155,10 +155,21 @@ class Int8(Matrix):
         return wide.astype(self.dtype if out is None else out)
 
 
-def _sum_over(axis: str, x: jax.Array) -> jax.Array:
-    """The sum of all devices' x along a mesh axis: the same bits on each of them."""
+class Peers(Protocol):
+    """A way of the devices' own to say something to each other (`smcjax.pallas.peers`), for arrays that it takes."""
+
+    def sums(self, x: jax.Array) -> bool: ...
+    def gathers(self, x: jax.Array) -> bool: ...
+    def sum(self, x: jax.Array, add_to: jax.Array | None = None) -> jax.Array: ...
+    def gather(self, x: jax.Array) -> jax.Array: ...
+
+
+def _sum_over(axis: str, x: jax.Array, peers: Peers | None, add_to: jax.Array | None = None) -> jax.Array:
+    """The sum of all devices' x along a mesh axis, plus `add_to`, which all have: the same bits on each of them."""
+    if peers is not None and peers.sums(x):
+        return peers.sum(x, add_to)
     total: jax.Array = jax.lax.psum(x, axis)
-    return total
+    return total if add_to is None else add_to + total
 
 
 def sum_over_neighbours(axis: str, count: int, x: jax.Array) -> jax.Array:
@@ -168,8 +179,10 @@ def sum_over_neighbours(axis: str, count: int, x: jax.Array) -> jax.Array:
     return total
 
 
-def _gather_over(axis: str, x: jax.Array) -> jax.Array:
+def _gather_over(axis: str, x: jax.Array, peers: Peers | None) -> jax.Array:
     """All devices' x along a mesh axis, side by side along the last dimension."""
+    if peers is not None and peers.gathers(x):
+        return peers.gather(x)
     whole: jax.Array = jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
     return whole
 
@@ -184,6 +197,7 @@ class RowParallel(Matrix):
 
     part: Any  # the device's own columns: an array, or a packed kind
     axis: str = dataclasses.field(metadata={"static": True})
+    peers: Any = None  # `Peers`; None: devices speak by XLA's collectives
 
     @property
     def values(self) -> Any:
@@ -197,12 +211,11 @@ class RowParallel(Matrix):
 
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """The sum over devices of x · Wᵀ, as `Matrix` says; `add_to`, which all have, is added once."""
-        y = _sum_over(self.axis, matrix(self.part)(x, out=out))
-        return y if add_to is None else add_to + y
+        return _sum_over(self.axis, matrix(self.part)(x, out=out), self.peers, add_to)
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
         """Whole rows of W, as `Matrix` says."""
-        return _gather_over(self.axis, matrix(self.part).rows(ids, out=out))
+        return _gather_over(self.axis, matrix(self.part).rows(ids, out=out), self.peers)
 
 
 @jax.tree_util.register_dataclass
@@ -216,6 +229,7 @@ class VocabularyParallel(Matrix):
     part: Any  # the device's own rows: an array, or a packed kind
     axis: str = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})  # V
+    peers: Any = None  # `Peers`; None: devices speak by XLA's collectives
 
     @property
     def values(self) -> Any:
@@ -234,7 +248,7 @@ class VocabularyParallel(Matrix):
 
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """x · Wᵀ of all tokens, on every device, as `Matrix` says."""
-        y = _gather_over(self.axis, matrix(self.part)(x, out=out))[..., : self.num_tokens]
+        y = _gather_over(self.axis, matrix(self.part)(x, out=out), self.peers)[..., : self.num_tokens]
         return y if add_to is None else add_to + y
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
@@ -243,7 +257,7 @@ class VocabularyParallel(Matrix):
         own = ids - jax.lax.axis_index(self.axis) * part.shape[0]
         is_own = (own >= 0) & (own < part.shape[0])
         found = part.rows(jnp.where(is_own, own, 0), out=out)
-        return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)))
+        return _sum_over(self.axis, jnp.where(is_own[..., None], found, jnp.zeros_like(found)), self.peers)
 
 
 PACKED = (Int8, RowParallel, VocabularyParallel)  # kinds that are leaves of `Params` by themselves

@@ -22,7 +22,7 @@ class Models:
 
     `attention` names the kind that the target has in all layers; None leaves the shape's own. `target_layers`: how many
     of its layers the target has; None: all. `tensor_parallel_size` devices hold the target together, and the draft
-    where that is `draft_divided`.
+    where that is `draft_divided`. `collectives` of these are "auto", or "xla": all by XLA.
     """
 
     target: str
@@ -33,6 +33,7 @@ class Models:
     target_layers: int | None = None
     tensor_parallel_size: int = 1
     draft_divided: bool = False
+    collectives: str = "auto"
 
     def __post_init__(self) -> None:
         for name in (self.target, self.draft):
@@ -62,7 +63,8 @@ class Models:
         """How programs run on several devices."""
         if self.parallel is None:
             return None
-        return Spread(self.parallel, self.target_config, self.draft_config if self.draft_divided else None)
+        draft = self.draft_config if self.draft_divided else None
+        return Spread(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
 
     @property
     def local_target(self) -> ModelConfig:

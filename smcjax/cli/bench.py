@@ -281,7 +281,8 @@ def _devices(result: CycleResult) -> str:
     size, of_draft = result.tensor_parallel_size, result.draft_tensor_parallel_size
     if size == 1:
         return result.device
-    return f"{size} × {result.device} (draft {'divided' if of_draft > 1 else 'on each'}), each"
+    collectives = ", collectives by XLA" if result.collectives == "xla" else ""
+    return f"{size} × {result.device} (draft {'divided' if of_draft > 1 else 'on each'}{collectives}), each"
 
 
 def _models_named(result: CycleResult, draft: str, target: str) -> str:

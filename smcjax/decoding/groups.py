@@ -21,6 +21,7 @@ class PairParams:
 
     target: Params
     draft: Any = None
+    peers: Any = None  # how several devices reach each other, where not by XLA's collectives: `smcjax.pallas.Peers`
 
 
 @jax.tree_util.register_dataclass

@@ -90,7 +90,10 @@ class Runner:
     ) -> None:
         self.program = decoder
         self.spread = spread
+        self._workspaces = None if spread is None else spread.workspaces()
         self.params = params
+        if self._workspaces is not None:
+            self.params = dataclasses.replace(params, peers=self._workspaces.peers())
         self.programs = programs
         self.num_pages = num_pages
         self.takes_turns = False  # whether cycles without drafts are among those of several decoders
@@ -165,6 +168,8 @@ class Runner:
         """Deletes weights and KV from the device, whoever else still refers to them."""
         self.discard()
         delete(self.params)
+        if self._workspaces is not None:
+            self._workspaces.give_back()
 
     # Enqueueing.
 

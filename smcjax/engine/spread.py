@@ -10,6 +10,7 @@ their matrices (`smcjax.matmul`).
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from smcjax.engine.programs import Job
 from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
 from smcjax.model.parallel import AXIS, TensorParallel
+from smcjax.pallas import MOST_DEVICES, Workspaces, implementations, reach_each_other, uses_kernels
+
+logger = logging.getLogger("smcjax")
 
 WHOLE = PartitionSpec()
 BY_HEAD = PartitionSpec(None, None, AXIS, None)  # of an array that pages hold, [P, entries, heads, D]
@@ -34,11 +38,24 @@ class Spread:
         parallel: the devices.
         target: the whole target; its programs are made with `parallel.local(target)`.
         draft: the whole draft model where it is divided like the target; None: each device has all of the proposer.
+        by_peers: whether devices may write into each other's memory; otherwise XLA's collectives do it all.
     """
 
     parallel: TensorParallel
     target: ModelConfig
     draft: ModelConfig | None = None
+    by_peers: bool = True
+
+    def workspaces(self) -> Workspaces | None:
+        """Memory through which devices reach each other; None where they do not, or no kernel is made for them."""
+        with implementations("auto"):
+            if not self.by_peers or not uses_kernels() or self.parallel.size > MOST_DEVICES:
+                return None
+        devices = list(self.parallel.mesh.devices.flat)
+        if not reach_each_other(devices):
+            logger.warning("GPUs cannot write into each other's memory; sums over them are XLA's, which take longer.")
+            return None
+        return Workspaces(self.parallel.mesh)
 
     def put(self, tree: Any) -> Any:
         """Sends a host's arrays to all devices."""
@@ -123,9 +140,9 @@ class Spread:
         def seen(part: Any) -> Any:
             if not isinstance(part, PairParams):
                 return part
-            target, draft = self.parallel.seen(self.target, part.target), part.draft
+            target, draft = self.parallel.seen(self.target, part.target, part.peers), part.draft
             if self.draft is not None:
-                draft = self.parallel.seen(self.draft, draft)
+                draft = self.parallel.seen(self.draft, draft, part.peers)
             elif isinstance(draft, EagleParams):
                 draft = draft.joined(target.embed, target.unembed)
             return PairParams(target, draft)

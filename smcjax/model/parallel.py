@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from smcjax.matmul import COLUMNS, Int8, RowParallel, VocabularyParallel, interleave, is_packed
+from smcjax.matmul import COLUMNS, Int8, Peers, RowParallel, VocabularyParallel, interleave, is_packed
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_leaf, param_shapes
 
@@ -223,18 +223,23 @@ class TensorParallel:
         whole = layouts(config, self.size)
         return jax.tree.map(settle, whole, params, is_leaf=lambda x: x is None or isinstance(x, Layout))
 
-    def seen(self, config: ModelConfig, params: Params) -> Params:
-        """A device's own pieces as matrices that sum and gather: `config` is the whole model's. Within `shard_map`."""
+    def seen(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
+        """A device's own pieces as matrices that sum and gather: `config` is the whole model's. Within `shard_map`.
+
+        They do by `peers` what these take; None: all by XLA's collectives.
+        """
 
         def by_token(leaf: Any) -> VocabularyParallel:
-            return VocabularyParallel(leaf, AXIS, config.vocab_size)
+            return VocabularyParallel(leaf, AXIS, config.vocab_size, peers)
+
+        def by_column(leaf: Any) -> RowParallel:
+            return RowParallel(leaf, AXIS, peers)
 
         return dataclasses.replace(
             params,
             embed=by_token(params.embed),
             layers=tuple(
-                dataclasses.replace(layer, o=RowParallel(layer.o, AXIS), down=RowParallel(layer.down, AXIS))
-                for layer in params.layers
+                dataclasses.replace(layer, o=by_column(layer.o), down=by_column(layer.down)) for layer in params.layers
             ),
             lm_head=None if params.lm_head is None else by_token(params.lm_head),
         )

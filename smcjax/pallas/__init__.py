@@ -23,15 +23,19 @@ from smcjax.pallas.paged_attention import (
     plan_sharing,
 )
 from smcjax.pallas.paged_attention_sm90 import paged_attention_mosaic, supports
+from smcjax.pallas.peers import MOST_DEVICES, Peers, Workspaces, reach_each_other
 from smcjax.pallas.shared_attention import shared_attention_mosaic
 from smcjax.pallas.sharing import Sharing
 from smcjax.pallas.swiglu import swiglu
 
 __all__ = [
+    "MOST_DEVICES",
     "Copies",
     "HeadNorms",
+    "Peers",
     "PendingNorm",
     "Sharing",
+    "Workspaces",
     "add_rms_norm",
     "attends_by_kernels",
     "attention",
@@ -45,6 +49,7 @@ __all__ = [
     "paged_attention_mosaic",
     "paged_attention_reference",
     "plan_sharing",
+    "reach_each_other",
     "rms_norm",
     "rotate",
     "rotate_and_write",

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import smcjax.matmul
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
 from smcjax.bench.models import Models
@@ -33,6 +35,7 @@ from smcjax.model.config import LayerSpec
 from smcjax.model.folding import fold_norms
 from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
+    AXIS,
     Layout,
     bytes_on_one,
     devices_of_host,
@@ -40,6 +43,7 @@ from smcjax.model.parallel import (
     layouts,
 )
 from smcjax.model.params import param_shapes
+from smcjax.pallas import Peers, Workspaces
 from tests.checkpoints import write_model
 from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE
@@ -266,8 +270,12 @@ def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
 
 
 def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
-    """Lowered for CUDA without one: the draft by the very kernels of one device, the target by those of its heads."""
+    """Lowered for CUDA without one: the draft by the very kernels of one device, the target by those of its heads.
+
+    Devices speak by kernels alone: 2 sums a layer, that of the embedding's rows, and a gather of logits.
+    """
     parallel = devices_of_host(2)
+    addresses = jax.ShapeDtypeStruct((2, 6), jnp.int32, sharding=parallel.sharding(Layout(0)))
 
     def divided(layout: Layout, leaf: Any) -> Any:
         if leaf is None:
@@ -283,16 +291,63 @@ def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
     params = PairParams(
         jax.tree.map(divided, where, target, is_leaf=lambda x: x is None or isinstance(x, Layout)),
         jax.tree.map(whole, jax.eval_shape(fold_norms, param_shapes(seal.DRAFT, jnp.bfloat16))),
+        Peers(addresses, 2),
     )
     local = parallel.local(seal.TARGET)
     decoder = loading.make_decoder(SMC(8, 8), local, seal.DRAFT, 1280, implementation="mosaic")
     runner = Runner(decoder, params, seal.PAGES, Programs(), Spread(parallel, seal.TARGET))
     job = runner.jobs(1, decoder)[decoder, 1, "step"]
     module = jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
+    text = module.as_text()
+    assert not re.search("all_reduce|all_gather|collective_permute|uses_xla_collective_metadata = true", text)
+    assert len(re.findall(r"call @_over_peers", text)) == 2 * seal.TARGET.num_layers + 2
     found = {hashlib.sha256(text.encode()).hexdigest()[:16] for text in seal.kernels(module.compiler_ir())}
     stored = set(json.loads(seal.STORED.read_text())["smc, 1 request"])
     assert len(found & stored) >= 5, "the draft's, and what does not depend on heads"
     assert len(found - stored) >= 2, "attention and KV writes of half the heads"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByXLA(Peers):
+    """`Peers` that XLA computes, NaN for a device that was given another's row of addresses."""
+
+    def sums(self, x: jax.Array) -> bool:
+        return True
+
+    def gathers(self, x: jax.Array) -> bool:
+        return True
+
+    def sum(self, x: jax.Array, add_to: jax.Array | None = None) -> jax.Array:
+        return self._checked(jax.lax.psum(x, AXIS) + (0 if add_to is None else add_to))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        return self._checked(jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True))
+
+    def _checked(self, x: jax.Array) -> jax.Array:
+        assert self.addresses.shape == (1, 2 + 2 * self.size)
+        return jnp.where(self.addresses[0, 0] == jax.lax.axis_index(AXIS), x, jnp.nan)
+
+
+def test_programs_have_peers_in_every_sum_and_gather(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (decoding, _), size = DECODERS["autoregressive"], 2
+    want = alone(target, draft, decoding)
+    given = []
+
+    class Spaces(Workspaces):
+        def peers(self) -> Peers:
+            given.append(super().peers())
+            return ByXLA(given[-1].addresses, given[-1].size)
+
+    monkeypatch.setattr(Spread, "workspaces", lambda spread: Spaces(spread.parallel.mesh))
+    monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: peers.sum(x, add_to))
+    monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peers: peers.gather(x))
+    assert answers(target, draft, decoding, size) == want
+    (made,) = given
+    assert made.addresses.is_deleted(), "with the weights"
+    (idle,) = Workspaces._idle.pop(tuple(jax.devices()[:size]))
+    assert not idle.is_deleted(), "kept for the next engine"
+    assert made.size == size
 
 
 def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:

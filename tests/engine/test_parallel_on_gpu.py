@@ -36,9 +36,10 @@ def answers(pair: tuple[str, str], decoding: Any, size: int, **changes: Any) -> 
     return outputs
 
 
+@pytest.mark.parametrize("implementation", ["xla", "auto"])  # by collectives of XLA's, and by kernels over peers
 @pytest.mark.parametrize("decoding", [Autoregressive(), Rejection(gamma=3), SMC(4, 3), SMC(4, 3, control=0.2)])
-def test_tokens_are_those_of_one_device_in_float32(pair: tuple[str, str], decoding: Any) -> None:
-    one, two = (answers(pair, decoding, size, dtype="float32", implementation="xla") for size in (1, 2))
+def test_tokens_are_those_of_one_device_in_float32(pair: tuple[str, str], decoding: Any, implementation: str) -> None:
+    one, two = (answers(pair, decoding, size, dtype="float32", implementation=implementation) for size in (1, 2))
     assert [told(output) for output in two] == [told(output) for output in one]
 
 

@@ -146,7 +146,9 @@ def test_controls_of_the_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Layout, "pieces", pieces)
     if wrong == "no sum":
-        monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x: x)
+        monkeypatch.setattr(
+            smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: x if add_to is None else x + add_to
+        )
     parallel = devices_of_host(size)
     divided = split_params(params, config, parallel)
     assert not close(logits_of(config, divided, size), want)
