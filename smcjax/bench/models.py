@@ -85,7 +85,7 @@ class Models:
     @property
     def held_draft(self) -> ModelConfig:
         """A model with as many weights as one device holds of the draft."""
-        return held_by_one(self.draft_config, self.tensor_parallel_size if self.draft_divided else 1)
+        return held_by_one(self.draft_config, self.tensor_parallel_size if self.draft_divided else 1, vocabulary=False)
 
     @property
     def target_config(self) -> ModelConfig:
@@ -116,22 +116,28 @@ class Models:
 
     def target_params(self, implementation: str) -> Params:
         """Random weights of the target, as `LLM` keeps them for this implementation."""
-        return self._random(self.target_config, 0, self.quantization, implementation, divided=True)
+        return self._random(self.parallel, self.target_config, 0, self.quantization, implementation)
 
     def draft_params(self, implementation: str) -> Params:
         """Random weights of the draft, as `LLM` keeps them for this implementation."""
-        divided = self.draft_divided
-        return self._random(self.draft_config, 1, self.draft_quantization, implementation, divided=divided)
+        parallel = self.parallel
+        if parallel is not None and not self.draft_divided:
+            return parallel.whole(self._random(None, self.draft_config, 1, self.draft_quantization, implementation))
+        by_layers = None if parallel is None else parallel.by_layers
+        return self._random(by_layers, self.draft_config, 1, self.draft_quantization, implementation)
 
     def _random(
-        self, config: ModelConfig, seed: int, quantization: str | None, implementation: str, *, divided: bool
+        self,
+        parallel: TensorParallel | None,
+        config: ModelConfig,
+        seed: int,
+        quantization: str | None,
+        implementation: str,
     ) -> Params:
-        if self.parallel is None:
+        if parallel is None:
             return prepared(random_params(config, seed), quantization, implementation)
-        if not divided:
-            return self.parallel.whole(prepared(random_params(config, seed), quantization, implementation))
-        made = self.parallel.random_params(config, key_of(seed), config.dtype)
-        return self.parallel.settled(config, prepared(made, quantization, implementation))
+        made = parallel.random_params(config, key_of(seed), config.dtype)
+        return parallel.settled(config, prepared(made, quantization, implementation))
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:

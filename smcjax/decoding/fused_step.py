@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.matmul import is_packed, is_whole, matrix
+from smcjax.matmul import RowParallel, is_packed, is_whole, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
-from smcjax.pallas import Sharing, decode_step, find_tasks
+from smcjax.pallas import Peers, Sharing, decode_step, find_tasks
 from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.products import QUERIES
 
@@ -57,8 +57,20 @@ def accepts(config: ModelConfig, params: Params) -> bool:
         and has_only(params, MODEL_PARAMS)
         and all(has_only(layer, LAYER_PARAMS) for layer in params.layers)
         and all(map(is_whole, (params.embed, params.unembed)))
-        and all(is_whole(getattr(layer, name)) for layer in params.layers for name in MATRICES)
+        and all(_is_read(getattr(layer, name)) for layer in params.layers for name in MATRICES)
     )
+
+
+def _is_read(leaf: Any) -> bool:
+    """True for a matrix that is whole, or one of whose parts the kernel itself sums over devices: of bfloat16."""
+    by_peers = isinstance(leaf, RowParallel) and isinstance(leaf.peers, Peers) and not is_packed(leaf.part)
+    return by_peers or is_whole(leaf)
+
+
+def _peers_of(params: Params) -> Any:
+    """The addresses of devices that divide the layers; None where there are none."""
+    o = params.layers[0].o
+    return o.peers.addresses if isinstance(o, RowParallel) else None
 
 
 def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, columns: int) -> decode_step.Shape | None:
@@ -145,7 +157,12 @@ def weights_of(
     """The kernel's view of a decoder's parameters; `norms_of` and `scales_of` them."""
     of_layers = {name: tuple(matrix(getattr(layer, name)).values for layer in params.layers) for name in MATRICES}
     return decode_step.Weights(
-        **of_layers, norms=norms, embed=params.embed, unembed=matrix(params.unembed).values, scales=scales
+        **of_layers,
+        norms=norms,
+        embed=params.embed,
+        unembed=matrix(params.unembed).values,
+        scales=scales,
+        peers=_peers_of(params),
     )
 
 

@@ -223,7 +223,9 @@ def _prepared_on_all(
         assert models.draft is not None
         draft_params = prepared(draft_params, draft_quantization, implementation)
         divided = models.draft_divided
-        draft_params = parallel.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)
+        draft_params = (
+            parallel.by_layers.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)
+        )
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
@@ -353,12 +355,14 @@ def load_models(
             "hold together; omit it."
         )
     draft_parallel = parallel if draft_divided or shared else None
+    if draft_parallel is not None and not shared:
+        draft_parallel = draft_parallel.by_layers
     if draft_parallel is not None:
         option = "draft_tensor_parallel_size"
         check_split(whole_draft, devices, "the draft", option, int8=draft_quantization is not None)
     loaded = {"model": (as_held(target), as_stored(path, quantization))}
     if not shared:
-        held = whole_draft if draft_parallel is None else as_held(whole_draft)
+        held = whole_draft if draft_parallel is None else held_by_one(whole_draft, devices, vocabulary=False)
         loaded["draft_model"] = held, as_stored(draft_path, draft_quantization)
     _require_room(loaded, dtype, devices=devices)
     target, target_params = load_checkpoint(path, dtype, quantization, parallel)
@@ -387,4 +391,6 @@ def _trimmed(
     config: ModelConfig, params: Params, size: int, parallel: TensorParallel | None
 ) -> tuple[ModelConfig, Params]:
     """The model with `size` token ids. Divided among devices, the rows beyond stay, and are no tokens'."""
-    return trim_vocabulary(config, params, size) if parallel is None else (trimmed_config(config, size), params)
+    if parallel is None or not parallel.vocabulary:
+        return trim_vocabulary(config, params, size)
+    return trimmed_config(config, size), params

@@ -207,7 +207,7 @@ def load_checkpoint(
     account_for_names(path, stacks, jax.tree.leaves(shapes), aliases, source.tensors)
 
     leaves = []
-    layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size))
+    layout_of = jax.tree.leaves(shapes if parallel is None else layouts(config, parallel.size, parallel.vocabulary))
     for stack, shape, as_int8, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
         parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
         leaf: Any

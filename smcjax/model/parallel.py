@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from smcjax.matmul import COLUMNS, Int8, Peers, RowParallel, VocabularyParallel, interleave, is_packed
+from smcjax.matmul import COLUMNS, Int8, Peers, RowParallel, VocabularyParallel, interleave, is_packed, matrix
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params, init_leaf, param_shapes
 
@@ -72,12 +72,16 @@ class Layout:
         return [piece(device) for device in range(size)]
 
 
-def layouts(config: ModelConfig, size: int) -> Params:
-    """A tree like `param_shapes(config)`, whose leaves are the arrays' layouts over `size` devices."""
+def layouts(config: ModelConfig, size: int, vocabulary: bool = True) -> Params:
+    """A tree like `param_shapes(config)`, whose leaves are the arrays' layouts over `size` devices.
+
+    Without `vocabulary` each of them has all rows of embedding and LM head.
+    """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kv_parts, f = min(size, config.num_kv_heads), config.intermediate_size
     of_rows: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(("gate_up", "gate_up_bias"), ((f, size), (f, size)))
-    of_rows |= dict.fromkeys(("embed", "lm_head"), ((config.vocab_size, size),))
+    if vocabulary:
+        of_rows |= dict.fromkeys(("embed", "lm_head"), ((config.vocab_size, size),))
     of_columns = {"o": ((q, size),), "down": ((f, size),)}
 
     def layout(path: Any, _: Any) -> Layout:
@@ -135,9 +139,11 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
-def held_by_one(config: ModelConfig, size: int) -> ModelConfig:
+def held_by_one(config: ModelConfig, size: int, vocabulary: bool = True) -> ModelConfig:
     """A model with as many weights and as much KV as each of `size` devices holds: for counting bytes."""
-    return dataclasses.replace(local_config(config, size), vocab_size=-(-config.vocab_size // size))
+    return dataclasses.replace(
+        local_config(config, size), vocab_size=-(-config.vocab_size // (size if vocabulary else 1))
+    )
 
 
 def devices_of_host(size: int, argument: str = "tensor_parallel_size") -> TensorParallel:
@@ -159,14 +165,20 @@ def devices_of_host(size: int, argument: str = "tensor_parallel_size") -> Tensor
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """Devices that hold a model together, in a mesh of one axis."""
+    """Devices that hold a model together, in a mesh of one axis; without `vocabulary`, its layers alone."""
 
     mesh: Mesh
+    vocabulary: bool = True
 
     @property
     def size(self) -> int:
         """n, the number of devices."""
         return self.mesh.size
+
+    @property
+    def by_layers(self) -> TensorParallel:
+        """The same devices, dividing a model's layers alone: each has all of embedding and LM head."""
+        return dataclasses.replace(self, vocabulary=False)
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """The model that a device computes: with its heads and its entries of the MLP, and every token."""
@@ -220,7 +232,7 @@ class TensorParallel:
             return jax.device_put(leaf, places)
 
         # Norms that are folded are None by now.
-        whole = layouts(config, self.size)
+        whole = layouts(config, self.size, self.vocabulary)
         return jax.tree.map(settle, whole, params, is_leaf=lambda x: x is None or isinstance(x, Layout))
 
     def seen(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
@@ -229,8 +241,9 @@ class TensorParallel:
         They do by `peers` what these take; None: all by XLA's collectives.
         """
 
-        def by_token(leaf: Any) -> VocabularyParallel:
-            return VocabularyParallel(leaf, AXIS, config.vocab_size, peers)
+        def by_token(leaf: Any) -> Any:
+            divided = matrix(leaf).shape[0] < config.vocab_size
+            return VocabularyParallel(leaf, AXIS, config.vocab_size, peers) if divided else leaf
 
         def by_column(leaf: Any) -> RowParallel:
             return RowParallel(leaf, AXIS, peers)
@@ -246,9 +259,11 @@ class TensorParallel:
 
     def random_params(self, config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
         """Random weights as `init_params` describes them, each device's made there. Not the numbers of one device."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(param_shapes(held_by_one(config, self.size), dtype))
+        flat, treedef = jax.tree_util.tree_flatten_with_path(
+            param_shapes(held_by_one(config, self.size, self.vocabulary), dtype)
+        )
         leaves = []
-        layout_of = jax.tree.leaves(layouts(config, self.size))
+        layout_of = jax.tree.leaves(layouts(config, self.size, self.vocabulary))
         keys = jax.random.split(key, len(flat))
         for (path, leaf), layout, leaf_key in zip(flat, layout_of, keys, strict=True):
             shape = list(leaf.shape)
@@ -267,7 +282,7 @@ def split_params(params: Params, config: ModelConfig, parallel: TensorParallel) 
     def split(leaf: Any, layout: Layout) -> jax.Array:
         return parallel.place(np.asarray(leaf), layout)
 
-    divided: Params = jax.tree.map(split, params, layouts(config, parallel.size))
+    divided: Params = jax.tree.map(split, params, layouts(config, parallel.size, parallel.vocabulary))
     return divided
 
 

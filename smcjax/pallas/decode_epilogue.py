@@ -20,6 +20,7 @@ from smcjax.pallas import lanes
 from smcjax.pallas.decode_operands import BlockPart
 from smcjax.pallas.decode_shape import TILE, StageIndex, when
 from smcjax.pallas.gumbel_max import Candidates, Draw, initial, update
+from smcjax.pallas.peer_tiles import exchanged
 from smcjax.pallas.products import Ref
 
 
@@ -87,7 +88,7 @@ class Epilogue(BlockPart):
         norm = 2 * layer + 1 + half
         starts = self._sites["from_stage"].products[0].tiles(unit)
         return [
-            (start, self._gather(self._g.x, 0, 1, start), self._gather(self._g.norms, norm, 0, start))
+            (norm, start, self._gather(self._g.x, 0, 1, start), self._gather(self._g.norms, norm, 0, start))
             for start in starts
         ]
 
@@ -95,7 +96,10 @@ class Epilogue(BlockPart):
         self, unit: jax.Array, first: jax.Array, loaded: Any, tiles: list[jax.Array], _: None
     ) -> None:
         """Adds sums of o or down to the residual; writes that times the next norm's weight, too."""
-        for tile, (start, x, weight) in zip(tiles, loaded, strict=True):
+        for tile, (norm, start, x, weight) in zip(tiles, loaded, strict=True):
+            for addresses in self._g.peers:
+                last = 2 * len(self._g.qkv)
+                tile = exchanged(addresses, tile, lax.div(start, TILE), norm - 1, norm == last)
             x = _round(x.astype(jnp.float32) + _round(tile))
             self._scatter(self._g.x, 0, 1, start, x)
             self._scatter(self._g.xg, 0, 1, start, x * weight.astype(jnp.float32))

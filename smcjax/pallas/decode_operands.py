@@ -24,6 +24,7 @@ class Operands:
     down: Sequence[Ref]  # [E, F]
     head: Sequence[Ref]  # [V, E], one or none
     scales: Sequence[Ref]  # [1, S] f32, one of int8 matrices (`Shape.scale_places`), otherwise none
+    peers: Sequence[Ref]  # [1, 2 + 2n] int32, addresses of n devices that divide the layers (`peer_tiles`), or none
     norms: Ref  # [2·L + 1, E]: attention, MLP, attention … and the one after the last layer
     step: Ref  # [1] int32: which of the K steps that the tables hold
     cos: Ref  # [K·M, D/2] f32

@@ -56,6 +56,7 @@ class Weights:
     embed: Any  # [V, E]
     unembed: Num[Array, "V E"]
     scales: Float[Array, "1 S"] | None = None  # of int8: of each layer's qkv, o, gate_up, down, then of unembed
+    peers: Int[Array, "1 addresses"] | None = None  # of devices that divide the layers, of which these are a part
 
 
 @jax.tree_util.register_dataclass
@@ -226,6 +227,7 @@ def make_operands(
         down=weights.down,
         head=(weights.unembed,),
         scales=() if weights.scales is None else (weights.scales,),
+        peers=() if weights.peers is None else (weights.peers,),
         norms=weights.norms,
         step=jnp.asarray(step, jnp.int32).reshape(1),
         **{field.name: getattr(tables, field.name) for field in dataclasses.fields(Tables)},

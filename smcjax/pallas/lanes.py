@@ -65,7 +65,7 @@ def _elements(tokens: int) -> list[tuple[ir.Value, ir.Value]]:
     return out
 
 
-def _tile(values: list[ir.Value], tokens: int, dtype: ir.Type, signed: bool | None) -> mgpu.FragmentedArray:
+def tile_of(values: list[ir.Value], tokens: int, dtype: ir.Type, signed: bool | None) -> mgpu.FragmentedArray:
     register = vector.from_elements(ir.VectorType.get((len(values),), dtype), values)
     registers = np.empty((1,), object)
     registers[0] = register
@@ -126,7 +126,7 @@ def gather(
                 kind = f32() if dtype.name == "float32" else i32()
                 values.append(mu.inline_ptx(f"{load} $0, [$1];", where, result_types=kind, has_side_effects=True))
         kinds = {"bfloat16": ir.BF16Type.get, "float32": f32, "uint32": i32}
-        return _tile(values, tokens, kinds[dtype.name](), signed)
+        return tile_of(values, tokens, kinds[dtype.name](), signed)
 
     return go(ref, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32))
 
@@ -135,7 +135,7 @@ def _store_bf16(where: ir.Value, value: ir.Value) -> None:
     mu.inline_ptx("{.reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h;}", where, value, has_side_effects=True)
 
 
-def _values(tile: mgpu.FragmentedArray, tokens: int) -> list[ir.Value]:
+def values_of(tile: mgpu.FragmentedArray, tokens: int) -> list[ir.Value]:
     register = tile.registers.flat[0]
     return [llvm.extractelement(register, _c(j)) for j in range(tokens // 8)]
 
@@ -155,7 +155,7 @@ def scatter(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
     def go(_: Any, ref: ir.Value, row: Any, column: Any, value: mgpu.FragmentedArray) -> None:
         row, column = scalar(row), scalar(column)
-        for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
+        for (r, m), x in zip(_elements(tokens), values_of(value, tokens), strict=True):
             at = _flat(arith.addi(row, arith.muli(m, _c(row_step))), width, arith.addi(column, r))
             if narrow:
                 _store_bf16(_address(ref, at, 2), x)
@@ -198,7 +198,7 @@ def scatter_to_slots(
     ) -> None:
         base = _chosen([llvm.ptrtoint(i64(), mu.memref_ptr(ref)) for ref in pages], scalar(layer))
         start = _flat(scalar(head), dim, scalar(column))
-        for (r, m), x in zip(_elements(tokens), _values(value, tokens), strict=True):
+        for (r, m), x in zip(_elements(tokens), values_of(value, tokens), strict=True):
             slot = mu.inline_ptx(
                 "ld.global.b32 $0, [$1];",
                 _address(slots, arith.addi(scalar(first), m), 4),

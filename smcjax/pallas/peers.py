@@ -58,6 +58,7 @@ MOST_VECTORS = 8  # of a thread in one call
 FLAGS, SLOTS = 4 * BLOCKS, 1 << 16  # where they begin in a workspace, bytes
 PIECES = MOST_VECTORS * BLOCKS * WARPGROUP * VECTOR  # bytes of a slot
 LINES = 2 * BLOCKS * WARPGROUP * VECTOR  # of one whose words are numbered
+MOST_TILES, TILE_BYTES = 512, 4096  # of 16 features of up to 32 tokens, for kernels that exchange tiles themselves
 MOST_PUSHED = 16 << 20  # bytes that a device writes for a sum: of more, XLA's two steps write less
 DTYPES = ("bfloat16", "float32")
 
@@ -109,6 +110,11 @@ def reach_each_other(devices: Sequence[jax.Device]) -> bool:
     return all(cuda.cuDeviceCanAccessPeer(ctypes.byref(found), *pair) == 0 and found.value for pair in pairs)
 
 
+def exchanges_at(size: int) -> int:
+    """Where in a workspace are the counters of `smcjax.pallas.peer_tiles`, with its tiles behind them."""
+    return SLOTS + 2 * size * (PIECES + LINES)
+
+
 class Workspaces:
     """Memory of the devices of a mesh of one axis, through which they push arrays to each other.
 
@@ -126,10 +132,8 @@ class Workspaces:
 
     def _made(self) -> jax.Array:
         size, (axis,) = self.mesh.size, self.mesh.axis_names
-        shape, sharding = (
-            (size, (SLOTS + 2 * size * (PIECES + LINES)) // 4),
-            NamedSharding(self.mesh, PartitionSpec(axis)),
-        )
+        words = (exchanges_at(size) + 4 * MOST_TILES + 2 * size * MOST_TILES * TILE_BYTES) // 4
+        shape, sharding = (size, words), NamedSharding(self.mesh, PartitionSpec(axis))
         return jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=sharding)().block_until_ready()
 
     def peers(self) -> Peers:
@@ -144,22 +148,25 @@ class Workspaces:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 
-def _c(value: int) -> ir.Value:
+def word_of(value: int) -> ir.Value:
+    """A number of 32 bits."""
     return mu.c(value, i32())
 
 
-def _plus(base: ir.Value, *offsets: ir.Value | int) -> ir.Value:
+def plus(base: ir.Value, *offsets: ir.Value | int) -> ir.Value:
+    """An address so many bytes behind `base`."""
     for offset in offsets:
         base = arith.addi(base, mu.c(offset, i64()) if isinstance(offset, int) else offset)
     return base
 
 
-def _times(value: ir.Value, factor: int) -> ir.Value:
+def times(value: ir.Value, factor: int) -> ir.Value:
     """A 32-bit number times `factor`, in 64 bits."""
     return arith.muli(arith.extui(i64(), value), mu.c(factor, i64()))
 
 
-def _load(kind: str, where: ir.Value, result: Any) -> Any:
+def load_one(kind: str, where: ir.Value, result: Any) -> Any:
+    """What lies at an address, by a load of this kind."""
     return mu.inline_ptx(f"ld.{kind} $0, [$1];", where, result_types=result, has_side_effects=True)
 
 
@@ -195,7 +202,7 @@ def _floats(words: Words, dtype: Any) -> list[ir.Value]:
     """The numbers of a vector, f32."""
     if dtype == jnp.float32:
         return [arith.bitcast(f32(), word) for word in words]
-    halves = ((arith.shli(word, _c(16)), arith.andi(word, mu.c(-65536, i32()))) for word in words)
+    halves = ((arith.shli(word, word_of(16)), arith.andi(word, mu.c(-65536, i32()))) for word in words)
     return [arith.bitcast(f32(), bits) for pair in halves for bits in pair]
 
 
@@ -231,18 +238,18 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
         ult, eq = arith.CmpIPredicate.ult, arith.CmpIPredicate.eq
         addresses, x, *added, out = bases
         t, block = thread(), mu.inline_ptx("mov.u32 $0, %ctaid.x;", result_types=i32())
-        rank = _load("global.b32", addresses, i32())
+        rank = load_one("global.b32", addresses, i32())
 
         def start(device: ir.Value) -> ir.Value:
-            return _load("global.b64", _plus(addresses, 8, _times(device, 8)), i64())
+            return load_one("global.b64", plus(addresses, 8, times(device, 8)), i64())
 
         def other(distance: ir.Value) -> ir.Value:
-            return arith.remui(arith.addi(rank, distance), _c(size))
+            return arith.remui(arith.addi(rank, distance), word_of(size))
 
         own = start(rank)
-        counter = _plus(own, _times(block, 4))
-        call = arith.addi(_load("global.b32", counter, i32()), arith.addi(index, _c(1)))
-        is_last = arith.andi(arith.cmpi(eq, index, _c(rounds - 1)), arith.cmpi(eq, t, _c(0)))
+        counter = plus(own, times(block, 4))
+        call = arith.addi(load_one("global.b32", counter, i32()), arith.addi(index, word_of(1)))
+        is_last = arith.andi(arith.cmpi(eq, index, word_of(rounds - 1)), arith.cmpi(eq, t, word_of(0)))
 
         def counted() -> None:
             """Behind a barrier: all threads have the number of their call."""
@@ -251,66 +258,68 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
         def combined(pieces: Sequence[Words], number: ir.Value, only: ir.Value) -> None:
             """Puts a vector of all devices' where it belongs."""
             if not gathered:
-                also = [_load_vector("global", _plus(base, _times(number, VECTOR))) for base in added]
+                also = [_load_vector("global", plus(base, times(number, VECTOR))) for base in added]
                 total = _sum_vector(pieces, also[0] if also else None, dtype)
-                _store_vector(_plus(out, _times(number, VECTOR)), total, only)
+                _store_vector(plus(out, times(number, VECTOR)), total, only)
                 return
-            line, column = arith.divui(number, _c(row)), arith.remui(number, _c(row))
+            line, column = arith.divui(number, word_of(row)), arith.remui(number, word_of(row))
             for device, words in enumerate(pieces):
-                at = arith.addi(arith.muli(line, _c(size * row)), arith.addi(column, _c(device * row)))
-                _store_vector(_plus(out, _times(at, VECTOR)), words, only)
+                at = arith.addi(arith.muli(line, word_of(size * row)), arith.addi(column, word_of(device * row)))
+                _store_vector(plus(out, times(at, VECTOR)), words, only)
 
         if rounds == each == 1:  # every word goes with its call's number, and needs no flag
             mu.warpgroup_barrier()
             counted()
-            number = arith.addi(arith.muli(block, _c(WARPGROUP)), t)
-            is_ours = arith.cmpi(ult, number, _c(vectors))
+            number = arith.addi(arith.muli(block, word_of(WARPGROUP)), t)
+            is_ours = arith.cmpi(ult, number, word_of(vectors))
             with mu.when(is_ours):
-                words = _load_vector("global", _plus(x, _times(number, VECTOR)))
+                words = _load_vector("global", plus(x, times(number, VECTOR)))
 
                 def line_of(device: ir.Value) -> ir.Value:
-                    slots = arith.addi(arith.muli(arith.andi(call, _c(1)), _c(size)), device)
-                    return _plus(_times(slots, LINES), _times(number, 2 * VECTOR), SLOTS + 2 * size * PIECES)
+                    slots = arith.addi(arith.muli(arith.andi(call, word_of(1)), word_of(size)), device)
+                    return plus(times(slots, LINES), times(number, 2 * VECTOR), SLOTS + 2 * size * PIECES)
 
                 for distance in range(1, size + 1):  # to itself last
-                    _store_numbered(_plus(start(other(_c(distance))), line_of(rank)), words, call)
-                pieces = [_wait_numbered(_plus(own, line_of(_c(device))), call) for device in range(size)]
+                    _store_numbered(plus(start(other(word_of(distance))), line_of(rank)), words, call)
+                pieces = [_wait_numbered(plus(own, line_of(word_of(device))), call) for device in range(size)]
                 combined(pieces, number, is_ours)
             return
 
         def slot(device: ir.Value) -> ir.Value:
-            return _plus(_times(arith.addi(arith.muli(arith.andi(call, _c(1)), _c(size)), device), PIECES), SLOTS)
+            return plus(
+                times(arith.addi(arith.muli(arith.andi(call, word_of(1)), word_of(size)), device), PIECES), SLOTS
+            )
 
         def flag(device: ir.Value) -> ir.Value:
-            return _plus(_times(arith.addi(arith.muli(device, _c(BLOCKS)), block), 4), FLAGS)
+            return plus(times(arith.addi(arith.muli(device, word_of(BLOCKS)), block), 4), FLAGS)
 
         # A call's vectors are dealt to all blocks in turn; their places in a slot do not depend on the array.
         numbers, inside, places = [], [], []
         for v in range(each):
-            place = arith.addi(arith.muli(arith.addi(block, _c(v * BLOCKS)), _c(WARPGROUP)), t)
-            number = arith.addi(place, arith.muli(index, _c(each * BLOCKS * WARPGROUP)))
-            inside.append(arith.cmpi(ult, number, _c(vectors)))
-            numbers.append(arith.select(inside[-1], number, _c(0)))
-            places.append(_times(place, VECTOR))
-        mine = [_load_vector("global", _plus(x, _times(number, VECTOR))) for number in numbers]
+            place = arith.addi(arith.muli(arith.addi(block, word_of(v * BLOCKS)), word_of(WARPGROUP)), t)
+            number = arith.addi(place, arith.muli(index, word_of(each * BLOCKS * WARPGROUP)))
+            inside.append(arith.cmpi(ult, number, word_of(vectors)))
+            numbers.append(arith.select(inside[-1], number, word_of(0)))
+            places.append(times(place, VECTOR))
+        mine = [_load_vector("global", plus(x, times(number, VECTOR))) for number in numbers]
         for distance in range(1, size):
-            there = _plus(start(other(_c(distance))), slot(rank))
+            there = plus(start(other(word_of(distance))), slot(rank))
             for place, words, only in zip(places, mine, inside, strict=True):
-                _store_vector(_plus(there, place), words, only)
+                _store_vector(plus(there, place), words, only)
         mu.warpgroup_barrier()
-        with mu.when(arith.cmpi(ult, arith.subi(t, _c(1)), _c(size - 1))):  # a thread a device
+        with mu.when(arith.cmpi(ult, arith.subi(t, word_of(1)), word_of(size - 1))):  # a thread a device
             peer = other(t)
-            raised = _plus(start(peer), flag(rank))
+            raised = plus(start(peer), flag(rank))
             mu.inline_ptx("st.release.sys.global.b32 [$0], $1;", raised, call, has_side_effects=True)
             wait = "again: ld.acquire.sys.global.b32 v, [$0]; sub.s32 v, v, $1; setp.lt.s32 p, v, 0; @p bra again;"
             wait = f"{{.reg .pred p; .reg .b32 v; {wait}}}"
-            mu.inline_ptx(wait, _plus(own, flag(peer)), call, has_side_effects=True)
+            mu.inline_ptx(wait, plus(own, flag(peer)), call, has_side_effects=True)
         mu.warpgroup_barrier()
         counted()
 
         def piece(device: int, number: ir.Value, place: ir.Value) -> Words:
-            is_own = arith.cmpi(eq, rank, _c(device))
-            pushed, whole = _plus(own, slot(_c(device)), place), _plus(x, _times(number, VECTOR))
+            is_own = arith.cmpi(eq, rank, word_of(device))
+            pushed, whole = plus(own, slot(word_of(device)), place), plus(x, times(number, VECTOR))
             return _load_vector("relaxed.sys.global", arith.select(is_own, whole, pushed))
 
         for number, place, only in zip(numbers, places, inside, strict=True):

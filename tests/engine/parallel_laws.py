@@ -269,41 +269,49 @@ def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
     assert sizes.alias_size_in_bytes >= kept > 0, "the state is donated on each device"
 
 
-def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices() -> None:
-    """Lowered for CUDA without one: the draft by the very kernels of one device, the target by those of its heads.
-
-    Devices speak by kernels alone: 2 sums a layer, that of the embedding's rows, and a gather of logits.
-    """
+def lowered_for_cuda(draft_divided: bool) -> Any:
+    """A cycle of SMC on two GPUs, lowered without one."""
     parallel = devices_of_host(2)
     addresses = jax.ShapeDtypeStruct((2, 6), jnp.int32, sharding=parallel.sharding(Layout(0)))
 
-    def divided(layout: Layout, leaf: Any) -> Any:
+    def piece(layout: Layout, leaf: Any) -> Any:
         if leaf is None:
             return None
         shape = [n * 2 if axis == layout.axis else n for axis, n in enumerate(leaf.shape)]
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=parallel.sharding(layout))
 
-    def whole(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parallel.everywhere)
+    def pieces(config: Any, size: int, vocabulary: bool) -> Any:
+        own = jax.eval_shape(fold_norms, param_shapes(held_by_one(config, size, vocabulary), jnp.bfloat16))
+        where = layouts(config, size, vocabulary)
+        return jax.tree.map(piece, where, own, is_leaf=lambda x: x is None or isinstance(x, Layout))
 
-    target = jax.eval_shape(fold_norms, param_shapes(held_by_one(seal.TARGET, 2), jnp.bfloat16))
-    where = layouts(seal.TARGET, 2)
-    params = PairParams(
-        jax.tree.map(divided, where, target, is_leaf=lambda x: x is None or isinstance(x, Layout)),
-        jax.tree.map(whole, jax.eval_shape(fold_norms, param_shapes(seal.DRAFT, jnp.bfloat16))),
-        Peers(addresses, 2),
-    )
-    local = parallel.local(seal.TARGET)
-    decoder = loading.make_decoder(SMC(8, 8), local, seal.DRAFT, 1280, implementation="mosaic")
-    runner = Runner(decoder, params, seal.PAGES, Programs(), Spread(parallel, seal.TARGET))
-    job = runner.jobs(1, decoder)[decoder, 1, "step"]
-    module = jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
+    target, draft = pieces(seal.TARGET, 2, vocabulary=True), pieces(seal.DRAFT, 2, vocabulary=False)
+    if not draft_divided:
+        whole = jax.eval_shape(fold_norms, param_shapes(seal.DRAFT, jnp.bfloat16))
+        draft = jax.tree.map(functools.partial(piece, Layout()), whole)
+    of_draft = parallel.local(seal.DRAFT) if draft_divided else seal.DRAFT
+    decoder = loading.make_decoder(SMC(8, 8), parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
+    spread = Spread(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
+    params = PairParams(target, draft, Peers(addresses, 2))
+    job = Runner(decoder, params, seal.PAGES, Programs(), spread).jobs(1, decoder)[decoder, 1, "step"]
+    return jax.jit(job.function, donate_argnums=job.donate).trace(*job.arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("draft_divided", [False, True])
+def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices(draft_divided: bool) -> None:
+    """The draft by the persistent step, the very one of one device or one that sums; the target by those of its heads.
+
+    Devices speak by kernels alone: 2 sums a layer, that of the embedding's rows, and a gather of logits.
+    """
+    module = lowered_for_cuda(draft_divided)
     text = module.as_text()
     assert not re.search("all_reduce|all_gather|collective_permute|uses_xla_collective_metadata = true", text)
     assert len(re.findall(r"call @_over_peers", text)) == 2 * seal.TARGET.num_layers + 2
+    assert len(re.findall(r"call @decode_step", text)) == 8
     found = {hashlib.sha256(text.encode()).hexdigest()[:16] for text in seal.kernels(module.compiler_ir())}
     stored = set(json.loads(seal.STORED.read_text())["smc, 1 request"])
-    assert len(found & stored) >= 5, "the draft's, and what does not depend on heads"
+    if not draft_divided:
+        assert len(found & stored) >= 5, "the draft's"
     assert len(found - stored) >= 2, "attention and KV writes of half the heads"
 
 

@@ -51,6 +51,20 @@ def test_kernels_give_the_same_run_after_run(pair: tuple[str, str], divided: int
     assert all(np.isfinite(output.smc.log_evidence) for output in runs[0])
 
 
+def test_a_divided_draft_drafts_what_a_whole_one_does(pair: tuple[str, str], tmp_path: Path) -> None:
+    """A draft that is another copy of the target is nearly always accepted, by the persistent step on both devices."""
+    same = saved(DRAFT, 1, tmp_path)  # as the pair's draft
+    cycles = {}
+    for divided in (1, 2):
+        fields: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 2, "tensor_parallel_size": 2}
+        fields |= {"decoding": Rejection(gamma=4), "draft_tensor_parallel_size": divided}
+        with LLM(pair[1], draft_model=same, **fields) as llm:
+            params = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+            llm.generate(PROMPTS, params, use_tqdm=False)
+            cycles[divided] = llm.metrics()["cycles"]
+    assert cycles[2] < 1.1 * cycles[1] < 1.5 * 60 / 5 * len(PROMPTS)
+
+
 def test_bfloat16_differs_by_rounding_alone(pair: tuple[str, str]) -> None:
     """Log-probabilities of the same greedy first tokens, by kernels on one device and on two."""
     found = []

@@ -30,6 +30,7 @@ from smcjax.model.parallel import (
     split_params,
 )
 from smcjax.model.quantize import quantize_params
+from smcjax.pallas import Peers
 from tests.checkpoints import write_model
 
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 32, "num_layers": 2}
@@ -191,8 +192,12 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
     parallel = devices_of_host(2)
     assert fused_step.accepts(config, params)
     assert not fused_step.accepts(parallel.local(config), parallel.seen(config, params))
-    sums = dataclasses.replace(parallel.seen(config, params), embed=params.embed, lm_head=params.lm_head)
-    assert not fused_step.accepts(parallel.local(config), sums)
+    peers = Peers(None, 2)
+    sums = parallel.seen(config, params, peers)  # of whole rows of embedding and LM head
+    assert fused_step.accepts(parallel.local(config), sums), "which sums tiles over devices by itself"
+    gathers = smcjax.matmul.VocabularyParallel(params.embed, AXIS, config.vocab_size, peers)
+    assert not fused_step.accepts(parallel.local(config), dataclasses.replace(sums, embed=gathers))
+    assert not fused_step.accepts(parallel.local(config), parallel.seen(config, quantize_params(params), peers))
 
 
 def test_no_device_is_sent_more_than_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
