@@ -3,8 +3,9 @@
     cycle = Σ bytes on a device / (bandwidth · measured fraction of it) + sums · t(bytes) + gathered logits + the rest
 
 A fraction is what a forward of this package reached of its weight stream on one device (docs/performance.md). A sum
-over n devices of b bytes takes t = latency + b · slope · 2(n − 1)/n, by two measured points at n = 2: what more devices
-cost was not measured, so every time is a range, from a latency that stays to one that grows by a ring's n − 1 steps.
+over n devices of b bytes takes latency + slope · bytes that a device sends, by two measured points at n = 2. These are
+b(n − 1) where devices write to each other (`smcjax.pallas.peers`), and b · 2(n − 1)/n of sums that are left to XLA.
+What more devices cost was not measured, so every time is a range, from a latency that stays to n − 1 of them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from smcjax.device import H100, H200, Device
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import fits, held_by_one
 from smcjax.model.params import num_params
+from smcjax.pallas.peers import MOST_DEVICES, MOST_PUSHED
 
 MEMORY = {H100.kind: 80e9, H200.kind: 141e9}  # bytes, of the data sheets
 SIZES = (1, 2, 4, 8, 16)
+Points = tuple[tuple[int, float], tuple[int, float]]
 TARGETS = ("llama-3.1-70b", "llama-3.1-405b")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Measured: forwards on one H200 (docs/performance.md, 2026-11-25, "Why"), sums on two H100 (issue 35).
+    """Measured on H200s: forwards (docs/performance.md, "Why", 2026-11-25), sums on two (docs/kernels.md, 2026-11-26).
 
     Attributes:
         draft: of the weight stream, that a draft step of the persistent kernel reaches: 515 of 694 µs.
@@ -35,32 +38,33 @@ class Pieces:
         step: that a step of the target alone reaches, with all that is no stream.
         rest: seconds a cycle of sampling, weighing, resampling and pages.
         sums: two sums over two devices, in a chain of products: bytes and seconds.
+        by_xla: the same of XLA's.
     """
 
     draft: float = 0.742
     verify: float = 0.665
     step: float = 0.760
     rest: float = 137e-6
-    sums: tuple[tuple[int, float], tuple[int, float]] = ((8 * 8192 * 2, 18e-6), (72 * 8192 * 2, 27e-6))
-
-    @property
-    def slope(self) -> float:
-        """Seconds a byte of a sum over two devices."""
-        (few, quick), (many, slow) = self.sums
-        return (slow - quick) / (many - few)
-
-    @property
-    def latency(self) -> float:
-        """Seconds of a sum of no bytes."""
-        few, quick = self.sums[0]
-        return quick - few * self.slope
+    sums: Points = ((8 * 8192 * 2, 4.7e-6), (72 * 8192 * 2, 8.6e-6))
+    by_xla: Points = ((8 * 8192 * 2, 13.9e-6), (72 * 8192 * 2, 24.0e-6))
 
     def sum_seconds(self, size: int, data: float) -> tuple[float, float]:
         """Least and most seconds of a sum of `data` bytes over `size` devices."""
-        if size == 1:
-            return 0.0, 0.0
-        on_the_way = data * self.slope * 2 * (size - 1) / size
-        return self.latency + on_the_way, self.latency * (size - 1) + on_the_way
+        if size > MOST_DEVICES or data * (size - 1) > MOST_PUSHED:
+            return _seconds(self.by_xla, size, data * 2 * (size - 1) / size)
+        return _seconds(self.sums, size, data * (size - 1))
+
+    def gather_seconds(self, size: int, data: float) -> tuple[float, float]:
+        """Least and most seconds until each of `size` devices has all of `data` bytes that they hold together."""
+        return _seconds(self.by_xla if size > MOST_DEVICES else self.sums, size, data * (size - 1) / size)
+
+
+def _seconds(points: Points, size: int, sent: float) -> tuple[float, float]:
+    """By a line through two measured points: least with its latency once, most with that for each other device."""
+    (few, quick), (many, slow) = points
+    slope = (slow - quick) / (many - few)
+    latency = quick - few * slope
+    return (latency + sent * slope, latency * (size - 1) + sent * slope) if size > 1 else (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,7 @@ def predict(
     stream = sum(_streamed(phase, device, pieces) for phase in phases)
     rows = decoding.rows * decoding.speculation.scored
     of_layer = pieces.sum_seconds(size, rows * config.hidden_size * config.itemsize)
-    logits = pieces.sum_seconds(size, rows * config.vocab_size * 4 / 2)  # a gather moves half of what a sum does
+    logits = pieces.gather_seconds(size, rows * config.vocab_size * 4)
     sums = tuple((2 * config.num_layers + 1) * each + gather for each, gather in zip(of_layer, logits, strict=True))
     rest = pieces.rest if decoding.drafts else 0.0
     least, most = (stream + seconds + rest for seconds in sums)

@@ -12,15 +12,16 @@ which XLA records in its CUDA graphs and for which hosts need not meet.
                              flags    [n, blocks]      last call of device i's block whose piece is there
                              slots    [2, n, piece]    pieces of arrays, by the call's parity and the device
                              lines    [2, n, piece]    the same of small arrays, every word with its call's number
+                             tiles                     and their counters: `smcjax.pallas.peer_tiles`
 
 An array of up to 256 KB goes without flags: each of its words lies in one 64-bit number with that of its call, and who
-reads it waits for that, word by word. It is twice the bytes and one way less.
+reads it waits for that, word by word: twice the bytes, but no wait until all of them have arrived before a flag goes.
 
 A block of threads has a piece of each array and talks to the blocks of the same number alone, in places of its own. Its
 calls are numbered in memory, so a graph may be repeated. Two slots suffice: when it writes the piece of call s, it has
 seen all flags of call s − 1, which others raised after they had read call s − 2, the last that used the slot. An array
-larger than all slots takes several calls in one launch. Devices must make the same calls in the same order, as of a
-collective of XLA's.
+larger than a slot takes several calls in one launch. Devices must make the same calls in the same order, as of a
+collective of XLA's, and each of them one launch after the other, as XLA's schedule has them.
 
 The references are `jax.lax.psum` and `jax.lax.all_gather`, which `smcjax.matmul` takes wherever this does not apply.
 """
@@ -59,7 +60,7 @@ FLAGS, SLOTS = 4 * BLOCKS, 1 << 16  # where they begin in a workspace, bytes
 PIECES = MOST_VECTORS * BLOCKS * WARPGROUP * VECTOR  # bytes of a slot
 LINES = 2 * BLOCKS * WARPGROUP * VECTOR  # of one whose words are numbered
 MOST_TILES, TILE_BYTES = 512, 4096  # of 16 features of up to 32 tokens, for kernels that exchange tiles themselves
-MOST_PUSHED = 16 << 20  # bytes that a device writes for a sum: of more, XLA's two steps write less
+MOST_PUSHED = 8 << 20  # bytes that a device writes for a sum: of more, XLA's two steps write less
 DTYPES = ("bfloat16", "float32")
 
 
