@@ -37,7 +37,8 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=unbuffered)
         del self.headers["content-length"]
         self._events, self._close, self._ping_seconds = events, close, ping_seconds
-        self._waiting, self._wrote = True, time.monotonic()  # for an event; when something was written last
+        self._writing = asyncio.Lock()  # held while a piece is on its way
+        self._wrote = time.monotonic()  # the last one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -53,9 +54,8 @@ class EventStream(Response):
         pings = asyncio.create_task(self._ping(send))
         try:
             async for event in self._events:
-                self._waiting = False  # a slow reader's event is under way: no ping between
-                await _send(send, f"data: {event}\n\n")
-                self._waiting, self._wrote = True, time.monotonic()
+                async with self._writing:
+                    await self._put(send, f"data: {event}\n\n")
         finally:
             await _cancelled(pings)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -64,14 +64,14 @@ class EventStream(Response):
         """Writes a comment whenever nothing has been written for `ping_seconds`."""
         while True:
             await asyncio.sleep(max(self._wrote + self._ping_seconds - time.monotonic(), 0.0))
-            if time.monotonic() - self._wrote >= self._ping_seconds:
-                self._wrote = time.monotonic()
-                if self._waiting:
-                    await _send(send, ": ping\n\n")
+            async with self._writing:  # a slow reader has what is on its way first
+                if time.monotonic() - self._wrote >= self._ping_seconds:
+                    await self._put(send, ": ping\n\n")
 
-
-async def _send(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def _put(self, send: Send, text: str) -> None:
+        """Writes `text`. The caller has `_writing`: no piece begins while another is on its way."""
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        self._wrote = time.monotonic()
 
 
 async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -20,9 +20,13 @@ class Reader:
         self.sent: list[str] = []
         self._seconds, self._leaves_after = seconds, leaves_after
         self._gone = asyncio.Event()
+        self._under_way, self.most_under_way = 0, 0
 
     async def send(self, message: Any) -> None:
+        self._under_way += 1
+        self.most_under_way = max(self.most_under_way, self._under_way)
         await asyncio.sleep(self._seconds)
+        self._under_way -= 1
         self.sent.append(message.get("body", b"").decode())
         if len(self.sent) == self._leaves_after:
             self._gone.set()
@@ -76,6 +80,21 @@ def test_a_slow_reader_holds_the_stream_up() -> None:
         assert len(reader.sent) == 22
 
     asyncio.run(session())
+
+
+def test_a_slow_reader_gets_one_piece_at_a_time() -> None:
+    """Pings come between events that take longer than a ping may wait, and no event beside a ping."""
+
+    async def session() -> Reader:
+        reader = Reader(seconds=0.01)
+        await streamed(reader, numbers(10, 0.015, []), ping_seconds=0.002)
+        return reader
+
+    reader = asyncio.run(session())
+    assert reader.most_under_way == 1
+    said = "".join(reader.sent)
+    assert ": ping" in said
+    assert said.replace(": ping\n\n", "") == "".join(f"data: {number}\n\n" for number in range(10))
 
 
 @pytest.mark.parametrize("after", [1, 5])
