@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import pytest
 
 from smcjax import LLM, SMC, AsyncLLM, RequestOutput, SamplingParams, StreamChunk
+from smcjax.engine import async_llm
 from smcjax.engine.engine import Engine
 from smcjax.errors import QueueFull, RequestsLost
 from tests.checkpoints import Pair
@@ -268,6 +271,32 @@ def test_two_event_loops_at_once(pair: Pair, llm: LLM) -> None:
         assert outputs[seed].outputs == llm.generate("ab", params(seed), use_tqdm=False)[0].outputs
     assert_all_free(served)
     asyncio.run(served.close())
+
+
+def test_news_wake_each_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two readers in one loop, one in another, and one whose loop is closed, which is given up."""
+    loops = [asyncio.new_event_loop() for _ in range(3)]
+    woken: list[asyncio.AbstractEventLoop] = []
+    for loop in loops:
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(
+            loop, "call_soon_threadsafe", lambda *of, of_loop=loop, wake=wake: (woken.append(of_loop), wake(*of))
+        )
+
+    async def inbox(name: str) -> Any:
+        return async_llm._Inbox(cast(Any, SimpleNamespace(request_id=name)))
+
+    inboxes = [loops[at].run_until_complete(inbox(name)) for name, at in zip("abcd", (0, 1, 0, 2), strict=True)]
+    loops[2].close()
+    given_up: list[str] = []
+    served: Any = SimpleNamespace(llm=SimpleNamespace(give_up=given_up.extend))
+    news: Any = [(one, [one.request.request_id]) for one in inboxes]
+    AsyncLLM._hand_out(served, news)
+    assert woken == loops
+    assert given_up == ["d"]
+    assert [one.loop.run_until_complete(one.get()) for one in inboxes[:3]] == [["a"], ["b"], ["c"]]
+    for loop in loops:
+        loop.close()
 
 
 class Uncopyable(Exception):
