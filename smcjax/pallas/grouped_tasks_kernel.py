@@ -22,6 +22,7 @@ from smcjax.pallas.grouped_attention import Tasks, tasks_of_blocks
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_UNITS = 64  # of a thread: they are written out in line
+MOST_WORDS = 2  # of a mask, as are these: groups of 64
 
 
 def _find(
@@ -115,7 +116,9 @@ def tasks_of_blocks_mosaic(
 
 
 def _supports(chosen: jax.Array, table: jax.Array, *, width: int, parts: int, in_page: int) -> bool:
-    return -(-chosen.shape[3] // WARPGROUP) * parts <= MOST_UNITS
+    *_, blocks, words = chosen.shape
+    is_inside = (blocks - 1) * parts < table.shape[1] * in_page  # a unit of every block has a page
+    return is_inside and -(-blocks // WARPGROUP) * parts <= MOST_UNITS and words <= MOST_WORDS
 
 
 tasks_of_blocks.register(Kernel("sm90", tasks_of_blocks_mosaic, _supports))

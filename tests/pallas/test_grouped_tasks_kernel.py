@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.grouped_attention import Tasks, group_tasks, span_tasks, tasks_of_blocks_reference
+from smcjax.pallas.grouped_attention import Tasks, group_tasks, span_tasks, tasks_of_blocks, tasks_of_blocks_reference
 from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
 from smcjax.pallas.query_groups import QueryGroups
 
@@ -38,6 +38,19 @@ def test_kernel_is_the_reference(shape: tuple[int, ...], parts: int, in_page: in
     for got, of in zip(tasks_of_blocks_mosaic(chosen, table, **sizes, interpret=INTERPRET), want, strict=True):
         np.testing.assert_array_equal(got, of)
     assert 0 < int(want.number.min()) <= width
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words", "pages", "is_taken"),
+    [(1024, 2, 1024, True), (1024, 3, 1024, False), (1024, 1, 1023, False), (16 << 10, 1, 16 << 10, False)],
+)
+def test_what_the_kernel_takes(blocks: int, words: int, pages: int, is_taken: bool) -> None:
+    """Not masks of three words, blocks wholly behind the table, or more units than threads write out in line."""
+    chosen: Any = jax.ShapeDtypeStruct((1, 2, 3, blocks, words), jnp.uint32)
+    table: Any = jax.ShapeDtypeStruct((1, pages), jnp.int32)
+    with implementations("mosaic"):
+        kernel = tasks_of_blocks.kernel_for(chosen, table, width=9, parts=1, in_page=1)
+    assert (kernel is not None) == is_taken
 
 
 def test_lowers_for_cuda() -> None:
