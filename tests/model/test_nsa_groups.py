@@ -15,9 +15,10 @@ import pytest
 from smcjax.kv import TRASH, KVCache
 from smcjax.model import nsa
 from smcjax.model.decoder import linear
-from smcjax.model.nsa_groups import takes_compressed
+from smcjax.model.nsa_groups import routes_by_kernel, rows_routed, takes_compressed
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas.grouped_attention import group_tasks
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.grouped_attention import group_tasks, grouped_scores
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.sparse import MODES, SparseVerification
 from smcjax.trees import ORDERS, DraftTree
@@ -277,3 +278,51 @@ def test_routing_by_groups_is_each_querys_own(
     _, late = verified(o, page_size, sparse, of_request=1, mark="late")
     assert len(asked) == 2
     assert (late != selected).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "routes"),
+    [
+        ({}, {}, True),
+        ({"share": "head"}, {"heads": 40, "group": 4, "page_size": 384}, True),  # heads padded, a last group of one
+        ({}, {"page_size": 64}, False),  # four compressed tokens
+        ({}, {"dim": 256}, False),
+        ({}, {"dtype": jnp.float32}, False),
+        ({"compressed_rope": "none"}, {}, False),
+        ({"kernel_size": 16, "block_size": 16, "score": "logit"}, {}, False),
+        ({}, {"rows": 2}, False),
+    ],
+)
+def test_routing_by_groups_is_chosen_where_the_kernel_is(
+    options: dict[str, Any], changes: dict[str, Any], routes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere each query routes by itself: the reference computes scores twice."""
+    sizes: Any = {"dim": 128, "heads": 32, "group": 9, "page_size": 128, "dtype": jnp.bfloat16, "rows": 1} | changes
+    kind, requests, columns, kv_heads = nsa.NSA(**options), 2, 9, 8
+
+    def numbers(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    of_rows, of_tokens = numbers(requests), numbers(requests, columns)
+    view = BatchView(
+        *(of_tokens, of_tokens, numbers(requests, 16), of_tokens, of_rows, of_rows),
+        rows=sizes["rows"],
+        sparse=SparseVerification("merged", sizes["group"]),
+        page_size=sizes["page_size"],
+    )
+    per_page, dtype = sizes["page_size"] // kind.kernel_stride, sizes["dtype"]
+    q: Any = jax.ShapeDtypeStruct((requests, columns, sizes["heads"], sizes["dim"]), dtype)
+    compressed: Any = (jax.ShapeDtypeStruct((40, per_page, kv_heads, sizes["dim"]), dtype),) * 2
+    kernels, kernel_for = [], grouped_scores.kernel_for
+    monkeypatch.setattr(
+        grouped_scores, "kernel_for", lambda *a, **k: kernels.append(kernel_for(*a, **k)) or kernels[-1]
+    )
+    with implementations("xla"):
+        assert not routes_by_kernel(kind, q, compressed, view)
+    with implementations("mosaic"):
+        assert routes_by_kernel(kind, q, compressed, view) == routes
+        if routes:
+            output, weights = jax.eval_shape(functools.partial(rows_routed, kind), q, compressed, view, of_tokens)
+            assert output.shape == q.shape
+            assert weights.shape == (*q.shape[:3], -(-16 * per_page // 64) * 64)
+            assert kernels[0] is not None
