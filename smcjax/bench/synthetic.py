@@ -20,7 +20,7 @@ from smcjax.numerics import key_of
 
 @cache
 def _filling(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """Makes an array of Gaussian numbers from a key: on one device or divided among several."""
+    """Returns a program that makes Gaussian numbers from a key: on one device or divided among several."""
     return jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 

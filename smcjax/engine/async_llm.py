@@ -337,6 +337,7 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
 
 
 def _take(news: Sequence[tuple[_Inbox, list[StreamChunk] | RequestsLost]]) -> None:
+    """Takes what there is for readers of the running event loop."""
     for inbox, item in news:
         inbox.take(item)
 

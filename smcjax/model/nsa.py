@@ -505,13 +505,13 @@ class NSA:
         return jnp.pad(of_tokens, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST)
 
     def _of_sets(self, of_tokens: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
-        """Weights or logits of those who select together, added up."""
+        """Adds up weights or logits of the heads that select together."""
         if self.share == "group":
             of_tokens = self.sum_of_group(of_tokens.sum(axis=3, keepdims=True))
         return of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
 
     def by_blocks(self, of_slots: Float[Array, "R T S slots"], blocks: int) -> Float[Array, "R T S blocks"]:
-        """The scores of blocks of weights by slot of compressed tokens, where a token has the slot of its last stride.
+        """Returns the scores of blocks, of weights by slot of compressed tokens: a token's is that of its last stride.
 
         A block begins at the slot of its first stride. What token and block have in common, in strides, is what two
         rows of l/d and l'/d ones have that pass each other: their convolution.

@@ -54,7 +54,7 @@ def _choose(
     taken = [zero for _ in mine]
 
     def better(a: tuple[Word, Word], b: tuple[Word, Word]) -> tuple[Word, Word]:
-        """Of two ranks and places the higher one, of equal ones the earlier."""
+        """Returns the higher of two ranks with its place, of equal ones the earlier."""
         second = t.where(b[0] == a[0], t.where(b[1] < a[1], t.constant(1), 0), t.where(a[0] < b[0], t.constant(1), 0))
         return t.where(second != 0, b[0], a[0]), t.where(second != 0, b[1], a[1])
 

@@ -357,7 +357,7 @@ def grouped_scores_reference(
 ) -> tuple[Part, Float[Array, "R M H slots"]]:
     """Attends as `grouped_attention` to tasks that are all units from the first on, and keeps the scores by slot.
 
-    Those of slots that a query does not see may be anything.
+    Scores of slots that a query does not see may be anything.
     """
     part = grouped_attention_reference(q, key_pages, value_pages, tasks, groups, low, high, unit=unit, scale=scale)
     pages, page_size, kv_heads, dim = key_pages.shape

@@ -186,7 +186,7 @@ def _by_kernels(
     interpret: Any,
     keeps_scores: bool = False,
 ) -> tuple[tuple[Part, ...], jax.Array | None]:
-    """The branches' parts and, if they are to be kept, the only branch's scores.
+    """Returns the branches' parts and, where they are kept, the only branch's scores.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.
     """

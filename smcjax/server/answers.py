@@ -100,7 +100,7 @@ class Answers:
                 yield choice, chunk, self._noted(choice, chunk)
 
     async def _only(self) -> AsyncGenerator[tuple[int, StreamChunk | Exception]]:
-        """Chunks of the one choice, and what ended them if that was an error."""
+        """Yields the chunks of the only choice, and the error that ended them if one did."""
         try:
             async for chunk in self._streams[0]:
                 yield 0, chunk
@@ -108,7 +108,7 @@ class Answers:
             yield 0, error
 
     async def _several(self) -> AsyncGenerator[tuple[int, StreamChunk | Exception]]:
-        """Chunks of all choices, or what ended one: a task for each, as each waits for its own."""
+        """Yields the chunks of all choices, or the error that ended one; a task reads each, as each waits by itself."""
         coming: asyncio.Queue[tuple[int, StreamChunk | Exception]] = asyncio.Queue(1)  # a slow reader holds all up
 
         async def read(choice: int) -> None:
