@@ -80,7 +80,10 @@ def _choose(
 def best_blocks_mosaic(
     ranks: Float[Array, "*rows blocks"], n: int, *, interpret: Any = None
 ) -> Bool[Array, "*rows blocks"]:
-    """Computes `best_blocks`; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `best_blocks`; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+
+    Ranks must hold no NaN, and 0 equals −0: the reference ranks both by their bits, NaN first and −0 behind 0.
+    """
     blocks = ranks.shape[-1]
     rows = math.prod(ranks.shape[:-1])
 
