@@ -60,7 +60,8 @@ settings.load_profile("laws")
 # An engine has programs for batches of one, two, four … requests, for moves between any two of those, and for chunks
 # of a prompt of two lengths: some 27 where four requests run at a time, all made by the same code. In most files an
 # engine has those of its largest batch and of the shorter chunk alone, seven. Files where a batch's size or a chunk's
-# length could matter to the law have them all, and so have the `LLM`s that files share (`engine/conftest.py`).
+# length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
+# `server/conftest.py`).
 OF_ALL_SIZES = {
     "engine/test_autoregressive.py",
     "engine/test_compilation.py",
@@ -83,9 +84,14 @@ WITH_LLVM_PASSES = {
 }
 
 
+def _leave_llvm_passes_out(whether: bool) -> None:
+    jax.config.update("jax_disable_most_optimizations", whether and jax.default_backend() == "cpu")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All compiled programs stay in pytest's cache, none in the user's."""
+    _leave_llvm_passes_out(True)  # of fixtures of the session as well, which are made before a file's
     has_cache = request.config.pluginmanager.has_plugin("cacheprovider")
     place = request.config.cache.mkdir("smcjax") if has_cache else tmp_path_factory.mktemp("smcjax")
     os.environ["XDG_CACHE_HOME"] = str(place)
@@ -94,13 +100,17 @@ def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process."""
+    """A file's compiled programs go with it: each takes memory maps, and without them Linux stops a process.
+
+    Engines that live as long as the session say their sizes themselves: whether they are made within this fixture or
+    before it depends on which test asks for them first.
+    """
     file = request.path.relative_to(Path(__file__).parent)
-    quick = jax.default_backend() == "cpu" and file.as_posix() not in WITH_LLVM_PASSES
-    jax.config.update("jax_disable_most_optimizations", quick)
+    _leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     with contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size():
         yield
+    _leave_llvm_passes_out(True)
     programs._shared = shared
     jax.clear_caches()
     give_back()

@@ -20,6 +20,7 @@ from smcjax.server.models import Models
 from smcjax.server.process import Server, address_of, bound
 from smcjax.server.state import Served, Settings
 from tests.checkpoints import Pair, write_pair
+from tests.sizes import all_sizes
 
 MAX_MODEL_LEN = 96
 WAITING = 80
@@ -70,16 +71,17 @@ def pair_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="session")
 def models(pair_on_disk: Pair) -> Models:
     """SMC with N = 4 and K = 3, and the target alone, on the same weights."""
-    return virtual.load(
-        pair_on_disk.target,
-        [SMC(n_particles=4, gamma=3), Autoregressive()],
-        name="pair",
-        draft_model=pair_on_disk.draft,
-        max_waiting=WAITING,
-        max_num_seqs=2,
-        max_model_len=MAX_MODEL_LEN,
-        page_size=4,
-    )
+    with all_sizes():
+        return virtual.load(
+            pair_on_disk.target,
+            [SMC(n_particles=4, gamma=3), Autoregressive()],
+            name="pair",
+            draft_model=pair_on_disk.draft,
+            max_waiting=WAITING,
+            max_num_seqs=2,
+            max_model_len=MAX_MODEL_LEN,
+            page_size=4,
+        )
 
 
 @pytest.fixture(scope="session")
