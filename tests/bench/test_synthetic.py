@@ -10,7 +10,7 @@ from smcjax.bench import synthetic
 
 
 def test_random_memory_gives_up_each_array_before_it_makes_the_next() -> None:
-    """What is no KV stays as it is. Two arrays of a shape have other numbers."""
+    """An array that is no KV stays as it is, and two arrays of a shape have different numbers."""
     pages, table = [jnp.zeros((50, 16, 2, 8), jnp.bfloat16) for _ in range(2)], jnp.arange(7)
     made = synthetic.random_memory({"keys": pages[0], "values": pages[1], "table": table})
     assert made["table"] is table

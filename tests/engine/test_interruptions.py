@@ -158,7 +158,7 @@ def lines(ready: LLM) -> list[Line]:
 def struck(llm: LLM, first: Line, time: int, second: int | None) -> int:
     """Interrupts `use` when it comes by line `first` for the n-th time, and at the line so many later.
 
-    Returns how many lines were run after the first interruption: those of the clean-up.
+    Returns how many lines were run after the first interruption, those of the clean-up; 0 where `second` is None.
     """
     times, after = 0, -1
 

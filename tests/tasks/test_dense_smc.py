@@ -91,7 +91,7 @@ def test_every_decision_is_unbiased(method: Any) -> None:
 
 
 def test_tokens_have_their_log_probabilities() -> None:
-    """Those of every row's tokens, whatever was copied from where."""
+    """A row has the log-probabilities of its own tokens, whatever was copied from where."""
     result = runs(dense.Branching(2.0), 3, 2, 50)
     path = np.concatenate([np.full((50, 3, 1), PROMPT[-1]), result.answers], axis=2)
     np.testing.assert_allclose(result.logprobs, P[path[..., :-1], path[..., 1:]], rtol=1e-5)

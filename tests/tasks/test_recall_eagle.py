@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -46,5 +45,4 @@ def test_it_drafts_what_the_target_says() -> None:
         return np.asarray(agree(whole, streams, wanted, jnp.asarray(tokens), jnp.asarray(weights), STEPS, FIRST)[1])
 
     assert agreed(head).min() > 0.8
-    random = train_eagle.starting_params(config, jax.random.key(0))
-    assert agreed(dataclasses.replace(random)).max() < 0.2
+    assert agreed(train_eagle.starting_params(config, jax.random.key(0))).max() < 0.2

@@ -75,7 +75,7 @@ def test_heads_of_other_sizes_and_taps() -> None:
 
 
 def test_which_tokens_of_documents_count() -> None:
-    """Those of the answers and the end of text; outputs are needed from some steps before on."""
+    """Tokens of answers and the end of text count; outputs are needed from some steps before on."""
     args = train_eagle.parse(["--smoke", "--task", "recall", "--output", "/tmp/nowhere"])
     texts = train_eagle.documents(args, 512)
     words = recall.vocabulary()
