@@ -149,7 +149,7 @@ def measure(
 
 
 def ended(bench: Bench) -> str:
-    """What the weights were in the cycle in which a request ended that should not have."""
+    """Says what the weights were in the cycle in which a request ended that should not have."""
     try:
         bench.start()
         for cycle in range(64):

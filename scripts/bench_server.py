@@ -32,11 +32,15 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench.client import ClientLoad, figures
 from smcjax.bench.client import run as load_server
 from smcjax.bench.shapes import SHAPES
+from smcjax.decoders import Decoding
+from smcjax.tasks.questions import questions
 
-DECODERS = {"alone": "autoregressive", "smc": "smc:n=8,k=8"}  # as `serve --also` names them
+DECODERS: dict[str, Decoding] = {"alone": Autoregressive(), "smc": SMC(8, 8)}
+OPTIONS = {"alone": "--decoding autoregressive", "smc": "--decoding smc -N 8 -K 8"}  # of `serve`
 WAIT = 900.0  # seconds for the server to be there
 
 
@@ -99,10 +103,7 @@ def write_model(directory: Path, shape: str, seed: int) -> None:
 
 def engine_alone(args: argparse.Namespace, name: str) -> list[float]:
     """Tokens/s of each round of `LLM.generate` on the prompts that the client sends."""
-    from smcjax import LLM, SMC, Autoregressive, SamplingParams
-    from smcjax.tasks.questions import questions
-
-    decoding = {"alone": Autoregressive(), "smc": SMC(8, 8)}[name]
+    decoding = DECODERS[name]
     prompts = [question.prompt for question in questions("words", 0, args.streams)]
     found = []
     with LLM(
@@ -135,8 +136,8 @@ def through_server(args: argparse.Namespace, name: str, directory: str) -> list[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    decoder = ["--decoding", "autoregressive"] if name == "alone" else ["--decoding", "smc", "-N", "8", "-K", "8"]
-    command = [sys.executable, "-m", "smcjax", "serve", "--port", str(port), "--no-compile-at-start", *decoder]
+    command = [sys.executable, "-m", "smcjax", "serve", "--port", str(port), "--no-compile-at-start"]
+    command += OPTIONS[name].split()
     command += ["--model", os.path.join(directory, "target"), "--draft-model", os.path.join(directory, "draft")]
     command += ["--max-num-seqs", str(args.streams), "--max-model-len", str(longest(args))]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:

@@ -339,7 +339,7 @@ def line_of(bench: LineBench, ms: Sequence[float], rates: Rates, reached: Sequen
 
 
 def compiled(benches: Sequence[LineBench], skip: Callable[[LineBench, str], None]) -> list[LineBench]:
-    """Those of the benches whose programs fit the device, compiled side by side; `skip` hears of the others."""
+    """Compiles benches side by side and returns those whose programs fit the device; `skip` hears of the others."""
     try:
         compile_together([bench.wanted() for bench in benches])
         return list(benches)

@@ -98,14 +98,8 @@ class Pair:
     draft_params: Any
 
 
-class Method(Protocol):
-    """A decision about the drafts of a cycle."""
-
-    def decided(self, cycle: Cycle, key: jax.Array) -> Decision: ...
-
-
 class Cycle(NamedTuple):
-    """What a decision is made from: the laws and drafts of G groups of N rows, R = G·N."""
+    """The laws and drafts of G groups of N rows, R = G·N, about which a decision is made."""
 
     log_p: Float[Array, "R C V"]  # C = K + 1
     log_q: Float[Array, "R K V"]
@@ -131,14 +125,9 @@ class Control:
 
     c: float = 0.0
 
-    def decided(self, cycle: Cycle, key: jax.Array) -> Decision:
-        """Keeps, rejects, weighs and resamples as the engine does at power 1."""
-        control = jnp.full(cycle.drafts.shape[0], self.c, cycle.log_p.dtype)
-        return controlled(cycle, control, key)
-
 
 def controlled(cycle: Cycle, control: Float[Array, " R"], key: jax.Array) -> Decision:
-    """The decision of `Control`, whose c may be traced."""
+    """Keeps, rejects, weighs and resamples as the engine does at power 1."""
     groups, n = cycle.log_weight.shape
     coins, tokens_key, resampling = jax.random.split(key, 3)
     uniforms = jax.random.uniform(coins, cycle.drafts.shape, cycle.log_p.dtype)
@@ -198,13 +187,9 @@ class Branching:
 
     lam: float = 2.0
 
-    def decided(self, cycle: Cycle, key: jax.Array) -> Decision:
-        """Draws children of all rows of a group together."""
-        return branched(cycle, jnp.asarray(self.lam, cycle.log_p.dtype), key)
-
 
 def branched(cycle: Cycle, lam: Float[Array, ""], key: jax.Array) -> Decision:
-    """The decision of `Branching`, whose λ may be traced."""
+    """Draws children of all rows of a group together."""
     groups, n = cycle.log_weight.shape
     columns = cycle.log_p.shape[1]
     tokens_key, resampling = jax.random.split(key)
@@ -234,27 +219,28 @@ def branched(cycle: Cycle, lam: Float[Array, ""], key: jax.Array) -> Decision:
 class Exact:
     """Speculative sampling along the candidates that a group's rows are, which agree between cycles."""
 
-    def decided(self, cycle: Cycle, key: jax.Array) -> Decision:
-        """All rows of a group take the accepted candidate's tokens."""
-        groups, n = cycle.log_weight.shape
-        gamma = cycle.drafts.shape[1]
-        coins, tokens_key = jax.random.split(key)
-        uniforms = jax.random.uniform(coins, (groups, gamma, n), cycle.log_p.dtype)
-        p, q = (jnp.exp(x).reshape(groups, n, *x.shape[1:]) for x in (cycle.log_p, cycle.log_q))
-        verdict = jax.vmap(candidates)(p, q, cycle.drafts.reshape(groups, n, gamma), uniforms)
-        following = jax.random.categorical(tokens_key, jnp.log(verdict.law))
-        source = jnp.repeat(verdict.candidate + n * jnp.arange(groups), n)
-        accepted = jnp.repeat(verdict.accepted, n)
-        drafts = jnp.pad(cycle.drafts[source], ((0, 0), (0, 1)))
-        tokens = jnp.where(jnp.arange(gamma + 1) == accepted[:, None], jnp.repeat(following, n)[:, None], drafts)
-        return Decision(
-            source,
-            tokens,
-            jnp.minimum(accepted + 1, cycle.left),
-            at(cycle.log_p[source], tokens),
-            cycle.log_weight,
-            jnp.zeros(groups, cycle.log_p.dtype),
-        )
+
+def exact(cycle: Cycle, key: jax.Array) -> Decision:
+    """Gives all rows of a group the accepted candidate's tokens."""
+    groups, n = cycle.log_weight.shape
+    gamma = cycle.drafts.shape[1]
+    coins, tokens_key = jax.random.split(key)
+    uniforms = jax.random.uniform(coins, (groups, gamma, n), cycle.log_p.dtype)
+    p, q = (jnp.exp(x).reshape(groups, n, *x.shape[1:]) for x in (cycle.log_p, cycle.log_q))
+    verdict = jax.vmap(candidates)(p, q, cycle.drafts.reshape(groups, n, gamma), uniforms)
+    following = jax.random.categorical(tokens_key, jnp.log(verdict.law))
+    source = jnp.repeat(verdict.candidate + n * jnp.arange(groups), n)
+    accepted = jnp.repeat(verdict.accepted, n)
+    drafts = jnp.pad(cycle.drafts[source], ((0, 0), (0, 1)))
+    tokens = jnp.where(jnp.arange(gamma + 1) == accepted[:, None], jnp.repeat(following, n)[:, None], drafts)
+    return Decision(
+        source,
+        tokens,
+        jnp.minimum(accepted + 1, cycle.left),
+        at(cycle.log_p[source], tokens),
+        cycle.log_weight,
+        jnp.zeros(groups, cycle.log_p.dtype),
+    )
 
 
 @dataclasses.dataclass
@@ -325,7 +311,7 @@ def _decide(method: type, number: jax.Array, cycle: Cycle, key: jax.Array) -> De
     """One program for all controls, and for all λ."""
     if method is Control:
         return controlled(cycle, jnp.broadcast_to(number, cycle.left.shape), key)
-    return branched(cycle, number, key) if method is Branching else Exact().decided(cycle, key)
+    return branched(cycle, number, key) if method is Branching else exact(cycle, key)
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))

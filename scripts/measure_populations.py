@@ -24,6 +24,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ from typing import Any
 import dense_smc as dense
 import jax
 import numpy as np
-from measure_marginals import Event, Group, interval_of, lower_bound, share_of_control
-from measuring import shown, table
+from measure_marginals import LOOKED_AT, Event, Group, interval_of, lower_bound, share_of_control
+from measuring import by_prompt, shown, table
 from plain_prompts import held_out
 
 from smcjax.engine.programs import enable_compilation_cache
@@ -44,8 +45,8 @@ from smcjax.model.vocabulary import common_vocabulary
 from smcjax.tasks.intervals import clustered_mean
 from smcjax.tokenizer import Tokenizer
 
+METHOD = r"(?:c(?:0|1|0?\.\d+)|b[1-9]\d*(?:\.\d+)?|e[1-9]\d*)"  # c from 0 to 1, λ and candidates from 1
 LONG = ("decoder", "tokens a cycle", "log Ẑ", "distance ≤", "log p a token, minus the target's own")
-LOOKED_AT = 3  # tokens of an answer whose law is compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Run:
     @classmethod
     def parsed(cls, text: str) -> Run:
         """Reads "8,4:c0,c0.1,b2,e8", with "s" in front of what is to have short answers."""
-        sizes, _, methods = text.partition(":")
-        n, gamma = map(int, sizes.removeprefix("s").split(","))
-        return cls(n, gamma, tuple(methods.split(",")), sizes.startswith("s"))
+        found = re.fullmatch(rf"(s?)(\d+),(\d+):({METHOD}(?:,{METHOD})*)", text)
+        if found is None:
+            raise argparse.ArgumentTypeError(f"{text!r} must be N,K and decisions, as 8,4:c0.1,b2,e8 or s8,4:c0")
+        short, n, gamma, methods = found.groups()
+        return cls(int(n), int(gamma), tuple(methods.split(",")), bool(short))
 
 
 def method_of(text: str, n: int) -> tuple[dense.Control | dense.Branching | dense.Exact, int, str]:
@@ -72,10 +75,8 @@ def method_of(text: str, n: int) -> tuple[dense.Control | dense.Branching | dens
         return dense.Control(number), n, f"SMC, N={n}, control {number:g}"
     if kind == "b":
         return dense.Branching(number), n, f"branching, N={n}, λ = {number:g}"
-    if kind == "e":
-        candidates = "1 candidate" if number == 1 else f"{number:g} candidates"
-        return dense.Exact(), int(number), f"rejection, {candidates}"
-    raise ValueError(f"a decision begins with c, b or e, got {text!r}; write as 8,4:c0.1,b2,e8.")
+    candidates = "1 candidate" if number == 1 else f"{number:g} candidates"
+    return dense.Exact(), int(number), f"rejection, {candidates}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def batches(prompts: Prompts, repeats: int, count: int) -> Iterator[tuple[np.nda
 def all_of(
     pair: dense.Pair, method: Any, prompts: Prompts, repeats: int, rows: int, **sizes: int
 ) -> dict[str, np.ndarray]:
-    """What is kept of every group: evidence, cycles, log p a token by weight, and the first tokens of all rows."""
+    """Runs all groups and keeps of each its evidence, cycles, log p a token by weight, and first tokens of all rows."""
     found: dict[str, list[np.ndarray]] = {}
     count = max(1, min(rows // sizes["n"], repeats * len(prompts.lengths)))
     for number, (tokens, lengths, real) in enumerate(batches(prompts, repeats, count)):
@@ -156,11 +157,6 @@ def read(path: Path) -> list[dict[str, Any]]:
         names = ("log_evidence", "cycles", "log_probability", "prefix", "prefix_logprobs", "log_weight")
         runs = [{**run, **{name: file[f"{i}/{name}"] for name in names}} for i, run in enumerate(facts["runs"])]
     return [{**facts, **run} for run in runs]
-
-
-def by_prompt(values: np.ndarray, prompts: int) -> np.ndarray:
-    """Means over the groups of each prompt."""
-    return np.asarray(values, float).reshape(-1, prompts).mean(axis=0)
 
 
 def tokens_per_cycle(run: dict[str, Any]) -> float:
@@ -277,6 +273,8 @@ def main() -> None:
     if args.tables:
         print(tables(args.tables))
         return
+    if not args.drop and not args.draft:
+        parser.error("there is no draft; give --drop LAYERS or --draft DIR.")
     began = time.perf_counter()
     enable_compilation_cache()
     path = resolve_model_path(args.model)

@@ -1,4 +1,4 @@
-"""Parts of the scripts that measure decoders on prompts (`measure_control`, `measure_endings`, `measure_marginals`)."""
+"""Parts of the scripts that measure decoders on prompts (`measure_*`) and of those that join their figures."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Plain prompts of many kinds for a chat model, those to train on and those held out apart.
 
-    python scripts/plain_prompts.py -n 8192 > prompts.jsonl
+    python scripts/plain_prompts.py -n 6000 > prompts.jsonl
     python scripts/plain_prompts.py --held-out > held_out.jsonl
 
-Every prompt is a way to ask about a subject. No subject of the 64 that are held out is among the others, and half of
-them are asked about in ways that are not either.
+Every prompt is a way to ask about a subject. The 64 that are held out are about 32 subjects that no other prompt has,
+each in one of the others' ways and in one that is held out too.
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ def held_out() -> list[str]:
 def main() -> None:
     """Prints one conversation a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", type=int, default=8192, help=f"prompts to train on ({len(SUBJECTS) * len(WAYS)} at most)")
+    most = len(SUBJECTS) * len(WAYS)
+    parser.add_argument("-n", type=int, default=most, help=f"prompts to train on ({most}, the most that there are)")
     parser.add_argument("--held-out", action="store_true", help="those to measure on instead")
     args = parser.parse_args()
+    if not 0 < args.n <= most:
+        parser.error(f"-n must be from 1 to {most}, got {args.n}.")
     for prompt in held_out() if args.held_out else training(args.n):
         print(json.dumps({"messages": [{"role": "user", "content": prompt}]}))
 
