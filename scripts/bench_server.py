@@ -75,8 +75,9 @@ def main() -> None:
     for name in args.decoders:
         engine = statistics.median(alone[name])
         server = statistics.median(each["output_throughput"] for each in served[name])
-        between = statistics.median(each["median_itl_ms"] for each in served[name])
-        print(f"| {DECODERS[name]} | {engine:,.0f} | {server:,.0f} | {server / engine:.1%} | {between:.1f} |")
+        times = [each["median_itl_ms"] for each in served[name] if each["median_itl_ms"] is not None]
+        between = f"{statistics.median(times):.1f}" if times else "–"  # answers of one chunk have none between
+        print(f"| {DECODERS[name]} | {engine:,.0f} | {server:,.0f} | {server / engine:.1%} | {between} |")
     if args.json:
         print(json.dumps({"engine": alone, "server": served}))
 

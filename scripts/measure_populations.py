@@ -239,8 +239,8 @@ def tables(paths: Sequence[Path]) -> str:
     runs = [run for path in paths for run in read(path)]
     lines = []
     target = next((run for run in runs if run["name"] == "target alone"), None)
-    kinds = dict.fromkeys((run["pair"], run["short"], run["gamma"]) for run in runs if run is not target)
-    for pair, short, gamma in kinds:
+    runs = [run for run in runs if run["name"] != "target alone"]
+    for pair, short, gamma in dict.fromkeys((run["pair"], run["short"], run["gamma"]) for run in runs):
         own = [run for run in runs if (run["pair"], run["short"], run["gamma"]) == (pair, short, gamma)]
         groups = len(own[0]["cycles"])
         lines.append(
@@ -249,7 +249,7 @@ def tables(paths: Sequence[Path]) -> str:
         if short:
             lines.append(short_table(own))
         elif target is not None:
-            lines.append(table(LONG, long_rows([run for run in own if run is not target], target)))
+            lines.append(table(LONG, long_rows(own, target)))
     return "\n".join(lines)
 
 
