@@ -71,6 +71,7 @@ OF_ALL_SIZES = {
     "engine/test_preemption.py",
     "engine/test_programs.py",
     "engine/test_scheduler.py",
+    "engine/test_soak.py",
     "engine/test_widths.py",
     "server/test_by_load.py",
     "test_auto.py",

@@ -17,7 +17,7 @@ import soak
 
 @pytest.mark.slow
 def test_three_hundred_requests_leave_nothing_behind(pair: Pair) -> None:
-    with smc_llm(pair, smc={"trace": False}, num_pages=60) as llm:
+    with smc_llm(pair, smc={"trace": False}, num_pages=60, max_num_seqs=2) as llm:
         soak.warm(llm, ["a", "bc", "a longer prompt"])
         report = soak.soak(llm, 300, ["a", "bc", "a longer prompt"])
         assert (report.ended, report.errors, report.compiled, report.pages_missing) == (300, 0, 0, 0)
