@@ -70,6 +70,7 @@ OF_ALL_SIZES = {
     "engine/test_on_gpu.py",
     "engine/test_preemption.py",
     "engine/test_programs.py",
+    "engine/test_runner.py",
     "engine/test_scheduler.py",
     "engine/test_soak.py",
     "engine/test_widths.py",
