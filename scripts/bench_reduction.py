@@ -100,7 +100,8 @@ def measure(args: argparse.Namespace) -> None:
 
     ways: dict[str, Any] = {"remote": functools.partial(remote_sum, size=size), "peers": lambda x, peers: peers.sum(x)}
     add = ways.get(args.way, psum)
-    extra = Workspaces(mesh).peers()
+    workspaces = Workspaces(mesh)
+    extra = workspaces.peers()
     for hidden, rows in itertools.product(args.hidden, args.rows):
         x = put((rows, hidden), 1.0, 7 * rows)
         one = mapped(lambda x, e: add(x[0], e)[None], divided, divided)
@@ -135,6 +136,7 @@ def measure(args: argparse.Namespace) -> None:
             each = (taken - without) / (2 * args.layers)
             row = [args.way, size, rows, hidden, f"{each:.1f}", f"{taken:.0f}", f"{without:.0f}"]
             print(f"| {' | '.join(map(str, row))} |", flush=True)
+    workspaces.give_back()
 
 
 def chain(add: Any, weights: Any, x: Any, extra: Any) -> Any:

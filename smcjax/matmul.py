@@ -12,7 +12,8 @@ everything else goes by that. Kernels read `values` by themselves and take the d
 Matrices that several devices hold together (`smcjax.model.parallel`) come in three kinds. One that is split by rows,
 whose reader has its part of the outputs, is what it is on one device. `RowParallel` is split by columns and
 `VocabularyParallel` by rows that everybody needs; both are seen only within `jax.shard_map`, and all that devices say
-to each other is said here: `_sum_over`, `sum_over_neighbours` and `_gather_over`.
+to each other is said here: `_sum_over`, `sum_over_neighbours` and `_gather_over`. The persistent decode step alone sums
+what a `RowParallel` leaves by itself.
 
 Int8 keeps half the bytes of bfloat16, with one scale a row and arithmetic as before:
 

@@ -14,12 +14,15 @@ from smcjax.model.params import Params
 from smcjax.model.view import BatchView
 from smcjax.pallas import Peers, Sharing, decode_step, find_tasks
 from smcjax.pallas.dispatch import uses_kernels
+from smcjax.pallas.lanes import FEATURES
+from smcjax.pallas.peers import MOST_TILES
 from smcjax.pallas.products import QUERIES
 
 MAX_PAGES_UNPREFETCHED = 128  # of a row's table: up to here the kernel's attention tasks are single pages
 
 # All that the kernel computes. A model's other parts it would leave out without a word.
 MATRICES = ("qkv", "o", "gate_up", "down")
+SUMMED = ("o", "down")  # over devices, where these divide the layers
 LAYER_PARAMS = (*MATRICES, "attn_norm", "mlp_norm")
 MODEL_PARAMS = ("embed", "layers", "final_norm", "lm_head")
 CONFIG = (
@@ -57,14 +60,23 @@ def accepts(config: ModelConfig, params: Params) -> bool:
         and has_only(params, MODEL_PARAMS)
         and all(has_only(layer, LAYER_PARAMS) for layer in params.layers)
         and all(map(is_whole, (params.embed, params.unembed)))
-        and all(_is_read(getattr(layer, name)) for layer in params.layers for name in MATRICES)
+        and (_are_whole(params, MATRICES) or _are_divided(config, params))
     )
 
 
-def _is_read(leaf: Any) -> bool:
-    """True for a matrix that is whole, or one of whose parts the kernel itself sums over devices: of bfloat16."""
-    by_peers = isinstance(leaf, RowParallel) and isinstance(leaf.peers, Peers) and not is_packed(leaf.part)
-    return by_peers or is_whole(leaf)
+def _are_whole(params: Params, names: tuple[str, ...]) -> bool:
+    return all(is_whole(getattr(layer, name)) for layer in params.layers for name in names)
+
+
+def _are_divided(config: ModelConfig, params: Params) -> bool:
+    """True for layers whose o and down are parts that the kernel sums over devices itself: plain, of few features."""
+    parts = [getattr(layer, name) for layer in params.layers for name in SUMMED]
+    return (
+        all(isinstance(leaf, RowParallel) and isinstance(leaf.peers, Peers) for leaf in parts)
+        and not any(is_packed(leaf.part) for leaf in parts)
+        and _are_whole(params, tuple(name for name in MATRICES if name not in SUMMED))
+        and config.hidden_size <= MOST_TILES * FEATURES
+    )
 
 
 def _peers_of(params: Params) -> Any:

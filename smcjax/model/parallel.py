@@ -6,8 +6,8 @@
     all devices have      the residual stream, logits, and everything that is no model: the same numbers
 
 So a device's layer is a layer of a smaller model, which its own config describes (`TensorParallel.local`), and what
-computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.seen`). Each sums over
-devices once behind attention and once behind the MLP.
+computes layers knows nothing of other devices but for the kinds of its matrices (`TensorParallel.seen`) and attention
+(`AttentionKind.shared_by`). Each sums over devices once behind attention and once behind the MLP.
 
 Rows of qkv and gate_up lie shard by shard, each device's q, k and v together, so that one contiguous slice is a
 device's fused matrix. Of key-value heads a device has Hkv/n, or one that n/Hkv devices have alike.

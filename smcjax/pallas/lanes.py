@@ -66,6 +66,7 @@ def _elements(tokens: int) -> list[tuple[ir.Value, ir.Value]]:
 
 
 def tile_of(values: list[ir.Value], tokens: int, dtype: ir.Type, signed: bool | None) -> mgpu.FragmentedArray:
+    """The [16, tokens] tile of which a thread has these elements, as `values_of` gives them."""
     register = vector.from_elements(ir.VectorType.get((len(values),), dtype), values)
     registers = np.empty((1,), object)
     registers[0] = register
@@ -136,6 +137,7 @@ def _store_bf16(where: ir.Value, value: ir.Value) -> None:
 
 
 def values_of(tile: mgpu.FragmentedArray, tokens: int) -> list[ir.Value]:
+    """A thread's v elements of a [16, tokens] tile."""
     register = tile.registers.flat[0]
     return [llvm.extractelement(register, _c(j)) for j in range(tokens // 8)]
 

@@ -67,7 +67,7 @@ DTYPES = ("bfloat16", "float32")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """What one device of several knows of the others. An argument of programs, divided among devices.
+    """One device's knowledge of the others. An argument of programs, divided among devices.
 
     Attributes:
         addresses: Int32[n, 2 + 2n], a row a device: its number, 0, and the workspaces' addresses of 64 bits.
@@ -91,6 +91,7 @@ class Peers:
     def sum(self, x: jax.Array, add_to: jax.Array | None = None) -> jax.Array:
         """The sum of all devices' x, plus `add_to` [like x], which all have. Within `shard_map`."""
         others = () if add_to is None else (add_to,)
+        assert all((y.shape, y.dtype) == (x.shape, x.dtype) for y in others), "the kernel reads both alike"
         out: jax.Array = _over_peers(self.addresses, x, *others, size=self.size, gathered=False)
         return out
 
@@ -167,7 +168,7 @@ def times(value: ir.Value, factor: int) -> ir.Value:
 
 
 def load_one(kind: str, where: ir.Value, result: Any) -> Any:
-    """What lies at an address, by a load of this kind."""
+    """Loads from an address, by a load of this kind."""
     return mu.inline_ptx(f"ld.{kind} $0, [$1];", where, result_types=result, has_side_effects=True)
 
 

@@ -195,6 +195,15 @@ def test_the_persistent_kernel_refuses_a_part_of_a_model() -> None:
     peers = Peers(None, 2)
     sums = parallel.seen(config, params, peers)  # of whole rows of embedding and LM head
     assert fused_step.accepts(parallel.local(config), sums), "which sums tiles over devices by itself"
+    wide = dataclasses.replace(parallel.local(config), hidden_size=8208)
+    assert not fused_step.accepts(wide, sums), "more tiles than a workspace has"
+    assert fused_step.accepts(dataclasses.replace(config, hidden_size=8208), params)
+    first, second = sums.layers
+    for name in fused_step.MATRICES:  # one whole among parts, or a part among those that are read whole
+        other = getattr(first, name)
+        other = other.part if name in fused_step.SUMMED else smcjax.matmul.RowParallel(other, AXIS, peers)
+        mixed = dataclasses.replace(sums, layers=(dataclasses.replace(first, **{name: other}), second))
+        assert not fused_step.accepts(parallel.local(config), mixed), name
     gathers = smcjax.matmul.VocabularyParallel(params.embed, AXIS, config.vocab_size, peers)
     assert not fused_step.accepts(parallel.local(config), dataclasses.replace(sums, embed=gathers))
     assert not fused_step.accepts(parallel.local(config), parallel.seen(config, quantize_params(params), peers))

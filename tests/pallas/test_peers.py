@@ -76,7 +76,7 @@ def test_what_is_taken_by_kernels_and_what_is_left_to_xla() -> None:
         assert not peers(2).gathers(x)
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 2048), jnp.bfloat16), ((5, 12), jnp.float32)])
 def test_kernels_lower_for_cuda(size: int, shape: tuple[int, ...], dtype: Any) -> None:
     x = jax.ShapeDtypeStruct(shape, dtype)
@@ -94,7 +94,7 @@ def test_kernels_lower_for_cuda(size: int, shape: tuple[int, ...], dtype: Any) -
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_numbers_are_those_of_xla_to_the_last_bit(size: int) -> None:
-    """Of arrays of few and of many calls, one behind the other in one program, over and over."""
+    """Arrays of few and of many calls go one behind the other in one program, over and over."""
     if jax.local_device_count() < size:
         pytest.skip(f"needs {size} devices")
     mesh = jax.make_mesh((size,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
