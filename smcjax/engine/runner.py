@@ -15,7 +15,7 @@ lanes is donated to every program and taken from its result:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +90,7 @@ class Runner:
     ) -> None:
         self.program = decoder
         self.spread = spread
-        self._workspaces = None if spread is None else spread.workspaces()
+        self._workspaces = None if spread is None or decoder.implementation == "xla" else spread.workspaces()
         self.params = params
         if self._workspaces is not None:
             self.params = dataclasses.replace(params, peers=self._workspaces.peers())
@@ -236,6 +236,13 @@ class Runner:
             Attached(self._adjustments if program.adjusts else None, self._constraints if program.constrains else None),
         )
 
+    def _computed(self, key: Hashable, *arguments: Any) -> Any:
+        """The results of a program that runs models, in which devices wait for each other where there are several."""
+        program = self.programs[key]
+        if self.spread is None:
+            return program(self.params, *arguments)
+        return self.spread.launch(program, self.params, *arguments)
+
     def _walked(self, states: Any) -> None:
         """Keeps the states of automata after a program, None from one that knows of none."""
         if states is not None:
@@ -256,10 +263,10 @@ class Runner:
             lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
-        call = self.programs[reading(program), self.size, count, length, "prefill"]
+        key = reading(program), self.size, count, length, "prefill"
         asked = self._put((lanes, start_at, cached, slots))
         extra = self._extra(program)
-        (self.state, self.cached), first, states = call(self.params, self.state, self.cached, *asked, *extra)
+        (self.state, self.cached), first, states = self._computed(key, self.state, self.cached, *asked, *extra)
         self._walked(states)
         return first
 
@@ -269,8 +276,8 @@ class Runner:
 
     def step(self, program: Any) -> tuple[Any, jax.Array]:
         """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
-        call = self.programs[stepping(program), self.size, "step"]
-        self.state, info, free, states = call(self.params, self.state, *self._extra(program))
+        key = stepping(program), self.size, "step"
+        self.state, info, free, states = self._computed(key, self.state, *self._extra(program))
         self._walked(states)
         return info, free
 
@@ -285,8 +292,7 @@ class Runner:
             for lane, (begin, end) in lacking.items():
                 if begin + number * chunk < end:
                     start_at[lane] = begin + number * chunk
-            call = self.programs[self.size, chunk, "catch up"]
-            self.state = call(self.params, self.state, self._put(start_at))
+            self.state = self._computed((self.size, chunk, "catch up"), self.state, self._put(start_at))
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
         """The population of a lane, one group, which is free from now on, and how many pages are then."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("smcjax")
 
 WHOLE = PartitionSpec()
 BY_HEAD = PartitionSpec(None, None, AXIS, None)  # of an array that pages hold, [P, entries, heads, D]
+
+_launching = threading.Lock()  # of the process: engines on the same devices may be used by several threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,14 @@ class Spread:
     def run(self, function: Callable[[], Any]) -> Any:
         """Computes `function()` on all devices."""
         return jax.jit(self._spread(function, ()))()
+
+    def launch(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a compiled program, in which devices wait for each other: after other threads' calls, or before them.
+
+        Otherwise one device could get two engines' programs in another order than the next, and both wait for ever.
+        """
+        with _launching:
+            return program(*arguments)
 
     def on_first(self, params: Any) -> Any:
         """The first device's own pieces of weights, as plain arrays on it."""

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import smcjax.engine.spread as spread_module
 import smcjax.matmul
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
@@ -263,7 +265,7 @@ def test_a_cycle_sums_once_a_row_parallel_product(pressed: LLM) -> None:
 
 def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
     runner = pressed.engine.runner
-    program: Any = runner.programs[runner.program, 1, "step"]
+    program: Any = runner.programs[runner.program, runner.size, "step"]
     sizes = program.memory_analysis()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.target)) / 2
     assert sizes.alias_size_in_bytes >= kept > 0, "the state is donated on each device"
@@ -347,15 +349,42 @@ def test_programs_have_peers_in_every_sum_and_gather(target: str, draft: str, mo
             given.append(super().peers())
             return ByXLA(given[-1].addresses, given[-1].size)
 
+    launched: list[Any] = []
+
+    def launch(spread: Spread, program: Any, *arguments: Any) -> Any:
+        launched.append(program)
+        return right(spread, program, *arguments)
+
+    right = Spread.launch
+    monkeypatch.setattr(Spread, "launch", launch)
     monkeypatch.setattr(Spread, "workspaces", lambda spread: Spaces(spread.parallel.mesh))
     monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: peers.sum(x, add_to))
     monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peers: peers.gather(x))
     assert answers(target, draft, decoding, size) == want
+    assert len(set(map(id, launched))) >= 2, "prompts and steps, in each of which devices wait for each other"
     (made,) = given
     assert made.addresses.is_deleted(), "with the weights"
     (idle,) = Workspaces._idle.pop(tuple(jax.devices()[:size]))
     assert not idle.is_deleted(), "kept for the next engine"
     assert made.size == size
+
+
+def test_devices_get_programs_of_several_threads_in_one_order(pressed: LLM) -> None:
+    """A program that is launched while another is goes to all devices behind it."""
+    spread, order = pressed.models.spread, list[str]()
+    assert spread is not None
+    other = threading.Thread(target=spread.launch, args=(order.append, "second"))
+
+    def first(name: str) -> None:
+        for device in range(spread.parallel.size):
+            order.append(f"{name} on {device}")
+            if device == 0:
+                other.start()
+                assert spread_module._launching.locked()
+
+    spread.launch(first, "first")
+    other.join()
+    assert order == [*(f"first on {device}" for device in range(spread.parallel.size)), "second"]
 
 
 def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:
