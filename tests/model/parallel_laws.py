@@ -78,13 +78,13 @@ def model(**changes: Any) -> tuple[ModelConfig, Any]:
 TOKENS = np.random.default_rng(0).integers(0, 45, (2, 7))
 
 
-def logits_of(config: ModelConfig, params: Any, size: int) -> jax.Array:
+def logits_of(config: ModelConfig, params: Any, size: int, peers: Peers | None = None) -> jax.Array:
     """Logits of `TOKENS` by `size` devices, whose pieces `params` are."""
     parallel = devices_of_host(size)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
 
     def on_each(params: Any) -> jax.Array:
-        return logits(parallel.local(config), parallel.seen(config, params), TOKENS)[None]
+        return logits(parallel.local(config), parallel.seen(config, params, peers), TOKENS)[None]
 
     by_device = jax.sharding.PartitionSpec(AXIS)
     spread = jax.shard_map(on_each, mesh=parallel.mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
@@ -104,6 +104,13 @@ def test_logits_are_those_of_one_device(family: str, size: int) -> None:
     want = logits(config, params, TOKENS)
     divided = split_params(params, config, devices_of_host(size))
     assert close(logits_of(config, divided, size), want)
+
+
+def test_peers_leave_to_collectives_what_they_do_not_take() -> None:
+    """All of it on a CPU, where none of their kernels is made."""
+    config, params = model()
+    divided = split_params(params, config, devices_of_host(2))
+    np.testing.assert_array_equal(logits_of(config, divided, 2, Peers(None, 2)), logits_of(config, divided, 2))
 
 
 def test_heads_that_select_together_sum_their_weights_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
