@@ -63,11 +63,13 @@ settings.load_profile("laws")
 # length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
 # `server/conftest.py`).
 OF_ALL_SIZES = {
+    "bench/test_bench_planner.py",
     "engine/test_autoregressive.py",
     "engine/test_compilation.py",
     "engine/test_engine.py",
     "engine/test_interruptions.py",
     "engine/test_on_gpu.py",
+    "engine/test_parallel_on_gpu.py",
     "engine/test_preemption.py",
     "engine/test_programs.py",
     "engine/test_runner.py",
