@@ -121,7 +121,7 @@ class Workspaces:
     """Memory of the devices of a mesh of one axis, through which they push arrays to each other.
 
     Each of several engines has its own. What is given back is kept for the next one: programs that still run may be
-    writing there.
+    writing there. It begins at zero again behind them, as devices of which one has failed have not made the same calls.
     """
 
     _idle: dict[tuple[jax.Device, ...], list[jax.Array]] = {}  # noqa: RUF012
@@ -129,7 +129,7 @@ class Workspaces:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         idle = self._idle.setdefault(tuple(mesh.devices.flat), [])
-        self._memory = idle.pop() if idle else self._made()
+        self._memory = self._cleared(idle.pop()) if idle else self._made()
         self.give_back = weakref.finalize(self, idle.append, self._memory)  # leaves the memory to others, once
 
     def _made(self) -> jax.Array:
@@ -137,6 +137,13 @@ class Workspaces:
         words = (exchanges_at(size) + 4 * MOST_TILES + 2 * size * MOST_TILES * TILE_BYTES) // 4
         shape, sharding = (size, words), NamedSharding(self.mesh, PartitionSpec(axis))
         return jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=sharding)().block_until_ready()
+
+    @staticmethod
+    def _cleared(memory: jax.Array) -> jax.Array:
+        """Zeros in place of `memory`, on every device before any begins a call. Consumes it."""
+        clear = jax.jit(jnp.zeros_like, donate_argnums=0, keep_unused=True, out_shardings=memory.sharding)
+        cleared: jax.Array = clear(memory).block_until_ready()
+        return cleared
 
     def peers(self) -> Peers:
         """The devices' addresses, on the devices."""

@@ -90,6 +90,19 @@ def test_kernels_lower_for_cuda(size: int, shape: tuple[int, ...], dtype: Any) -
     assert [out.shape for out in lowered.out_info] == [shape, (*shape[:-1], shape[-1] * size)]
 
 
+def test_a_workspace_that_is_taken_again_is_zero_where_it_was() -> None:
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    first = Workspaces(mesh)
+    place = first._memory.unsafe_buffer_pointer()
+    first.give_back()
+    idle = Workspaces._idle[tuple(mesh.devices.flat)]
+    idle.append(jax.jit(lambda x: x + 1, donate_argnums=0)(idle.pop()))  # as calls leave it
+    again = Workspaces(mesh)
+    assert again._memory.unsafe_buffer_pointer() == place
+    assert not again._memory.any()
+    del Workspaces._idle[tuple(mesh.devices.flat)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("size", [2, 4, 8])
