@@ -264,6 +264,7 @@ def test_a_cycle_sums_once_a_row_parallel_product(pressed: LLM) -> None:
 
 
 def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
+    pressed.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=2), use_tqdm=False)
     runner = pressed.engine.runner
     program: Any = runner.programs[runner.program, runner.size, "step"]
     sizes = program.memory_analysis()
