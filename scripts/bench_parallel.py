@@ -76,7 +76,15 @@ def compare_tokens(size: int) -> None:
 
 
 def alike(leaf: Any, num_pages: int) -> bool:
-    """True for an array that is divided among devices, or that all of them have to the last bit.
+    """True for an array that is divided among devices, or that all of them have to the last bit (`copies`)."""
+    if not leaf.is_fully_replicated:
+        return True
+    first, *others = (copy.tobytes() for copy in copies(leaf, num_pages))
+    return all(other == first for other in others)
+
+
+def copies(leaf: Any, num_pages: int) -> list[Any]:
+    """Returns each device's copy, in NumPy, of an array that all of them have; of keys, their numbers.
 
     The trash page is left out: many rows write there at once, which a GPU does in any order, and none reads it.
     """
@@ -85,12 +93,9 @@ def alike(leaf: Any, num_pages: int) -> bool:
 
     from smcjax.kv import TRASH
 
-    if not leaf.is_fully_replicated:
-        return True
     plain = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     pages = slice(TRASH + 1, None) if plain.ndim == 4 and len(plain) == num_pages else ...
-    first, *others = (np.asarray(shard.data)[pages].tobytes() for shard in plain.addressable_shards)
-    return all(other == first for other in others)
+    return [np.asarray(shard.data)[pages] for shard in plain.addressable_shards]
 
 
 def timed(target: str, size: int, gamma: int, *options: str) -> dict[str, Any]:

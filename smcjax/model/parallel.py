@@ -177,7 +177,7 @@ class TensorParallel:
 
     @property
     def by_layers(self) -> TensorParallel:
-        """The same devices, dividing a model's layers alone: each has all of embedding and LM head."""
+        """Returns these devices as they divide a model's layers alone; each has all of embedding and LM head."""
         return dataclasses.replace(self, vocabulary=False)
 
     def local(self, config: ModelConfig) -> ModelConfig:

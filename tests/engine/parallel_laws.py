@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ import pytest
 
 import smcjax.engine.spread as spread_module
 import smcjax.matmul
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from bench_parallel import copies
+
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
 from smcjax.bench.models import Models
@@ -32,7 +38,6 @@ from smcjax.engine.programs import Programs
 from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.spread import Spread
-from smcjax.kv import TRASH
 from smcjax.model.config import LayerSpec
 from smcjax.model.folding import fold_norms
 from smcjax.model.nsa import NSA
@@ -115,18 +120,12 @@ def told(output: Any) -> Any:
 
 
 def same_everywhere(llm: LLM) -> None:
-    """Checks that arrays which all devices have whole are alike, to the last bit, but for the trash page.
-
-    Many rows write there at once, which a GPU does in any order, and none reads it.
-    """
+    """Checks that arrays which all devices have whole are alike, to the last bit, but for the trash page."""
     runner = llm.engine.runner
     whole = [leaf for leaf in jax.tree.leaves((runner.state, runner.cached)) if leaf.is_fully_replicated]
     assert len(whole) > 20
     for leaf in whole:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        pages = slice(TRASH + 1, None) if leaf.ndim == 4 and len(leaf) == runner.num_pages else ...
-        first, *others = [np.asarray(shard.data)[pages] for shard in leaf.addressable_shards]
+        first, *others = copies(leaf, runner.num_pages)
         assert len(others) + 1 == llm.models.devices
         for other in others:
             np.testing.assert_array_equal(first, other)
