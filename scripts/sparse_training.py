@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
-from smcjax.model.nsa import NSA, Branches, Entries
+from smcjax.model.nsa import NSA
+from smcjax.model.nsa_routing import Branches, Entries
 from smcjax.model.seen import grouped
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST

@@ -21,7 +21,8 @@ from smcjax.decoding.proposer import Drafts
 from smcjax.kv import Copies, LayerCache
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import Projection
-from smcjax.model.nsa import NSA, Branches
+from smcjax.model.nsa import NSA
+from smcjax.model.nsa_routing import Branches
 from smcjax.model.view import BatchView
 from tests.decoding.test_nsa import PAPER, SHARED, TARGET, V, finished, first_rows, params_of
 from tests.helpers import Ask

@@ -22,7 +22,7 @@ from smcjax.decoding.speculation import score
 from smcjax.model import nsa_groups
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.nsa import Entries
+from smcjax.model.nsa_routing import Entries
 from smcjax.model.seen import ByRow
 from smcjax.sparse import SparseVerification
 from tests import exact

@@ -1,0 +1,193 @@
+"""How Native Sparse Attention routes a query: by its weights of compressed tokens to blocks, by gates to branches.
+
+    p_h = softmax(q_h · K_cmp)        score_b = Σ_i common(i, b) · Σ_h p_h,i        (equations 8 to 10)
+
+Token i counts for block b by the strides that they have in common, summed over the heads that select together. First
+and last blocks are always selected, then the best.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import LayerCache, PageArray
+from smcjax.model.attention import Projection
+from smcjax.model.nsa_groups import rows_routed
+from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
+from smcjax.model.view import BatchView
+from smcjax.numerics import product_precision
+from smcjax.pallas.attention import LOWEST
+from smcjax.pallas.best_blocks import best_blocks
+
+
+class Entries[T](NamedTuple):
+    """Keys and values by position, those of the selection and of the window, and compressed tokens by number."""
+
+    keys: T
+    values: T
+    window_keys: T
+    window_values: T
+    compressed_keys: T
+    compressed_values: T
+
+
+class Routed(NamedTuple):
+    """The output of a layer's compressed branch, and the blocks that its weights rank and select."""
+
+    output: Float[Array, "R T Hkv G D"]
+    scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
+    selected: Bool[Array, "R T S blocks"]
+
+
+class Branches(NamedTuple):
+    """The parts of a layer's output, and how blocks were ranked; S is Hkv, or H where heads choose for themselves."""
+
+    outputs: Float[Array, "R T H 3 D"]  # without gates
+    gates: Float[Array, "R T H 3"]
+    scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
+    selected: Bool[Array, "R T S blocks"]
+
+    def gated(self) -> Float[Array, "R T H D"]:
+        """The layer's output."""
+        return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
+
+
+class Routing:
+    """Routing by the options that `smcjax.model.nsa.NSA` explains and checks."""
+
+    kernel_size: int
+    kernel_stride: int
+    block_size: int
+    num_blocks: int
+    window: int
+    init_blocks: int
+    local_blocks: int
+    compressed_rope: str
+    score: str
+    share: str
+    gate: str
+
+    def compressed_array(self, heads: int = 1, dim: int = 1) -> PageArray:
+        """Compressed keys or values as pages hold them."""
+        return PageArray(heads, dim, self.kernel_stride, self.kernel_size)
+
+    def route[S: Seen](
+        self,
+        projection: Projection,
+        seen: Entries[S],
+        positions: Int[Array, "R T"],
+        last: Int[Array, "R T"],
+        earlier: Bool[Array, "R T S blocks"] | None = None,
+    ) -> Routed:
+        """Attends to the compressed tokens that queries at `positions` see up to `last`, and selects blocks.
+
+        With `earlier`, blocks that a layer before this one has selected, these are taken and none is ranked.
+        """
+        kv_heads, last = seen.keys.shape[2], last[:, :, None, None, None]
+        heads = projection.unrotated() if self.compressed_rope == "none" else projection.heads()
+        ends = self.compressed_array().ends(seen.compressed_keys.shape[1])
+        logits, born = scaled_scores(grouped(heads[0], kv_heads), seen.compressed_keys), ends <= last
+        weights, output = masked_softmax(logits, seen.compressed_values, born)
+        if earlier is not None:
+            return Routed(output, None, earlier)
+        of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
+        scores = self.block_scores(of_tokens, born, -(-seen.keys.shape[1] // self.block_size))
+        return Routed(output, scores, self.select(scores, positions))
+
+    def route_by_groups(
+        self, q: Float[Array, "R T H D"], cache: LayerCache, view: BatchView, last: Int[Array, "R T"]
+    ) -> Routed:
+        """`route` over pages, of rows that are requests by themselves: compressed tokens are read once a group."""
+        output, weights = rows_routed(self, q, compressed_of(cache), view, last)
+        kv_heads = cache["keys"].shape[2]
+        blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
+        of_sets = self._of_sets(grouped(weights, kv_heads))
+        scores = self.by_blocks(of_sets, blocks)
+        output = grouped(output.astype(cache["compressed_values"].dtype), kv_heads)
+        return Routed(output, scores, self.select(scores, view.positions))
+
+    def block_scores(
+        self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int
+    ) -> Float[Array, "R T S blocks"]:
+        """The scores of blocks, of compressed tokens' weights or logits, 0 for tokens that are not born.
+
+        A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0,
+        or `LOWEST` where logits count.
+        """
+        of_tokens = self._of_sets(of_tokens)
+        if self.score == "prob":
+            nobody = self.kernel_size // self.kernel_stride - 1  # slots before the first token's
+            return self.by_blocks(jnp.pad(of_tokens, [(0, 0)] * 3 + [(nobody, 0)]), blocks)
+        of_tokens = jnp.where(born[:, :, 0], of_tokens, LOWEST)[..., :blocks]
+        missing = blocks - of_tokens.shape[-1]
+        return jnp.pad(of_tokens, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST)
+
+    def _of_sets(self, of_tokens: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
+        """Adds up weights or logits of the heads that select together."""
+        if self.share == "group":
+            of_tokens = self.sum_of_group(of_tokens.sum(axis=3, keepdims=True))
+        return of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
+
+    def by_blocks(self, of_slots: Float[Array, "R T S slots"], blocks: int) -> Float[Array, "R T S blocks"]:
+        """Returns the scores of blocks, of weights by slot of compressed tokens: a token's is that of its last stride.
+
+        A block begins at the slot of its first stride. What token and block have in common, in strides, is what two
+        rows of l/d and l'/d ones have that pass each other: their convolution.
+        """
+        strides = self.block_size // self.kernel_stride
+        common = np.convolve(np.ones(self.kernel_size // self.kernel_stride), np.ones(strides)).astype(np.float32)
+        most = blocks * strides + len(common) - 1
+        of_slots = jnp.pad(of_slots, [(0, 0)] * 3 + [(0, max(0, most - of_slots.shape[-1]))])
+        terms = [
+            float(weight) * of_slots[..., first : first + blocks * strides : strides]
+            for first, weight in enumerate(common)
+        ]
+        return functools.reduce(jnp.add, terms)
+
+    def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
+        """The sum over a key-value head's query heads, of the sum over those that are here."""
+        return of_heads
+
+    def select(self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]) -> Bool[Array, "R T S blocks"]:
+        """True for the blocks that queries at `positions` attend to: first and last ones, then the best; of equal ones
+        the earlier."""
+        return best_blocks(self.ranked(scores, positions), self.num_blocks)
+
+    def ranked(
+        self, scores: Float[Array, "R T S blocks"], positions: Int[Array, "R T"]
+    ) -> Float[Array, "R T S blocks"]:
+        """`scores`, but ∞ for blocks that queries at `positions` always select, and −∞ for those behind their own."""
+        block, own = jnp.arange(scores.shape[-1]), positions[:, :, None, None] // self.block_size
+        return jnp.where(block <= own, jnp.where(self.forced(block, own), jnp.inf, scores), -jnp.inf)
+
+    def forced(self, block: Any, own: Any) -> Any:
+        """True for blocks that a query of block `own` always selects."""
+        return (block < self.init_blocks) | (block > own - self.local_blocks)
+
+    def gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
+        """Sigmoids of a linear map, f32."""
+        assert projection.weights is not None
+        gate, bias = projection.weights["gate"], projection.weights["gate_bias"]
+        terms, source = ("rte,hbe->rthb", projection.x) if self.gate == "x" else ("rthd,hbd->rthb", q)
+        precision = product_precision(source.dtype)
+        logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
+        return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+
+    def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
+        """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries."""
+        parts = [part.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win)]
+        outputs = jnp.stack([routed.output, *parts], axis=4)
+        outputs = outputs.reshape(*outputs.shape[:2], -1, *outputs.shape[4:])
+        gates = self.gates(projection, projection.unrotated()[0])
+        return Branches(outputs, gates, routed.scores, routed.selected)
+
+
+def compressed_of(arrays: LayerCache) -> tuple[jax.Array, jax.Array]:
+    """A layer's compressed keys and values, of pages or of scratch."""
+    return arrays["compressed_keys"], arrays["compressed_values"]
