@@ -19,7 +19,7 @@ from smcjax.trees import ORDERS, DraftTree
 
 @dataclasses.dataclass(frozen=True)
 class QueryGroups:
-    """M queries of a request in `order`, C = `size` to a group.
+    """M queries of a request in `order`, C = `size` to a group, which is M where more are asked for.
 
     Raises ValueError unless `order` is a permutation of 0 … M − 1 and `size` at least 1.
     """
@@ -32,6 +32,7 @@ class QueryGroups:
             raise ValueError(f"order must name each of M ≥ 1 queries once, from 0 to M - 1, got {self.order}.")
         if self.size < 1:
             raise ValueError(f"size of a group must be at least 1 query, got {self.size}.")
+        object.__setattr__(self, "size", min(self.size, len(self.order)))
 
     @classmethod
     def of_rows(cls, rows: int, columns: int, order: str, size: int) -> QueryGroups:

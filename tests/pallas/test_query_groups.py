@@ -15,10 +15,11 @@ from tests.test_trees import trees
 
 @given(st.permutations(range(7)), st.integers(1, 9))
 def test_join_undoes_split(order: list[int], size: int) -> None:
-    """Groups are runs of the order; absent places repeat a query and come back as none."""
+    """Groups are runs of the order, none longer than it; absent places repeat a query and come back as none."""
     groups, x = QueryGroups(tuple(order), size), np.arange(14).reshape(2, 7)
     split = np.asarray(groups.split(jnp.asarray(x)))
-    assert split.shape == (2, groups.number, size)
+    assert split.shape == (2, groups.number, min(size, 7))
+    assert groups.present.any(axis=0).all()  # no place of every group is nobody's: no tile of theirs is empty
     assert split[1][groups.present].tolist() == [x[1, query] for query in order]
     np.testing.assert_array_equal(groups.join(jnp.asarray(split)), x)
     firsts = [x[0, order[place // size * size]] for place in range(7)]
