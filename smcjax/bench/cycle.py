@@ -115,6 +115,7 @@ class CycleResult:
     kv_bytes: int  # a cycle, that must be read at least
     held_weight_bytes: int  # on the device
     held_kv_bytes: int
+    held_workspace_bytes: int  # of several devices that write into each other's memory
     scratch_bytes: int  # of the program that needs most
     bandwidth: float  # bytes/s of the roofline
     flop_rate: float  # FLOP/s, measured
@@ -173,7 +174,7 @@ def described(case: Case) -> str:
 
 
 def budget_of(models: Models, case: Case) -> Budget:
-    """Counts the bytes that the case's weights and KV will take of the default device, or of each of several."""
+    """Counts the bytes that weights, workspace and KV will take of the default device, or of each of several."""
     weights = {models.target: weight_bytes(models.held_target, models.quantization)}
     page_bytes = models.held_target.page_bytes(case.page_size)
     if case.decoding.drafts:
@@ -185,6 +186,7 @@ def budget_of(models: Models, case: Case) -> Budget:
         case.num_pages * page_bytes,
         case.num_pages,
         case.page_size,
+        models.workspace_bytes(case.implementation),
     )
 
 
@@ -210,7 +212,8 @@ class Bench:
         geometry = (case.max_model_len, case.page_size, case.implementation)
         decoder = make_decoder(case.decoding, models.local_target, models.local_draft, *geometry)
         params = PairParams(target_params, draft_params)
-        self.runner = Runner(decoder, params, case.num_pages, Programs(), models.spread)
+        programs = Programs(models.workspace_bytes(case.implementation))
+        self.runner = Runner(decoder, params, case.num_pages, programs, models.spread)
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
 
     def wanted(self) -> Wanted:
@@ -312,6 +315,7 @@ class Bench:
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),
             held_weight_bytes=sum(budget.weights.values()),
             held_kv_bytes=budget.kv,
+            held_workspace_bytes=budget.workspace,
             scratch_bytes=self.runner.programs.scratch_bytes,
             bandwidth=rates.bandwidth,
             flop_rate=rates.flops,

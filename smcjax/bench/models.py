@@ -66,6 +66,10 @@ class Models:
         draft = self.draft_config if self.draft_divided else None
         return Spread(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
 
+    def workspace_bytes(self, implementation: str) -> int:
+        """Bytes of each device through which devices reach each other."""
+        return 0 if self.spread is None else self.spread.workspace_bytes(implementation)
+
     @property
     def local_target(self) -> ModelConfig:
         """The target as one device computes it."""

@@ -87,7 +87,8 @@ def build_engine(models: Models, load: Load) -> Engine:
     decoder = make_decoder(load.decoding, models.local_target, models.local_draft, *geometry)
     draft_params = models.draft_params(load.implementation) if load.decoding.drafts else None
     params = PairParams(models.target_params(load.implementation), draft_params)
-    runner = Runner(decoder, params, pages, Programs(), models.spread)
+    programs = Programs(models.workspace_bytes(load.implementation))
+    runner = Runner(decoder, params, pages, programs, models.spread)
     return Engine(
         runner,
         max_num_seqs=load.max_num_seqs,

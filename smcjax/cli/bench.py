@@ -301,6 +301,7 @@ def table(result: CycleResult, target: str, draft: str) -> str:
     """The result for people."""
     private = f" ({result.private} private)" if result.private else ""
     kv = ", synthetic KV" if result.synthetic_kv else ""
+    workspace = f"workspace {result.held_workspace_bytes / 2**30:.2f} GiB, " if result.held_workspace_bytes else ""
     rows = [
         ("device", f"{_devices(result)}, {result.bandwidth / 1e12:.2f} TB/s, {result.flop_rate / 1e12:.0f} TFLOP/s"),
         ("models", f"{_models_named(result, draft, target)}, random weights{kv}"),
@@ -313,7 +314,7 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         (
             "memory",
             f"weights {result.held_weight_bytes / 2**30:.2f} GiB, KV {result.held_kv_bytes / 2**30:.2f} GiB, "
-            f"scratch {result.scratch_bytes / 2**30:.2f} GiB",
+            f"{workspace}scratch {result.scratch_bytes / 2**30:.2f} GiB",
         ),
         ("weights a cycle", f"{result.weight_bytes / 1e9:.2f} GB → {result.weight_roofline_ms:.2f} ms"),
         ("KV a cycle", f"{result.kv_bytes / 1e9:.3f} GB; roofline with KV and FLOPs {result.roofline_ms:.2f} ms"),

@@ -288,9 +288,10 @@ class LLM:
         self._decoder = decoder = make_decoder(
             self.decoding, models.local_target, models.local_proposer, longest, self.page_size, self._implementation
         )
-        self.num_pages = self._num_pages(decoder.page_bytes, num_pages, gpu_memory_utilization)
+        workspace = 0 if models.spread is None else models.spread.workspace_bytes(decoder.implementation)
+        self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)
         params = PairParams(models.target_params, models.draft_params)
-        runner = Runner(decoder, params, self.num_pages, Programs(), models.spread)
+        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread)
         planned, begin_again = self._planned, admission == "optimistic"
         turns = None if planned is None else planned.turns(decoder, begin_again=begin_again)
         self._engine = Engine(
@@ -303,7 +304,7 @@ class LLM:
         )
         runner.take_memory()
 
-    def _num_pages(self, page_bytes: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
+    def _num_pages(self, page_bytes: int, workspace: int, num_pages: int | None, gpu_memory_utilization: float) -> int:
         """The number of pages to take; the whole budget is logged before they are."""
         models = self.models
         weights = {"target": bytes_on_one(models.target_params)}
@@ -318,8 +319,10 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             kv_fraction=self._kv_fraction,
             devices=models.devices,
+            workspace_bytes=workspace,
         )
-        logger.info("%s", Budget(memory_of_each(models.devices), weights, chosen * page_bytes, chosen, self.page_size))
+        device = memory_of_each(models.devices)
+        logger.info("%s", Budget(device, weights, chosen * page_bytes, chosen, self.page_size, workspace))
         return chosen
 
     def generate(

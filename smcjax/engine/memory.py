@@ -1,4 +1,4 @@
-"""The plan of the device's memory: weights, KV pages, scratch. Host arithmetic, done before any of it is taken."""
+"""The plan of the device's memory: weights, workspace, KV pages, scratch. Host arithmetic, done before it is taken."""
 
 from __future__ import annotations
 
@@ -79,23 +79,25 @@ def require_room_for_weights(weights: dict[str, int], mend: str, devices: int = 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes that weights and KV take of the device's memory, and that they leave to programs as scratch."""
+    """Bytes of the device's memory that are taken for as long as an engine lives, and that are left as scratch."""
 
     device: int
     weights: dict[str, int]  # by model
     kv: int
     num_pages: int
     page_size: int
+    workspace: int = 0  # of devices that write into each other's memory
 
     @property
     def left(self) -> int:
-        """Bytes left to the temporaries of programs; negative where weights and KV do not fit."""
-        return self.device - sum(self.weights.values()) - self.kv
+        """Bytes left to the temporaries of programs; negative where the others do not fit."""
+        return self.device - sum(self.weights.values()) - self.workspace - self.kv
 
     def __str__(self) -> str:
         weights = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in self.weights.items())
+        workspace = f", workspace {self.workspace / 2**30:.2f}" if self.workspace else ""
         return (
-            f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}, KV {self.kv / 2**30:.2f} "
+            f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}{workspace}, KV {self.kv / 2**30:.2f} "
             f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}."
         )
 
@@ -110,15 +112,17 @@ def choose_num_pages(
     gpu_memory_utilization: float,
     kv_fraction: float = 1.0,
     devices: int = 1,
+    workspace_bytes: int = 0,
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
-    `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what the
-    weights leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
+    `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what weights
+    and workspace leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
     Bytes are those of one device of several.
-    Raises ValueError where pages and weights do not fit the device, or not even one largest request does.
+    Raises ValueError where pages do not fit the device beside them, or not even one largest request does.
     """
-    free = memory_of_each(devices) - weight_bytes
+    held = weight_bytes + workspace_bytes
+    free = memory_of_each(devices) - held
     if num_pages is not None:
         if num_pages * page_bytes > free:
             raise ValueError(
@@ -130,7 +134,7 @@ def choose_num_pages(
     if gpu is None:
         available = min(free, max(CPU_KV_BYTES // devices, page_bytes * (largest_request + 1)))
     else:
-        available = int(kv_fraction * (int(gpu * gpu_memory_utilization) - weight_bytes))
+        available = int(kv_fraction * (int(gpu * gpu_memory_utilization) - held))
     affordable = available // page_bytes - 1
     if affordable < largest_request:
         raise ValueError(

@@ -111,10 +111,12 @@ def _prune(directory: Path, limit: int) -> None:
 class Programs:
     """Executables by key. Calling one never compiles; `compile` does, and says so.
 
-    Executables are shared with other `Programs` of the process where jobs have the same identity.
+    Executables are shared with other `Programs` of the process where jobs have the same identity. `workspace_bytes` are
+    those of the device that programs use beside their arguments, results and temporaries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workspace_bytes: int = 0) -> None:
+        self.workspace_bytes = workspace_bytes
         self._executables: dict[Hashable, Any] = {}
         self.seconds = 0.0
         self.scratch_bytes = 0  # temporaries of the program that needs most; one runs at a time
@@ -197,7 +199,10 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
                 progress(done + 1, len(missing))
     finally:  # after an interruption nothing more is begun, and nobody waits for what XLA is at
         pool.shutdown(wait=False, cancel_futures=True)
-    scratch = {number: _require_memory(wanted[number].what, made[number].values()) for number in lacking}
+    scratch = {
+        number: _require_memory(wanted[number].what, made[number].values(), wanted[number].programs.workspace_bytes)
+        for number in lacking
+    }
     seconds = time.perf_counter() - began
     for number in lacking:
         wanted[number].programs._keep(wanted[number].what, made[number], scratch[number], seconds)
@@ -213,16 +218,18 @@ def _identity(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Hashable:
     return job.identity, structure, tuple(shapes), job.donate, options, frozenset(hints.items()), settings
 
 
-def _require_memory(what: str, executables: Iterable[Any]) -> int:
+def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int) -> int:
     """Most bytes of temporaries that one of the programs takes.
 
-    Raises ValueError where a program's arguments, results and temporaries together exceed the device.
+    Raises ValueError where a program's workspace, arguments, results and temporaries together exceed the device.
     """
     needed, held_then, scratch = 0, 0, 0
     for executable in executables:
         sizes = executable.memory_analysis()
         if sizes is not None:  # a backend need not know
-            held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            held = (
+                workspace_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            )
             scratch = max(scratch, sizes.temp_size_in_bytes)
             if held + sizes.temp_size_in_bytes > needed:
                 needed, held_then = held + sizes.temp_size_in_bytes, held

@@ -90,7 +90,7 @@ class Runner:
     ) -> None:
         self.program = decoder
         self.spread = spread
-        self._workspaces = None if spread is None or decoder.implementation == "xla" else spread.workspaces()
+        self._workspaces = None if spread is None else spread.workspaces(decoder.implementation)
         self.params = params
         if self._workspaces is not None:
             self.params = dataclasses.replace(params, peers=self._workspaces.peers())

@@ -10,6 +10,7 @@ their matrices (`smcjax.matmul`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
 from smcjax.model.parallel import AXIS, TensorParallel
 from smcjax.pallas import MOST_DEVICES, Workspaces, implementations, reach_each_other, uses_kernels
+from smcjax.pallas.peers import workspace_bytes
 
 logger = logging.getLogger("smcjax")
 
@@ -49,16 +51,23 @@ class Spread:
     draft: ModelConfig | None = None
     by_peers: bool = True
 
-    def workspaces(self) -> Workspaces | None:
-        """Memory through which devices reach each other; None where they do not, or no kernel is made for them."""
+    def has_peers(self, implementation: str) -> bool:
+        """True where devices write into each other's memory in programs of `implementation`: there are kernels for it.
+
+        Otherwise all sums and gathers over devices are XLA's.
+        """
         with implementations("auto"):
-            if not self.by_peers or not uses_kernels() or self.parallel.size > MOST_DEVICES:
-                return None
-        devices = list(self.parallel.mesh.devices.flat)
-        if not reach_each_other(devices):
-            logger.warning("GPUs cannot write into each other's memory; sums over them are XLA's, which take longer.")
-            return None
-        return Workspaces(self.parallel.mesh)
+            if not self.by_peers or implementation == "xla" or not uses_kernels() or self.parallel.size > MOST_DEVICES:
+                return False
+        return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
+
+    def workspaces(self, implementation: str) -> Workspaces | None:
+        """Memory through which devices reach each other in programs of `implementation`; None where they do not."""
+        return Workspaces(self.parallel.mesh) if self.has_peers(implementation) else None
+
+    def workspace_bytes(self, implementation: str) -> int:
+        """Bytes of each device that `workspaces` takes."""
+        return workspace_bytes(self.parallel.size) if self.has_peers(implementation) else 0
 
     def put(self, tree: Any) -> Any:
         """Sends a host's arrays to all devices."""
@@ -159,6 +168,14 @@ class Spread:
             return PairParams(target, draft)
 
         return jax.tree.map(seen, pieces, is_leaf=lambda part: isinstance(part, PairParams))
+
+
+@functools.cache  # one remark a process
+def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
+    reached = reach_each_other(devices)
+    if not reached:
+        logger.warning("GPUs cannot write into each other's memory; sums over them are XLA's, which take longer.")
+    return reached
 
 
 def _evaluated(function: Callable[..., Any], *arguments: Any) -> tuple[list[jax.Array], Any]:

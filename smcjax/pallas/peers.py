@@ -117,6 +117,11 @@ def exchanges_at(size: int) -> int:
     return SLOTS + 2 * size * (PIECES + LINES)
 
 
+def workspace_bytes(size: int) -> int:
+    """Bytes that a workspace takes of each of `size` devices."""
+    return exchanges_at(size) + 4 * MOST_TILES + 2 * size * MOST_TILES * TILE_BYTES
+
+
 class Workspaces:
     """Memory of the devices of a mesh of one axis, through which they push arrays to each other.
 
@@ -134,8 +139,7 @@ class Workspaces:
 
     def _made(self) -> jax.Array:
         size, (axis,) = self.mesh.size, self.mesh.axis_names
-        words = (exchanges_at(size) + 4 * MOST_TILES + 2 * size * MOST_TILES * TILE_BYTES) // 4
-        shape, sharding = (size, words), NamedSharding(self.mesh, PartitionSpec(axis))
+        shape, sharding = (size, workspace_bytes(size) // 4), NamedSharding(self.mesh, PartitionSpec(axis))
         return jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=sharding)().block_until_ready()
 
     @staticmethod

@@ -51,6 +51,7 @@ from smcjax.model.parallel import (
 )
 from smcjax.model.params import param_shapes
 from smcjax.pallas import Peers, Workspaces
+from smcjax.pallas.peers import workspace_bytes
 from tests.checkpoints import write_model
 from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE
@@ -339,7 +340,9 @@ class ByXLA(Peers):
         return jnp.where(self.addresses[0, 0] == jax.lax.axis_index(AXIS), x, jnp.nan)
 
 
-def test_programs_have_peers_in_every_sum_and_gather(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_have_peers_in_every_sum_and_gather(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (decoding, _), size = DECODERS["autoregressive"], 2
     want = alone(target, draft, decoding)
     given = []
@@ -357,15 +360,20 @@ def test_programs_have_peers_in_every_sum_and_gather(target: str, draft: str, mo
 
     right = Spread.launch
     monkeypatch.setattr(Spread, "launch", launch)
-    monkeypatch.setattr(Spread, "workspaces", lambda spread: Spaces(spread.parallel.mesh))
+    monkeypatch.setattr(Spread, "has_peers", lambda spread, implementation: implementation == "auto")
+    monkeypatch.setattr(spread_module, "Workspaces", Spaces)
     monkeypatch.setattr(smcjax.matmul, "_sum_over", lambda axis, x, peers, add_to=None: peers.sum(x, add_to))
     monkeypatch.setattr(smcjax.matmul, "_gather_over", lambda axis, x, peers: peers.gather(x))
-    assert answers(target, draft, decoding, size) == want
+    with caplog.at_level("INFO", "smcjax"):
+        assert answers(target, draft, decoding, size) == want
+    (budget,) = (line for line in caplog.messages if line.startswith("Memory, "))
+    assert "weights target 0.00, workspace 0.02, KV 0.00" in budget
     assert len(set(map(id, launched))) >= 2, "prompts and steps, in each of which devices wait for each other"
     (made,) = given
     assert made.addresses.is_deleted(), "with the weights"
     (idle,) = Workspaces._idle.pop(tuple(jax.devices()[:size]))
     assert not idle.is_deleted(), "kept for the next engine"
+    assert {shard.data.nbytes for shard in idle.addressable_shards} == {workspace_bytes(size)}, "as planned"
     assert made.size == size
 
 

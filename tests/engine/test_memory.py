@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_the_share_of_a_gpu() -> None:
         choose(largest_request=3840)
     with pytest.raises(ValueError, match="only 0 fit"):
         choose(weight_bytes=90 * GIB)
+    assert choose(max_num_seqs=64, workspace_bytes=GIB // 64) == 3839
+    with pytest.raises(ValueError, match="and only 3838 fit"):
+        choose(largest_request=3839, workspace_bytes=GIB // 64)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -80,6 +84,8 @@ def test_pages_that_were_asked_for() -> None:
     assert choose(2) == 2  # shorter requests may still fit
     with pytest.raises(ValueError, match=r"^num_pages must be at most 5120 .*, got 5121; lower it\.$"):
         choose(5121)
+    with pytest.raises(ValueError, match=r"^num_pages must be at most 5119 .*, got 5120; lower it\.$"):
+        choose(5120, workspace_bytes=1)
 
 
 def test_a_host_lends_a_gibibyte_or_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +174,9 @@ def test_a_budget_adds_up() -> None:
         "Memory, GiB of 100.00: weights target 15.00 + draft 3.00, KV 40.00 (2561 pages of 16 tokens), "
         "left for scratch 42.00."
     )
+    budget = dataclasses.replace(budget, workspace=GIB // 2)
+    assert budget.left == 41.5 * GIB
+    assert "weights target 15.00 + draft 3.00, workspace 0.50, KV 40.00" in str(budget)
 
 
 def test_weights_that_exceed_the_device_are_refused_before_they_are_read(

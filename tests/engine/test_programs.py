@@ -95,6 +95,14 @@ def test_equal_jobs_are_compiled_once(shared: WeakValueDictionary[Any, Any]) -> 
     assert not shared  # nobody has them any more
 
 
+def test_a_workspace_counts_beside_what_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_memory", lambda: 1 << 20)
+    job = Job(lambda x: x + 1, (), (VECTOR,))
+    Programs((1 << 20) - (1 << 14)).compile("small", {"a": job})
+    with pytest.raises(ValueError, match=r"^a program large needs .*; lower max_num_seqs"):
+        Programs(1 << 20).compile("large", {"a": job})
+
+
 def test_a_second_engine_of_the_same_shapes_compiles_nothing(shared: WeakValueDictionary[Any, Any], pair: Pair) -> None:
     params = SamplingParams(max_tokens=6, seed=3)
     with smc_llm(pair) as one, smc_llm(pair) as alike, smc_llm(pair, {"gamma": 2}) as other:

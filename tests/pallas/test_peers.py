@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from smcjax.pallas import Peers, Workspaces, implementations
-from smcjax.pallas.peers import MOST_PUSHED
+from smcjax.pallas.peers import MOST_PUSHED, workspace_bytes
 
 CALLS = 4
 
@@ -93,6 +93,7 @@ def test_kernels_lower_for_cuda(size: int, shape: tuple[int, ...], dtype: Any) -
 def test_a_workspace_that_is_taken_again_is_zero_where_it_was() -> None:
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     first = Workspaces(mesh)
+    assert first._memory.nbytes == workspace_bytes(1)
     place = first._memory.unsafe_buffer_pointer()
     first.give_back()
     idle = Workspaces._idle[tuple(mesh.devices.flat)]
