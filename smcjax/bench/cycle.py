@@ -109,7 +109,7 @@ class CycleResult:
     target_layers: int | None  # of the target's, as many; None: all
     tensor_parallel_size: int  # bytes and rooflines are one device's
     draft_tensor_parallel_size: int
-    collectives: str  # "auto": devices write into each other's memory where that is quicker; "xla": by XLA alone
+    collectives: str | None  # "peers": devices write into each other's memory where they can; "xla": by XLA alone
     synthetic_kv: bool
     weight_bytes: int  # a cycle
     kv_bytes: int  # a cycle, that must be read at least
@@ -309,7 +309,7 @@ class Bench:
             target_layers=models.target_layers,
             tensor_parallel_size=models.tensor_parallel_size,
             draft_tensor_parallel_size=models.tensor_parallel_size if models.draft_divided else 1,
-            collectives=models.collectives,
+            collectives=models.collectives_of(case.implementation),
             synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,
             kv_bytes=sum(phase.times * phase.kv_bytes for phase in phases),

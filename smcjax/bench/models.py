@@ -66,6 +66,12 @@ class Models:
         draft = self.draft_config if self.draft_divided else None
         return Spread(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
 
+    def collectives_of(self, implementation: str) -> str | None:
+        """What devices sum and gather by: "peers", wherever these take it, or "xla"; None on one device."""
+        if self.spread is None:
+            return None
+        return "peers" if self.spread.has_peers(implementation) else "xla"
+
     def workspace_bytes(self, implementation: str) -> int:
         """Bytes of each device through which devices reach each other."""
         return 0 if self.spread is None else self.spread.workspace_bytes(implementation)

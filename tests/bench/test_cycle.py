@@ -51,6 +51,7 @@ def test_figures_belong_together(decoding: SMC | Autoregressive) -> None:
     assert result.flop_rate > 1e8
     assert result.scratch_bytes > 0
     assert result.held_weight_bytes > 1e5
+    assert result.collectives is None, "of one device"
 
 
 @pytest.mark.slow

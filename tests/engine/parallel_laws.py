@@ -395,6 +395,24 @@ def test_devices_get_programs_of_several_threads_in_one_order(pressed: LLM) -> N
     assert order == [*(f"first on {device}" for device in range(spread.parallel.size)), "second"]
 
 
+def test_a_benchmark_says_how_devices_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_module, "uses_kernels", lambda: True)
+    monkeypatch.setattr(spread_module, "reach_each_other", lambda devices: len(devices) == 2)
+    spread_module._reach_each_other.cache_clear()
+    two = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)
+    four, by_xla = (
+        dataclasses.replace(two, **change) for change in ({"tensor_parallel_size": 4}, {"collectives": "xla"})
+    )
+    try:
+        assert Models("tiny-target", "tiny-draft").collectives_of("auto") is None
+        assert (two.collectives_of("auto"), two.workspace_bytes("auto")) == ("peers", workspace_bytes(2))
+        assert (two.collectives_of("xla"), two.workspace_bytes("xla")) == ("xla", 0)
+        assert {by_xla.collectives_of("auto"), four.collectives_of("auto")} == {"xla"}, "four do not reach each other"
+        assert four.workspace_bytes("auto") == 0
+    finally:
+        spread_module._reach_each_other.cache_clear()
+
+
 def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:
     """On random weights that are made where they belong, and random KV."""
     models = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)
@@ -410,6 +428,7 @@ def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:
     drafts = sum(phase.times * phase.weight_bytes for phase in one._phases() if phase.name != "verify")
     assert result.weight_bytes == (whole + drafts) // 2, "each has all of the draft"
     assert result.tensor_parallel_size == 2
+    assert (result.collectives, result.held_workspace_bytes) == ("xla", 0), "whatever was asked for: there is no GPU"
     divided = dataclasses.replace(models, draft_divided=True)
     held = [bytes_on_one(params) for params in (divided.target_params("auto"), divided.draft_params("auto"))]
     assert list(budget_of(divided, case).weights.values()) == held
