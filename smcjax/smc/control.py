@@ -54,7 +54,7 @@ def correction(
     kept = jnp.where(p < c * q, p / jnp.where(c > 0, c, 1), q)  # min(q, p/c)
     rejected = jnp.sum(q - kept, axis=-1)
     total = rejected + jnp.sum(jnp.where(p < q, kept - p, 0), axis=-1)
-    # A GPU's quotient of a number by itself need not be 1, and beyond 1 there is no logarithm.
+    # A GPU's quotient of a number by itself need not be 1, and beyond 1 `increment` would have no logarithm.
     share = jnp.where(rejected < total, rejected / jnp.where(total > 0, total, 1), 1)
     return jnp.where(total > 0, jnp.clip(share, 0, 1), control)
 
@@ -65,8 +65,8 @@ def increment(
     control: Float[Array, "*#shape"],
     correction: Float[Array, "*#shape"],
 ) -> Float[Array, "*shape"]:
-    """log p/m of emitted tokens with these log-probabilities, `correction` being R/Z of their laws, rounded or not."""
-    behind, correction = log_q - log_p, jnp.clip(correction, 0, 1)
+    """log p/m of emitted tokens with these log-probabilities, `correction` being R/Z of their laws, in [0, 1]."""
+    behind = log_q - log_p
     above = -jnp.logaddexp(jnp.log1p(-correction) + behind, jnp.log(correction))
     return jnp.where(log_p < log_q, jnp.maximum(-behind, jnp.log(control)), above)
 

@@ -134,15 +134,18 @@ def test_float32_has_no_nan(c: float) -> None:
         assert (weight == 0).all()
 
 
-def test_a_quotient_that_is_rounded_beyond_one() -> None:
-    """A GPU divides to two units in the last place, so that R/R may be above 1: the weight is then that of 1."""
+@pytest.mark.parametrize("c", [1 - 2.0**-24, 1.0])
+def test_quotients_that_are_rounded_beyond_one(c: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU divides to two units in the last place, so that a quotient of what is nearly equal may be above 1."""
     log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in laws(impossible=False))
-    one, above = (
-        control.increment(log_p, log_q, jnp.ones((CASES, 1)), jnp.full((CASES, 1), ratio))
-        for ratio in (1.0, 1 + 2.0**-23)
-    )
-    np.testing.assert_array_equal(one, above)
-    assert (np.asarray(one) == 0).all()
+    right, control_of_rows = type(log_p).__truediv__, jnp.full(CASES, c, jnp.float32)
+    monkeypatch.setattr(type(log_p), "__truediv__", lambda a, b: right(a, b) * (1 + 2.0**-22))
+    assert (right(log_p, log_p) < log_p / log_p).all()
+    ratio = control.correction(log_p, log_q, control_of_rows)
+    assert (ratio <= 1).all()
+    assert (ratio == 1).sum() > CASES / 2
+    weight = control.increment(log_p, log_q, control_of_rows[:, None], ratio[:, None])
+    assert (np.abs(weight) < 1e-5).all()
 
 
 def test_broken_logits_break_the_weight() -> None:
