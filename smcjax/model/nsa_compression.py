@@ -4,6 +4,9 @@
     mean: Σ x_r / l      weighted: Σ a_r · x_r      linear: W · vec(x)      mlp: W₂ · silu(W₁ · vec(x) + b₁) + b₂
 
 vec lists the l vectors one after the other. Keys and values have weights of their own.
+
+Products are in f32. With weights of bfloat16 an f32 factor is two of bfloat16, its rounding and the rest's, so that
+tensor cores multiply what is stored: its first 16 bits count, where the result keeps 8.
 """
 
 from __future__ import annotations
@@ -39,16 +42,22 @@ def compress(phi: str, weights: Weights, of: str, stored: Float[Array, "R N l Hk
         wide: jax.Array = weights[name].astype(jnp.float32)
         return wide
 
-    def product(terms: str, *operands: jax.Array) -> jax.Array:
-        return jnp.einsum(terms, *operands, precision=jax.lax.Precision.HIGHEST)
+    def product(terms: str, x: jax.Array, name: str) -> jax.Array:
+        factor = weights[name]
+        if factor.dtype != jnp.bfloat16:
+            return jnp.einsum(terms, x, weight(name), precision=jax.lax.Precision.HIGHEST)
+        rounded = x.astype(factor.dtype)
+        both = jnp.concatenate([rounded, (x - rounded.astype(jnp.float32)).astype(factor.dtype)])
+        first, rest = jnp.split(jnp.einsum(terms, both, factor, preferred_element_type=jnp.float32), 2)
+        return first + rest
 
     x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)
     if phi == "mean":
         return x.mean(axis=2)
     if phi == "weighted":
-        return product("rnlkd,kl->rnkd", x, weight(f"phi_{of}"))
+        return product("rnlkd,kl->rnkd", x, f"phi_{of}")
     vec = jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     if phi == "linear":
-        return product("rnki,koi->rnko", vec, weight(f"phi_{of}"))
-    hidden = jax.nn.silu(product("rnki,koi->rnko", vec, weight(f"phi_{of}_in")) + weight(f"phi_{of}_in_bias"))
-    return product("rnki,koi->rnko", hidden, weight(f"phi_{of}_out")) + weight(f"phi_{of}_out_bias")
+        return product("rnki,koi->rnko", vec, f"phi_{of}")
+    hidden = jax.nn.silu(product("rnki,koi->rnko", vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias"))
+    return product("rnki,koi->rnko", hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")

@@ -1,0 +1,40 @@
+"""φ in bfloat16 is φ in float32 of the same weights, at the sizes of an 8B model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
+
+ROWS, KV_HEADS, DIM, SIZE = 2, 2, 128, 32
+
+
+def inputs(phi: str) -> tuple[dict[str, jax.Array], jax.Array]:
+    shapes = compression_shapes(phi, KV_HEADS, DIM, SIZE)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    weights = {
+        name: (jax.random.normal(key, shape) / shape[-1] ** 0.5).astype(jnp.bfloat16)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    return weights, jax.random.normal(jax.random.key(1), (ROWS, 1, SIZE, KV_HEADS, DIM))
+
+
+@pytest.mark.parametrize("phi", COMPRESSIONS)
+def test_bfloat16_weights_give_what_the_same_in_float32_give(phi: str) -> None:
+    weights, stored = inputs(phi)
+    wide = {name: array.astype(jnp.float32) for name, array in weights.items()}
+    want = compress(phi, wide, "k", stored)
+    got = compress(phi, weights, "k", stored)
+    assert got.dtype == jnp.float32
+    assert float(jnp.abs(got - want).max() / jnp.abs(want).max()) < 2e-5
+
+
+@pytest.mark.parametrize("phi", ["mlp", "linear", "weighted"])
+def test_control_stored_numbers_that_are_rounded_once_are_seen(phi: str) -> None:
+    weights, stored = inputs(phi)
+    wide = {name: array.astype(jnp.float32) for name, array in weights.items()}
+    want = compress(phi, wide, "k", stored)
+    got = compress(phi, weights, "k", stored.astype(jnp.bfloat16).astype(jnp.float32))
+    assert float(jnp.abs(got - want).max() / jnp.abs(want).max()) > 2e-4
