@@ -511,7 +511,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16_384, 32_768, 65_536], help="T")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="at once")
     parser.add_argument("--gamma", type=int, default=8, help="K")
-    parser.add_argument("--page-size", type=int, default=64, help="B")
+    parser.add_argument("--page-size", type=int, default=128, help="B, of which kernels want 128 (128)")
     parser.add_argument(
         "--drafts", nargs="+", choices=DRAFTS, default=["lookup", "head"], help="of cycles (lookup head)"
     )

@@ -19,7 +19,7 @@ SHAPES = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "ti
 ATTENTIONS = ("nsa", "nsa-shared")
 
 # Ranges of numbers that several benchmarks take.
-ROWS, DRAFTS, PAGE, BATCH = whole(1, 1024), whole(1, 64), whole(1, 64), whole(1, 4096)
+ROWS, DRAFTS, PAGE, BATCH = whole(1, 1024), whole(1, 64), whole(1, 128), whole(1, 4096)
 LENGTH, COUNT, CYCLES = whole(1, 1 << 20), whole(1, 1_000_000), whole(1, 100_000)
 
 

@@ -97,13 +97,14 @@ def fused_step_shape(config: ModelConfig, params: Params, view: BatchView, colum
     total, rows = view.block_table.shape[0], view.rows
     queries = rows * columns * (config.num_heads // config.num_kv_heads)
     together = rows // 2 if queries > QUERIES and rows % 2 == 0 else rows
+    table, page_size = decode_step.kernel_pages(view.block_table, view.page_size)
     shape = make_shape(
         config,
         groups=total // together,
         rows=together,
         columns=columns,
-        page_size=view.page_size,
-        prefetches=prefetches(view.block_table),
+        page_size=page_size,
+        prefetches=prefetches(table),
         int8=stored == {"int8"},
     )
     return shape if decode_step.supports(shape, params.embed.dtype) else None
@@ -113,12 +114,13 @@ def plan_fused_steps(
     config: ModelConfig, params: Params, view: BatchView, shapes: list[decode_step.Shape]
 ) -> FusedStepPlan:
     """The operands that steps of these shapes over `view` share."""
-    terms = (view.block_table, view.lengths, view.num_immutable)
+    table, page_size = decode_step.kernel_pages(view.block_table, view.page_size)
+    terms = (table, view.lengths, view.num_immutable)
     tasks = {
-        together: tasks_of(config, *terms, rows=together, page_size=view.page_size)
+        together: tasks_of(config, *terms, rows=together, page_size=page_size)
         for together in sorted({shape.rows for shape in shapes})
     }
-    return FusedStepPlan(tasks, prefetches(view.block_table), norms_of(params), scales_of(params))
+    return FusedStepPlan(tasks, prefetches(table), norms_of(params), scales_of(params))
 
 
 def tasks_of(

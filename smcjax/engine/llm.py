@@ -30,7 +30,7 @@ from smcjax.engine.arguments import (
 )
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models
+from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models, usual_page_size
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint
@@ -87,7 +87,8 @@ class LLM:
             made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
         max_model_len: prompt and generated tokens of a request at most; None: 2048, or what the models allow if less.
         max_num_seqs: requests (not particles) in one batch.
-        page_size: tokens in a KV page, 1 to 64.
+        page_size: tokens in a KV page, 1 to 128; None: 16, or 128 where kernels read a sparse target in groups, which
+            find compressed tokens by eight.
         implementation: "auto" uses the GPU kernels where they apply, "xla" never.
         num_pages: KV pages, the trash page included; None: enough for `max_num_seqs` requests if memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights and KV may take.
@@ -128,7 +129,7 @@ class LLM:
         draft_quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
-        page_size: int = 16,
+        page_size: int | None = None,
         implementation: str = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
@@ -159,7 +160,7 @@ class LLM:
         check_quantization("quantization", quantization)
         check_quantization("draft_quantization", draft_quantization)
         check_range("max_num_seqs", max_num_seqs, 1, 4096)
-        check_range("page_size", page_size, 1, 64)
+        check_range("page_size", page_size, 1, 128, or_none=True)
         check_choice("implementation", implementation, "auto", "xla")
         check_range("seed", seed, 0, MAX_SEED)
         check_range("max_model_len", max_model_len, 2, 1 << 20, or_none=True)
@@ -217,6 +218,8 @@ class LLM:
                 raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
         require_devices()
         require_settings()
+        if page_size is None:
+            page_size = usual_page_size(self.decoding, implementation)
         self._closed = False
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there

@@ -38,7 +38,7 @@ from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
 from smcjax.model.widening import widen_params
-from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
 from smcjax.sparse import SparseVerification
@@ -251,6 +251,13 @@ def models_for(decoding: Decoding, models: Models, page_size: int) -> Models:
         of = models.proposes
         decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
     return models
+
+
+def usual_page_size(decoding: Decoding, implementation: str) -> int:
+    """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16."""
+    sparse = decoding.speculation.sparse
+    with implementations(implementation):
+        return 128 if sparse is not None and sparse.is_grouped and uses_kernels() else 16
 
 
 def check_pages(config: ModelConfig, page_size: int | None) -> None:

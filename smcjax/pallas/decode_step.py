@@ -99,6 +99,15 @@ class Stepped(NamedTuple):
     values: tuple[Float[Array, "P B Hkv D"], ...]
 
 
+def kernel_pages(block_table: Int[Array, "R M"], page_size: int) -> tuple[Int[Array, "R m"], int]:
+    """The table and size of pages as the kernel has them: one of several chunks is as many pages side by side."""
+    parts = page_size // CHUNK
+    if parts < 2 or page_size % CHUNK:
+        return block_table, page_size
+    each = parts * block_table[:, :, None] + jnp.arange(parts, dtype=block_table.dtype)
+    return each.reshape(len(block_table), -1), CHUNK
+
+
 def make_tables(
     shape: Shape,
     cos: Float[Array, "K R T half"],
@@ -175,11 +184,13 @@ def decode_step(
     `begin` is the new tokens, row by row: `embedded`, or what an earlier step says of those that it drew. `step` from 0
     to K − 1 is which of the tables' steps this is, `sharing` the tasks over slots up to and with the new tokens', with
     one part and chunks of 64 where the shape prefetches. KV is bf16, log-probabilities are f32.
-    `supports(shape, dtype)` must hold: nothing here checks it.
+    `supports(shape, dtype)` must hold: nothing here checks it. Pages may be several of the shape's (`kernel_pages`).
 
     A jit of its own, so that a cycle's steps trace and lower the kernel once.
     """
-    operands = make_operands(shape, weights, begin, step, tables, sharing, keys, values)
+    pools = [pool.reshape(-1, shape.page_size, *pool.shape[2:]) for pool in (*keys, *values)]
+    layers = len(keys)
+    operands = make_operands(shape, weights, begin, step, tables, sharing, tuple(pools[:layers]), tuple(pools[layers:]))
     if interpret is None:
         launch(shape, operands, stages=LAYER_STAGES, with_head=True)
     else:
@@ -196,8 +207,8 @@ def decode_step(
         logprob=logprob,
         following=following,
         residual=operands.x[...][columns - 1 : rows * columns : columns],
-        keys=tuple(map(jax.freeze, operands.keys)),
-        values=tuple(map(jax.freeze, operands.values)),
+        keys=tuple(jax.freeze(ref).reshape(keys[0].shape) for ref in operands.keys),
+        values=tuple(jax.freeze(ref).reshape(values[0].shape) for ref in operands.values),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,13 +129,14 @@ def make_problem(config: ModelConfig, *, groups: int, rows: int, columns: int, c
 def kernel_shape(problem: Problem, *, int8: bool = False, **tuning: int) -> ds.Shape:
     """The kernel's static shape."""
     groups = problem.table.shape[0] // problem.rows
+    table, page_size = ds.kernel_pages(jnp.asarray(problem.table), PAGE)
     return make_shape(
         problem.config,
         groups=groups,
         rows=problem.rows,
         columns=problem.columns,
-        page_size=PAGE,
-        prefetches=prefetches(problem.table),
+        page_size=page_size,
+        prefetches=prefetches(table),
         int8=int8,
         **tuning,
     )
@@ -146,13 +148,9 @@ def run(problem: Problem, params: Any, shape: ds.Shape, interpret: Any = None, l
     cos, sin = rope_angles(config.layer(0).rope, config.head_dim, jnp.asarray(problem.positions))
     live = np.arange(len(problem.table)) < (len(problem.table) if live_groups is None else live_groups * problem.rows)
     lengths = jnp.asarray(np.where(live, problem.positions[:, -1] + 1, 0))
+    table, page_size = ds.kernel_pages(jnp.asarray(problem.table), PAGE)
     sharing = tasks_of(
-        config,
-        jnp.asarray(problem.table),
-        lengths,
-        jnp.asarray(problem.positions[:, 0]),
-        rows=problem.rows,
-        page_size=PAGE,
+        config, table, lengths, jnp.asarray(problem.positions[:, 0]), rows=problem.rows, page_size=page_size
     )
     slots = np.where(live[:, None], problem.write_pages, 0) * PAGE + problem.positions % PAGE
 
@@ -304,6 +302,24 @@ def test_equals_the_layer_by_layer_forward(case: str, by_chunks: bool, monkeypat
     assert shape.prefetches == by_chunks
     assert ds.supports(shape, jnp.bfloat16)
     check(problem, params, compiled(problem, shape, interpret=plgpu.InterpretGPUParams())(params))
+
+
+@pytest.mark.slow
+def test_pages_of_several_chunks_are_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", 2 * ds.CHUNK)
+    problem, params = make_problem(TINY, groups=1, rows=4, columns=2, context=150), random_params(TINY)
+    shape = kernel_shape(problem, ring=4, blocks=4)
+    assert shape.page_size == ds.CHUNK
+    assert ds.supports(shape, jnp.bfloat16)
+    check(problem, params, compiled(problem, shape, interpret=plgpu.InterpretGPUParams())(params))
+
+
+def test_pages_of_no_whole_chunks_stay_as_they_are() -> None:
+    table = jnp.asarray([[3, 1]])
+    for page_size in (16, 64, 96):
+        assert ds.kernel_pages(table, page_size) == (table, page_size)
+    halves, size = ds.kernel_pages(table, 128)
+    assert (halves.tolist(), size) == ([[6, 7, 2, 3]], 64)
 
 
 @pytest.mark.slow
