@@ -69,7 +69,6 @@ OF_ALL_SIZES = {
     "engine/test_engine.py",
     "engine/test_interruptions.py",
     "engine/test_on_gpu.py",
-    "engine/test_parallel_on_gpu.py",
     "engine/test_preemption.py",
     "engine/test_programs.py",
     "engine/test_runner.py",
