@@ -30,7 +30,6 @@ from typing import Any
 import jax
 import numpy as np
 from measure_populations import LONG, long_rows, read, tokens_per_cycle
-from measuring import table
 
 from smcjax.bench.cycle import Bench, require_pair, require_room
 from smcjax.bench.models import Models
@@ -38,6 +37,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.bench.table import synthetic_case
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.programs import compile_together, enable_compilation_cache
+from smcjax.markdown import table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from bench_sparse_quality import agreement
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams
 from smcjax.cli.options import check_output
 from smcjax.decoders import Decoding
+from smcjax.markdown import table
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS, questions
 from smcjax.trees import DraftTree
 
@@ -123,19 +124,22 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A row a line."""
     lines = [
-        "| drafts | | tokens | tokens a cycle | drafts reached, by position | lines right | equal |",
-        "|---" * 7 + "|",
-    ]
-    for row in rows:
-        reached = ", ".join(f"{100 * one:.0f}" for one in row["reached"])
-        lines.append(
-            f"| {row['draft'] or '–'} | {row['decoder']} | {row['context']:,} | {row['tokens_a_cycle']:.2f} "
-            f"| {reached} | {100 * row['right']:.1f}% | {100 * row['equal']:.1f}% |"
+        (
+            row["draft"] or "–",
+            row["decoder"],
+            f"{row['context']:,}",
+            f"{row['tokens_a_cycle']:.2f}",
+            ", ".join(f"{100 * one:.0f}" for one in row["reached"]),
+            f"{100 * row['right']:.1f}%",
+            f"{100 * row['equal']:.1f}%",
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    heads = ["tokens", "tokens a cycle", "drafts reached, by position", "lines right", "equal"]
+    return table(["drafts", "", *heads], lines)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -179,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     rows = measured(args)
     print(f"{about(args)}\n")
-    print(table(rows))
+    print(markdown(rows))
     return 0
 
 

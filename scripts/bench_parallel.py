@@ -18,6 +18,8 @@ import subprocess
 import sys
 from typing import Any
 
+from smcjax.markdown import table
+
 FOR_GPUS = {"NCCL_NVLS_ENABLE": "0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 SPARE = 4e9  # bytes of a device beside weights: KV, scratch, and what libraries take
 PARTS = ("tokens", "8b", "70b")
@@ -46,7 +48,7 @@ def main() -> None:
     if "70b" in args.only:
         results += large("llama-3.1-70b", args.devices)
     if results:
-        print(table(results))
+        print(markdown(results))
     if args.json:
         print(json.dumps(results))
 
@@ -139,13 +141,11 @@ def _memory() -> float:
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Prints measured times beside the predicted ones of the same shape."""
-    lines = [
-        "| target | devices | layers | decoder | requests | ms a cycle | all layers, computed | predicted | tokens/s "
-        "| of the weight roofline | compiled in, s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def markdown(results: list[dict[str, Any]]) -> str:
+    """Measured times beside the predicted ones of the same shape."""
+    heads = ["target", "devices", "layers", "decoder", "requests", "ms a cycle", "all layers, computed", "predicted"]
+    heads += ["tokens/s", "of the weight roofline", "compiled in, s"]
+    rows = []
     for one in filter(None, results):
         layers = one["target_layers"]
         computed = f"{one['ms_all_layers']:.2f}" if layers and "ms_all_layers" in one else "–"
@@ -163,8 +163,8 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{100 * one['weight_roofline_fraction']:.1f}%",
             f"{one['compile_seconds']:.0f}",
         )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads, rows)
 
 
 def _predicted(one: dict[str, Any]) -> str:

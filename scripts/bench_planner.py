@@ -35,6 +35,7 @@ from typing import Any
 
 from smcjax import LLM, Auto, SamplingParams
 from smcjax.decoders import Decoding
+from smcjax.markdown import head, row
 from smcjax.planner import Planner, Profile
 from smcjax.planner.laws import EXACT
 from smcjax.tasks.questions import questions
@@ -169,21 +170,20 @@ def by_phase(fixed: Sequence[Contender]) -> float:
 def report(contenders: Sequence[Contender], planned: Contender, asked: Sequence[Phase]) -> dict[str, Any]:
     """Prints tables, and returns what they say."""
     fixed = [one for one in contenders if one is not planned]
-    print("| decoder | tokens/s, counted | tokens/s of the cores' time | tokens/s | counted, by phase |")
-    print("|---" * 5 + "|")
+    print(head(["decoder", "tokens/s, counted", "tokens/s of the cores' time", "tokens/s", "counted, by phase"]))
     rows = []
     for one in contenders:
         phase_speeds = [
             statistics.median(taken[at].tokens / taken[at].counted for taken in one.rounds) for at in range(len(asked))
         ]
-        row: dict[str, Any] = {
+        about: dict[str, Any] = {
             "decoder": one.name,
             "phases": dict(zip((phase.name for phase in asked), phase_speeds, strict=True)),
         }
-        row |= {clock: one.speeds(clock) for clock in ("counted", "cpu", "wall")}
-        rows.append(row)
-        told = [f"{one.speed(c):,.0f} ({min(row[c]):,.0f} to {max(row[c]):,.0f})" for c in ("counted", "cpu", "wall")]
-        print(f"| {one.name} | {' | '.join(told)} | {', '.join(f'{speed:,.0f}' for speed in phase_speeds)} |")
+        speeds = {clock: one.speeds(clock) for clock in ("counted", "cpu", "wall")}
+        rows.append(about | speeds)
+        told = [f"{one.speed(c):,.0f} ({min(each):,.0f} to {max(each):,.0f})" for c, each in speeds.items()]
+        print(row([one.name, *told, ", ".join(f"{speed:,.0f}" for speed in phase_speeds)]))
     found: dict[str, Any] = {"rows": rows, "gains": {}}
     print(f"\nPhases: {'; '.join(phase.name for phase in asked)}.")
     for clock, words in (("counted", "counted"), ("cpu", "of the cores' time"), ("wall", "of time that passes")):

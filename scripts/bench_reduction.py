@@ -27,6 +27,8 @@ import sys
 import time
 from typing import Any
 
+from smcjax.markdown import head, row
+
 WAYS = {  # flags of XLA
     "peers": "",
     "psum": "",
@@ -68,8 +70,8 @@ def main() -> None:
         print(f"== {way}: {'hung' if ran.returncode in (124, 137) else f'ended with {ran.returncode}'}", flush=True)
         shown = lines if ran.returncode == 0 else lines[-25:]
         print("\n".join(line[:400] for line in shown), flush=True)
-    print("\n| way | devices | rows | E | µs a sum | µs the chain | without sums |\n" + "|---" * 7 + "|")
-    print("\n".join(found))
+    heads = ["way", "devices", "rows", "E", "µs a sum", "µs the chain", "without sums"]
+    print("", head(heads), *found, sep="\n")
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -134,8 +136,8 @@ def measure(args: argparse.Namespace) -> None:
             assert all((other == first).all() for other in others), "devices differ behind the chain"
             assert np.isfinite(first.astype(np.float32)).all()
             each = (taken - without) / (2 * args.layers)
-            row = [args.way, size, rows, hidden, f"{each:.1f}", f"{taken:.0f}", f"{without:.0f}"]
-            print(f"| {' | '.join(map(str, row))} |", flush=True)
+            cells = [args.way, size, rows, hidden, f"{each:.1f}", f"{taken:.0f}", f"{without:.0f}"]
+            print(row(cells), flush=True)
     workspaces.give_back()
 
 

@@ -37,6 +37,7 @@ from smcjax.bench.client import ClientLoad, figures
 from smcjax.bench.client import run as load_server
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import Decoding
+from smcjax.markdown import head, row
 from smcjax.tasks.questions import questions
 
 DECODERS: dict[str, Decoding] = {"alone": Autoregressive(), "smc": SMC(8, 8)}
@@ -71,13 +72,13 @@ def main() -> None:
         print(f"engine: {alone}", file=sys.stderr, flush=True)
         served = {name: through_server(args, name, directory) for name in args.decoders}
     print(f"{args.target_shape}, {args.streams} streams of {args.max_tokens} tokens, medians of {args.rounds} rounds\n")
-    print("| decoder | engine, tokens/s | server | of the engine's | between chunks, ms |\n|---|---|---|---|---|")
+    print(head(["decoder", "engine, tokens/s", "server", "of the engine's", "between chunks, ms"]))
     for name in args.decoders:
         engine = statistics.median(alone[name])
         server = statistics.median(each["output_throughput"] for each in served[name])
         times = [each["median_itl_ms"] for each in served[name] if each["median_itl_ms"] is not None]
         between = f"{statistics.median(times):.1f}" if times else "–"  # answers of one chunk have none between
-        print(f"| {DECODERS[name]} | {engine:,.0f} | {server:,.0f} | {server / engine:.1%} | {between} |")
+        print(row([DECODERS[name], f"{engine:,.0f}", f"{server:,.0f}", f"{server / engine:.1%}", between]))
     if args.json:
         print(json.dumps({"engine": alone, "server": served}))
 

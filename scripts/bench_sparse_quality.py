@@ -27,6 +27,7 @@ import jax
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams, SparseVerification
 from smcjax.cli.options import check_output
 from smcjax.decoders import Decoding
+from smcjax.markdown import table
 from smcjax.sparse import MODES
 from smcjax.tasks.questions import LONGEST_ANSWER, Question, questions
 
@@ -119,18 +120,22 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
+def markdown(lines: Sequence[dict[str, Any]]) -> str:
     """A row a line."""
-    rows = ["| | tokens | lines right | by thirds | equal in place | before the first other | drafts accepted |"]
-    rows.append("|---" * 7 + "|")
-    for line in sorted(lines, key=lambda line: line["context"]):
-        accepted = "" if line["accepted"] is None else f"{line['accepted']:.2f}"
-        by_thirds = ", ".join(f"{100 * share:.0f}%" for share in line["thirds"])
-        rows.append(
-            f"| {line['decoder']} | {line['context']:,} | {100 * line['right']:.1f}% | {by_thirds} "
-            f"| {100 * line['equal']:.0f}% | {line['alike']:.0f} | {accepted} |"
+    rows = [
+        (
+            line["decoder"],
+            f"{line['context']:,}",
+            f"{100 * line['right']:.1f}%",
+            ", ".join(f"{100 * share:.0f}%" for share in line["thirds"]),
+            f"{100 * line['equal']:.0f}%",
+            f"{line['alike']:.0f}",
+            "" if line["accepted"] is None else f"{line['accepted']:.2f}",
         )
-    return "\n".join(rows)
+        for line in sorted(lines, key=lambda line: line["context"])
+    ]
+    heads = ["lines right", "by thirds", "equal in place", "before the first other", "drafts accepted"]
+    return table(["", "tokens", *heads], rows)
 
 
 def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -178,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_output(option, str(path))
     lines = measured(args)
     print(f"{jax.devices()[0].device_kind}, {args.documents} documents of each context, K = {args.gamma}\n")
-    print(table(lines))
+    print(markdown(lines))
     if args.plot:
         draw(lines, args.plot)
     return 0

@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from measuring import Interval, asked, by_prompt, conversation, shown, table
+from measuring import Interval, asked, by_prompt, conversation, shown
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
+from smcjax.markdown import table
 from smcjax.tasks.intervals import clustered_mean
 
 SUBJECTS = (

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import Interval, asked, by_prompt, conversation, shown, table, write_rows
+from measuring import Interval, asked, by_prompt, conversation, shown, write_rows
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
+from smcjax.markdown import table
 from smcjax.tasks.intervals import clustered_mean
 from smcjax.tasks.questions import questions
 

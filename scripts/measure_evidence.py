@@ -13,6 +13,7 @@ import numpy as np
 
 from smcjax import LLM, SMC, SamplingParams
 from smcjax.cli.answers import evidence_per_token
+from smcjax.markdown import head, row
 from smcjax.tasks.questions import questions
 
 OTHER_KINDS = (
@@ -42,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     own = [question.prompt for question in questions("words", 123, args.num_problems)]
     names = ["N", "K", "T", "prompts", "lowest", "median", *(f"< {threshold:g}" for threshold in THRESHOLDS)]
-    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    print(head(names))
     for n_particles, gamma, temperature in SETTINGS:
         with LLM(decoding=SMC(n_particles, gamma), max_num_seqs=8) as llm:
             for kind, prompts in (("word problems", own), ("others", OTHER_KINDS)):
@@ -61,7 +62,7 @@ def main() -> None:
                     f"{np.median(values):.2f}",
                     *counts,
                 ]
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                print(row(cells), flush=True)
 
 
 if __name__ == "__main__":

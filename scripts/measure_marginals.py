@@ -36,10 +36,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import Interval, asked, conversation, shown, table, write_rows
+from measuring import Interval, asked, conversation, shown, write_rows
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.decoders import Decoding
+from smcjax.markdown import table
 from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.decoder import forward, unembed
 from smcjax.tasks.intervals import Z_95

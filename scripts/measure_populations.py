@@ -35,10 +35,11 @@ import dense_smc as dense
 import jax
 import numpy as np
 from measure_marginals import LOOKED_AT, Event, Group, interval_of, lower_bound, share_of_control
-from measuring import by_prompt, shown, table
+from measuring import by_prompt, shown
 from plain_prompts import held_out
 
 from smcjax.engine.programs import enable_compilation_cache
+from smcjax.markdown import table
 from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.dropping import drop_layers
 from smcjax.model.vocabulary import common_vocabulary

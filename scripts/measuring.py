@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,6 @@ def by_prompt(values: Sequence[float], prompts: int) -> np.ndarray:
 def shown(value: Interval | None, form: str) -> str:
     """An interval as a cell of a table; a dash where there is none."""
     return "–" if value is None else "{} ({} to {})".format(*(format(one + 0.0, form) for one in value))
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
 def write_rows(args: argparse.Namespace, rows: Sequence[Any]) -> None:

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sparse_training import Choose, attend_by, nsa, selection
 from train_pair import LookUp
 
+from smcjax.markdown import table
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import Attend, hidden_states, unembed
@@ -214,10 +215,11 @@ def main(arguments: list[str] | None = None) -> None:
             results.append({"model": directory.name, "length": length, **found})
             print(json.dumps(results[-1]), flush=True)
     print(f"\n{jax.devices()[0].device_kind}, seed {EVAL_SEED}\n")
-    print("| model | tokens | " + " | ".join(MEASURES.values()) + " |\n|" + "---|" * (2 + len(MEASURES)))
-    for result in results:
-        cells = [in_words(result[name]) if name in result else "–" for name in MEASURES]
-        print(f"| {result['model']} | {result['length']:,} | " + " | ".join(cells) + " |")
+    rows = [
+        [one["model"], f"{one['length']:,}", *(in_words(one[name]) if name in one else "–" for name in MEASURES)]
+        for one in results
+    ]
+    print(table(["model", "tokens", *MEASURES.values()], rows))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from smcjax.markdown import head, row
+
 V, END, CAP = 12, 0, 28  # tokens; the one that ends a text; tokens of a text at most
 
 
@@ -388,7 +390,7 @@ def rows_of(acceptance: float, groups: int, gamma: int, variants: Sequence[Varia
             f"{ended.lengths.mean() / mean_length(ending):.3f}",
             f"{ended.lengths.mean() / ended.cycles.mean():.2f}",
         )
-        yield f"| {variant.name} | {' | '.join(cells)} |"
+        yield row([variant.name, *cells])
 
 
 def main() -> None:
@@ -401,11 +403,10 @@ def main() -> None:
     variants = [variant for variant in VARIANTS if variant.name.startswith(tuple(args.only))]
     for acceptance in args.acceptance:
         print(f"\nA token is accepted {acceptance:g} of the time; N = 8, K = {args.gamma}, {args.groups:,} groups\n")
-        columns = "variant", "tokens a cycle", "mean log Ẑ", "distance ≤", "total variation"
-        print(f"| {' | '.join(columns)} | length over the target's | tokens a cycle of texts that end |")
-        print("|---" * 7 + "|")
-        for row in rows_of(acceptance, args.groups, args.gamma, variants):
-            print(row, flush=True)
+        columns = ["variant", "tokens a cycle", "mean log Ẑ", "distance ≤", "total variation"]
+        print(head([*columns, "length over the target's", "tokens a cycle of texts that end"]))
+        for line in rows_of(acceptance, args.groups, args.gamma, variants):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 from smcjax.bench.cycle import Case, CycleResult
 from smcjax.bench.table import synthetic_case
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
+from smcjax.markdown import table
 
 ASSUMPTION = (
     "a is assumed, not measured: the probability that a draft position accepts, with all candidates together and "
@@ -124,7 +125,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
     rates: list[float] = next((row["acceptance"] for row in rows if row["acceptance"] is not None), [])
     heads = ["decoder", "ms a cycle", "tokens/s", *(f"at a = {rate:g}" for rate in rates), "as fast as SMC from a ="]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in rows:
         speeds = [f"{speed:,.0f}" for speed in row["tokens_per_second"]]
         even = row["break_even_acceptance"]
@@ -134,5 +135,5 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             *([*speeds, *("–" for _ in rates)] if row["acceptance"] is None else ["–", *speeds]),
             "–" if even is None else f"{even:.3f} (N={row['break_even_particles']})",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines)

@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 from smcjax.bench.latency import latencies, median_and_p99, throughputs
+from smcjax.markdown import table
 from smcjax.tasks.questions import questions
 
 TIMEOUT_SECONDS = 600.0  # without a byte: the first request may wait for compilation
@@ -194,11 +195,9 @@ def figures(load: ClientLoad, model: str, requests: Sequence[Answered]) -> dict[
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """A row a load."""
-    lines = [
-        "| model | requests/s asked | completed | requests/s | output tok/s | TTFT, ms: median, p99 | between chunks "
-        "| whole request |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "requests/s asked", "completed", "requests/s", "output tok/s"]
+    heads += ["TTFT, ms: median, p99", "between chunks", "whole request"]
+    rows = []
     for one in results:
         pairs = (median_and_p99(one, name) for name in ("ttft", "itl", "e2el"))
         cells = (
@@ -209,5 +208,5 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             f"{one['output_throughput']:,.0f}",
             *pairs,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads, rows)

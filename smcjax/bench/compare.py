@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import smcjax
+from smcjax.markdown import table
 
 ROOT = Path(smcjax.__file__).parents[1]
 PEER = ROOT / "scripts" / "peers" / "torch_cycle.py"
@@ -66,13 +67,13 @@ def _run(name: str, command: Sequence[str]) -> Contender:
 
 def markdown(ran: Sequence[Contender]) -> str:
     """The comparison as a table."""
-    lines = ["| implementation | ms a cycle | tokens/s | of the weight roofline |", "|---|---|---|---|"]
+    rows: list[tuple[str, ...]] = []
     for each in ran:
         result = each.result
         if result is None:
-            lines.append(f"| {each.name} | not run: {each.reason} | – | – |")
+            rows.append((each.name, f"not run: {each.reason}", "–", "–"))
             continue
         share = result["weight_roofline_fraction"]
         percent = "–" if share is None else f"{100 * share:.1f}%"
-        lines.append(f"| {each.name} | {result['ms']:.2f} | {result['tokens_per_second']:,.0f} | {percent} |")
-    return "\n".join(lines)
+        rows.append((each.name, f"{result['ms']:.2f}", f"{result['tokens_per_second']:,.0f}", percent))
+    return table(["implementation", "ms a cycle", "tokens/s", "of the weight roofline"], rows)

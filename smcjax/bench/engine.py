@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from smcjax.bench.models import Models
 from smcjax.bench.serving import Load, build_engine, make_requests
 from smcjax.engine.engine import Engine
+from smcjax.markdown import table
 
 WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph
 
@@ -127,14 +128,17 @@ def _end(engine: Engine) -> None:
 
 def markdown(results: Sequence[Overhead]) -> str:
     """A row a number of requests."""
-    return "\n".join(_lines(results))
-
-
-def _lines(results: Sequence[Overhead]) -> Iterator[str]:
-    yield "| requests | bare cycle, ms | in the engine, ms | idle | host a cycle, ms | tok/s | prompts read in, ms |"
-    yield "|---|---|---|---|---|---|---|"
-    for one in results:
-        yield (
-            f"| {one.requests} | {one.bare_ms:.2f} | {one.engine_ms:.2f} | {100 * one.idle:.1f}% | {one.host_ms:.2f} "
-            f"| {one.tokens_per_second:,.0f} | {one.prefill_ms:.1f} |"
+    heads = ["requests", "bare cycle, ms", "in the engine, ms", "idle", "host a cycle, ms", "tok/s"]
+    rows = [
+        (
+            one.requests,
+            f"{one.bare_ms:.2f}",
+            f"{one.engine_ms:.2f}",
+            f"{100 * one.idle:.1f}%",
+            f"{one.host_ms:.2f}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.prefill_ms:.1f}",
         )
+        for one in results
+    ]
+    return table([*heads, "prompts read in, ms"], rows)

@@ -17,6 +17,7 @@ from smcjax.bench.roofline import Phase, cycle_phases
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.device import H100, H200, Device
+from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import fits, held_by_one
 from smcjax.model.params import num_params
@@ -150,11 +151,9 @@ def predictions(
 
 def markdown(found: Sequence[Prediction]) -> str:
     """The table, with each decoder's tokens a second over those of the target alone."""
-    lines = [
-        "| predicted | devices | GB of weights each | ms streaming | ms summing | ms a cycle | tokens/s "
-        "| over the target alone | of the weight roofline |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["predicted", "devices", "GB of weights each", "ms streaming", "ms summing", "ms a cycle", "tokens/s"]
+    heads += ["over the target alone", "of the weight roofline"]
+    rows = []
     alone: dict[tuple[str, int], Prediction] = {}
     for one in found:
         if one.decoding == str(Autoregressive()):
@@ -175,8 +174,8 @@ def markdown(found: Sequence[Prediction]) -> str:
             over,
             f"{_range([100 * fraction for fraction in one.roofline_fraction], '{:.0f}')}%",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads, rows)
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -30,6 +30,7 @@ from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.requests import Request
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.markdown import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,11 +178,9 @@ def figures(load: Load, served: Sequence[Served]) -> dict[str, Any]:
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """A row a load."""
-    lines = [
-        "| requests/s asked | requests/s | output tok/s | TTFT, ms: median, p99 | first cycle | between chunks "
-        "| queue | whole request |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["requests/s asked", "requests/s", "output tok/s"]
+    heads += ["TTFT, ms: median, p99", "first cycle", "between chunks", "queue", "whole request"]
+    rows = []
     for one in results:
         pairs = (median_and_p99(one, name) for name in ("ttft", "first_cycle", "itl", "queue", "e2el"))
         cells = (
@@ -190,5 +189,5 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             f"{one['output_throughput']:,.0f}",
             *pairs,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads, rows)

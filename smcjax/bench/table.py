@@ -19,6 +19,7 @@ from smcjax.bench.cycle import WARMUP, Bench, Case, CycleResult, Rates, describe
 from smcjax.bench.models import Models
 from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.engine.programs import compile_together, enable_compilation_cache
+from smcjax.markdown import table
 
 CONTEXTS = (256, 4096, 16_384, 32_768)
 REQUESTS = (2, 4, 8, 16, 32)
@@ -133,11 +134,9 @@ def markdown(results: Sequence[CycleResult]) -> str:
     Added milliseconds are the median over windows of the difference.
     """
     first = results[0]
-    lines = [
-        "| case | max_model_len | ms a cycle | tokens/s | of the weight roofline | of the roofline "
-        f"| ms added over {first.context:,} tokens | bound of the addition, ms |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["case", "max_model_len", "ms a cycle", "tokens/s", "of the weight roofline", "of the roofline"]
+    heads += [f"ms added over {first.context:,} tokens", "bound of the addition, ms"]
+    rows = []
     for result in results:
         added = bound = "–"
         if _comparable(result, first) and result.kv_bytes > first.kv_bytes:
@@ -153,8 +152,8 @@ def markdown(results: Sequence[CycleResult]) -> str:
             added,
             bound,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(heads, rows)
 
 
 def _comparable(result: CycleResult, first: CycleResult) -> bool:

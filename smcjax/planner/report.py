@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Sequence
 
 from smcjax.decoders import Decoding
+from smcjax.markdown import head, row
 from smcjax.planner.prediction import Planner
 from smcjax.planner.profile import Profile
 
@@ -111,8 +112,7 @@ def markdown(profile: Profile) -> str:
             lines += [
                 f"\n{law}; {context:,} tokens of context; tokens/s of all requests together",
                 "",
-                f"| strategy | tokens a cycle | {' | '.join(f'{load} running' for load in loads)} |",
-                "|---" * (2 + len(loads)) + "|",
+                head(["strategy", "tokens a cycle", *(f"{load} running" for load in loads)]),
             ]
             fastest = [planner.rank(law, load, context)[0].decoding for load in loads]
             for one in planner.strategies(law):
@@ -121,7 +121,7 @@ def markdown(profile: Profile) -> str:
                     f"**{speed:,.0f}**" if one == best else f"{speed:,.0f}"
                     for speed, best in zip(speeds, fastest, strict=True)
                 ]
-                lines.append(f"| {one} | {planner.tokens_per_cycle(one):.2f} | {' | '.join(shown)} |")
+                lines.append(row([one, f"{planner.tokens_per_cycle(one):.2f}", *shown]))
             lines.append(_in_words(gains(planner, law, context)))
     return "\n".join(lines).strip()
 
