@@ -19,29 +19,23 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from smcjax.decoding.adjustments import Adjustments
-from smcjax.decoding.constraints import states_behind
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
-from smcjax.decoding.scores import Scores, first_scores
-from smcjax.decoding.sequences import Population, Requests
+from smcjax.decoding.sequences import Population
 from smcjax.device import on_cpu
-from smcjax.engine.attached import Attached, Constraints, attach, detach
+from smcjax.engine.attached import Attached, Constraints
 from smcjax.engine.batch import Batch
-from smcjax.engine.constraints import AutomatonPlaces, make_tables
-from smcjax.engine.lanes import put, take
-from smcjax.engine.narrowing import advance, catch_up
-from smcjax.engine.programs import Job, Programs, Progress, abstract, delete, step_job
+from smcjax.engine.constraints import AutomatonPlaces
+from smcjax.engine.jobs import BatchJobs, PrefillReport, pages_of, reading, stepping
+from smcjax.engine.programs import Job, Programs, Progress, delete
 from smcjax.engine.requests import Request, make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.settings import own_settings
 from smcjax.engine.spread import Spread
-from smcjax.kv import TRASH, drop, keep
-from smcjax.numerics import key_of
+from smcjax.kv import TRASH
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 # … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
@@ -50,17 +44,6 @@ SHORT_CHUNK = 32
 # … of a prompt that is read by itself, by kernels. On an H200 a chunk of 512 tokens takes twice as long as one of 128
 # (docs/engine.md); plain XLA keeps all its scores, in memory that a long context may not leave.
 LONG_CHUNK = 512
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrefillReport:
-    """The report of a chunk of prefill about its P lanes; stale where no prompt ended in it."""
-
-    tokens: Int[Array, "P N"]  # the first token of each row
-    done: Bool[Array, " P"]  # ended by it
-    scores: Scores | None = None  # [P, N], of the first tokens
-    prompt: Scores | None = None  # [P, chunk], of the prompts' tokens behind the chunk's
 
 
 class Chunk(NamedTuple):
@@ -108,6 +91,10 @@ class Runner:
         self._places = AutomatonPlaces(decoder.target.vocab_size)
         self.chunks = self._chunk_lengths()
 
+    @property
+    def _jobs(self) -> BatchJobs:
+        return BatchJobs(self.program, self.params, self.num_pages, self.chunks, self.takes_turns, self.spread)
+
     def _new_memory(self) -> Any:
         return self.program.create_memory(self.params, self.num_pages)
 
@@ -117,9 +104,6 @@ class Runner:
     def _put(self, tree: Any) -> Any:
         """Sends arrays of the host to the device, or to all."""
         return jax.device_put(tree) if self.spread is None else self.spread.put(tree)
-
-    def _job(self, job: Job) -> Job:
-        return job if self.spread is None else self.spread.job(job)
 
     @own_settings()
     def take_memory(self, fill: Callable[[Any], Any] = lambda memory: memory) -> None:
@@ -258,7 +242,7 @@ class Runner:
         lanes = np.full(count, self.size, np.int32)
         start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
         cached = np.zeros(count, np.int32)
-        slots = np.full((count, self._pages_of(length)), self.cache_slots, np.int32)
+        slots = np.full((count, pages_of(length, self.program.page_size)), self.cache_slots, np.int32)
         for i, chunk in enumerate(chunks):
             lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
             for page, slot in chunk.stored:
@@ -269,10 +253,6 @@ class Runner:
         (self.state, self.cached), first, states = self._computed(key, self.state, self.cached, *asked, *extra)
         self._walked(states)
         return first
-
-    def _pages_of(self, length: int) -> int:
-        """Pages that a chunk of `length` tokens touches and fills, at most."""
-        return length // self.program.page_size + 1
 
     def step(self, program: Any) -> tuple[Any, jax.Array]:
         """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
@@ -317,170 +297,16 @@ class Runner:
             for other in {*sizes, *others} - {size}:
                 for move in ((other, size), (size, other)):
                     if (move, "move") not in self.programs and (move, "move") not in jobs:
-                        jobs |= self._moving(*move)
+                        jobs |= self._jobs.moving(*move)
         least, most = min(sizes), max(sizes)
         many = f"{least} to {most}" if least < most else f"{most}"
         self.programs.compile(f"for {many} request{'s' if most > 1 else ''} at a time", jobs, progress)
+
+    def jobs(self, size: int, program: Any) -> dict[Any, Job]:
+        """The programs of this batch size, to be compiled, by the keys they are called by."""
+        return self._jobs.of(size, program)
 
     def _is_compiled(self, size: int, program: Any) -> bool:
         """True where all of `jobs` are there."""
         keys = ((reading(program), size, 1, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
         return all(key in self.programs for key in keys)
-
-    def _abstract_state(self, size: int) -> Any:
-        memory = jax.eval_shape(self._new_memory)
-        return memory, jax.eval_shape(lambda memory: self._empty(memory, size), memory)
-
-    def jobs(self, size: int, program: Any) -> dict[Any, Job]:
-        """The programs of this batch size, to be compiled, by the keys they are called by."""
-        memory, state = self._abstract_state(size)
-        params, lane = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
-        cached, marked = (jax.ShapeDtypeStruct((self.cache_slots,), dtype) for dtype in (jnp.int32, jnp.bool_))
-        slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
-        vocab_size = program.target.vocab_size
-        arrays = abstract(
-            dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
-        )
-
-        adjustments: Any = None
-        constraints: Any = None
-        if program.adjusts:
-            adjustments = abstract(Adjustments(**make_adjustments({}, size, vocab_size)))  # type: ignore[arg-type]
-        if program.constrains:
-            of_lanes: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
-            of_rows: Any = jax.ShapeDtypeStruct((size * program.rows,), jnp.int32)
-            constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
-        extra = (Attached(adjustments, constraints),) if program.adjusts or program.constrains else ()
-
-        def step(params: Any, state: Any, *attached: Attached) -> Any:
-            state, info = advance(program, params, attach(state, *attached))
-            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
-
-        jobs: dict[Any, Job] = {
-            (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra, spread=self.spread),
-        }
-        plain: dict[Any, Job] = {
-            (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
-            ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
-            (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
-            (size, "leave"): Job(self._leave, (0,), (state, lane)),
-        }
-        for count, length in {(1, self.chunks.alone), (1, self.chunks.together), (size, self.chunks.together)}:
-            lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
-            stored = jax.ShapeDtypeStruct((count, self._pages_of(length)), jnp.int32)
-            arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
-            plain[reading(program), size, count, length, "prefill"] = Job(
-                self._prefill(program, length), (1, 2), arguments
-            )
-        if constraints is not None:
-            plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
-        if self.takes_turns and program.proposer is not None:
-            plain[size, self.chunks.together, "catch up"] = self._catching_up(params, state, lanes=size)
-        jobs |= {key: self._job(job) for key, job in plain.items()}
-        return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
-
-    def _walk(self, state: Any, automaton: jax.Array, tables: Any) -> jax.Array:
-        """The states of all rows' automata behind the tokens that they have."""
-        none_yet = jnp.zeros_like(state.sequences.length)
-        return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
-
-    def _catching_up(self, params: Any, state: Any, lanes: int) -> Job:
-        def read(params: Any, state: Any, start_at: jax.Array) -> Any:
-            return catch_up(self.program, params, state, start_at, self.chunks.together)
-
-        return Job(read, (1,), (params, state, jax.ShapeDtypeStruct((lanes,), jnp.int32)))
-
-    def _moving(self, old_size: int, size: int) -> dict[Any, Job]:
-        _, state = self._abstract_state(old_size)
-        sources = jax.ShapeDtypeStruct((size,), jnp.int32)
-
-        def move(groups: Any, memory: Any, sources: jax.Array) -> Any:
-            lanes = jnp.where(sources < old_size, jnp.arange(size), size)
-            empty = self._empty(memory, size)
-            return put(empty, lanes, take(dataclasses.replace(groups, memory=empty.memory), sources))
-
-        arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
-        key = ((old_size, size), "move")
-        return {key: self._job(Job(move, (1,), arguments, identity=(self.program, self.spread, key)))}
-
-    def _empty(self, memory: Any, size: int) -> Any:
-        """Makes a state without groups."""
-        vocab_size = self.program.target.vocab_size
-        requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
-        nobody = jnp.zeros(size, bool)
-        return self.program.begin(memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
-
-    def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], slots: jax.Array) -> Any:
-        present = arrays["present"]
-        prefix = cached.at[slots].get(mode="fill", fill_value=TRASH)
-        requests = requests_of(arrays)
-        joined = self.program.begin(state.memory, arrays["prompts"], requests, present, prefix)
-        size = present.shape[0]
-        lanes = jnp.where(present, jnp.arange(size), size)
-        return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
-
-    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport, Any]]:
-        def prefill(
-            params: Any,
-            state: Any,
-            cache: jax.Array,
-            lanes: jax.Array,
-            start_at: jax.Array,
-            cached: jax.Array,
-            slots: jax.Array,
-            *attached: Attached,
-        ) -> tuple[Any, PrefillReport, Any]:
-            given = attach(state, *attached)
-            groups = take(given, lanes)
-            size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
-            hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
-            prompt = None
-            if program.scores_prompts:
-                groups, hidden, prompt = program.prefill_scored(params, groups, start_at, chunk, hidden, cached)
-            else:
-                groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
-            groups, cache = self._store(groups, cache, start_at, slots)
-            prompt_length = groups.requests.prompt_length
-            ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
-            before = dataclasses.replace(groups, running=ends)
-            groups = program.start(params, before, hidden)
-            scores = first_scores(program, params, before, groups, hidden) if program.scores else None
-            tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
-            first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
-            report = PrefillReport(first, ends & ~groups.running, scores, prompt)
-            constraints = given.sequences.automaton is not None
-            given = put(detach(given, constraints=not constraints), lanes, detach(groups, constraints=not constraints))
-            return (detach(given), cache), report, given.sequences.automaton
-
-        return prefill
-
-    def _store(self, groups: Any, cached: jax.Array, start_at: jax.Array, slots: jax.Array) -> tuple[Any, jax.Array]:
-        """Puts pages of P groups' prompts, from the one of position `start_at` on, into cache slots [P, pages]."""
-        each = groups.sequences.block_table.shape[0] // slots.shape[0]
-        table, first = groups.sequences.block_table[::each], start_at // self.program.page_size
-        numbers = jnp.minimum(first[:, None] + jnp.arange(slots.shape[1]), table.shape[1] - 1)
-        pages = jnp.take_along_axis(table, numbers, axis=1)
-        pool, cached = keep(groups.memory.pool, cached, slots.reshape(-1), pages.reshape(-1))
-        return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
-
-    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
-        lanes = lane[None]
-        population, memory = self.program.conclude(take(state, lanes))
-        return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
-
-
-def stepping(program: Any) -> Any:
-    """The program of whose cycles `program`'s are: prompts make no difference to them."""
-    return dataclasses.replace(program, scores_prompts=False) if program.scores_prompts else program
-
-
-def reading(program: Any) -> Any:
-    """The program by which prompts are read where `program` advances the groups."""
-    return dataclasses.replace(program, by=None) if program.by is not None else program
-
-
-def requests_of(arrays: dict[str, jax.Array]) -> Requests:
-    """Makes a decoder's requests of a `Batch`, given as a dictionary of its arrays. Traced."""
-    fields = [field.name for field in dataclasses.fields(Requests) if field.name in arrays]
-    keys = jax.vmap(key_of)(arrays["seed"])
-    return Requests(**{name: arrays[name] for name in fields}, key=keys)

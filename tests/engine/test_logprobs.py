@@ -208,7 +208,7 @@ def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LL
         runner = one.engine.runner
         program = runner.program
         assert (program.scores, program.scores_prompts, program.adjusts) == (False, False, False)
-        _, state = runner._abstract_state(2)
+        _, state = runner._jobs.state(2)
 
         def step(program: Any, runner: Any = runner, state: Any = state) -> tuple[str, int]:
             traced = jax.make_jaxpr(program.step)(runner.params, state)
