@@ -57,7 +57,7 @@ WRONG_LLM: dict[str, list[Any]] = {
     "dtype": ["int8", "fp16", 5, True, "float64"],
     "max_model_len": [0, 1, -1, 10**12, 8.0, "8", True, NAN],
     "max_num_seqs": [0, -1, 4097, 10**12, 8.0, "8", None, True, NAN],
-    "page_size": [0, -1, 65, 10**12, 8.0, "8", None, True, NAN],
+    "page_size": [0, -1, 129, 10**12, 8.0, "8", True, NAN],
     "num_pages": [0, 1, -1, 10**12, 10**8, 8.0, "8", True, NAN],
     "gpu_memory_utilization": [0, -0.1, 1.1, 85, NAN, INF, 10**12, "8", None, True],
     "tensor_parallel_size": [0, 2, -1, "8", None, True, NAN],
