@@ -30,6 +30,7 @@ from smcjax.engine.arguments import (
 )
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
+from smcjax.engine.intake import Intake
 from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models, usual_page_size
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
@@ -39,14 +40,8 @@ from smcjax.engine.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.requests import (
     Prompt,
     Request,
-    automaton_of,
-    check_room,
-    check_token_ids,
-    limit_of,
     listed,
     params_for_each,
-    tokenize,
-    told_apart,
 )
 from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
@@ -56,7 +51,6 @@ from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
-from smcjax.structured.automaton import Automata, Undecided
 
 logger = logging.getLogger("smcjax")
 
@@ -224,7 +218,6 @@ class LLM:
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
         self.turn = threading.RLock()  # of the engine, which one thread may use at a time
-        self._numbering = threading.Lock()  # of requests
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
         self._implementation: str = implementation
         self.owns_models = share is None
@@ -232,8 +225,6 @@ class LLM:
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
         self.footprint = Footprint.of(self.decoding, page_size)
-        self._seed = seed
-        self._counter = 0
         if share is not None:
             self.models: Models = models_for(self.decoding, share.models, page_size)
         else:
@@ -262,12 +253,11 @@ class LLM:
             if self._planned is not None:
                 self._planned.check(self.models)
             self.tokenizer = self.models.tokenizer
-            self._automata = Automata(self.tokenizer, self.models.target.vocab_size)
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
                 raise ValueError(
                     "select is 'vote' and the model directory has no tokenizer to read answers by; use select='sample'."
                 )
-            self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission)
+            self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed)
             if compiles_at_start(compile_at_start):
                 self.warm_up()
         except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
@@ -281,6 +271,7 @@ class LLM:
         gpu_memory_utilization: float,
         enable_prefix_caching: bool,
         admission: str,
+        seed: int,
     ) -> None:
         """Takes memory for KV and makes the engine."""
         longest = self.models.max_position_embeddings
@@ -288,11 +279,19 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
-        self._decoder = decoder = make_decoder(
+        decoder = make_decoder(
             self.decoding, models.local_target, models.local_proposer, longest, self.page_size, self._implementation
         )
         workspace = 0 if models.spread is None else models.spread.workspace_bytes(decoder.implementation)
         self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)
+        self._intake = Intake(
+            decoder,
+            tokenizer=self.tokenizer,
+            eos_token_ids=models.eos_token_ids,
+            footprint=self.footprint,
+            num_pages=self.num_pages,
+            seed=seed,
+        )
         params = PairParams(models.target_params, models.draft_params)
         runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread)
         planned, begin_again = self._planned, admission == "optimistic"
@@ -341,17 +340,7 @@ class LLM:
         before anything runs; one that fails while running ends with finish_reason "error" and costs no other anything.
         """
         checked = listed(prompts)
-        params = params_for_each(sampling_params, len(checked))
-        requests = []
-        for one in params:
-            self._prepare(one)
-        with self._numbering:
-            for index, (prompt, one) in enumerate(zip(checked, params, strict=True)):
-                try:
-                    requests.append(self._request(index, prompt, one))
-                except ValueError as error:
-                    raise ValueError(f"request {index}: {error}") from None
-            self._counter += len(requests)
+        requests = self._intake.requests(checked, params_for_each(sampling_params, len(checked)))
         return self._run(requests, use_tqdm)
 
     def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
@@ -451,13 +440,7 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
-        if not isinstance(prompt, str | Mapping):
-            raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
-        self._prepare(params)
-        with self._numbering:
-            request = self._request(0, prompt, params)
-            self._counter += 1
-        return request
+        return self._intake.request(prompt, params)
 
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles the programs of every batch size, which otherwise wait for the first batch of that size."""
@@ -469,65 +452,14 @@ class LLM:
 
         Neither this nor a request with such parameters waits for a compilation.
         """
-        if params.expression is None:
-            return True
-        params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
-        assert params.expression is not None
-        return self._automata.keeps(params.expression, self._stop_ids(params, named))
+        return self._intake.has_prepared(params)
 
     def prepare(self, params: SamplingParams) -> None:
         """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
 
         Raises ValueError where there is none. Any thread may call this before others have to wait for it.
         """
-        params, named = told_apart(params, self.tokenizer, self.models.target.vocab_size)
-        automaton_of(params, self._automata, self._stop_ids(params, named))
-
-    def _prepare(self, params: SamplingParams) -> None:
-        """Prepares a request. What is wrong with it for good is said when it is checked, in its turn."""
-        try:
-            self.prepare(params)
-        except Undecided:  # or it would be compiled again then
-            raise
-        except ValueError:
-            pass
-
-    def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
-        return named if params.ignore_eos else (*self.models.eos_token_ids, *named)
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        """The `index`-th of the next requests, checked."""
-        vocab_size = self.models.target.vocab_size
-        text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
-        params, named = told_apart(params, self.tokenizer, vocab_size)
-        check_token_ids(params, vocab_size)
-        self._decoder.check(params)
-        stop_ids = self._stop_ids(params, named)
-        if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
-            raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
-        limit = limit_of(token_ids, params, self.max_model_len)
-        automaton = automaton_of(params, self._automata, stop_ids)
-        if automaton is not None:
-            check_room(automaton, limit - len(token_ids))
-        pages = self.footprint.worst_case(len(token_ids), limit)
-        if pages > self.num_pages - 1:
-            fewer = "max_tokens" if self.decoding.rows == 1 else f"max_tokens or {self.decoding.rows_argument}"
-            raise ValueError(
-                f"it may need {pages} KV pages and there are {self.num_pages - 1}; raise num_pages, or lower {fewer}."
-            )
-        seed = params.seed if params.seed is not None else (self._seed + self._counter + index) & MAX_SEED
-        return Request(
-            request_id=str(self._counter + index),
-            prompt=text,
-            token_ids=token_ids,
-            params=params,
-            limit=limit,
-            stop_ids=stop_ids,
-            seed=seed,
-            worst_case_pages=pages,
-            automaton=automaton,
-            trace=params.trace,
-        )
+        self._intake.prepare(params)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Answers all `requests`, at once as far as lanes and memory allow."""

@@ -1,0 +1,144 @@
+"""Where requests come in: prompts and parameters are checked, tokenized and numbered, before any work starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smcjax.engine.page_budget import Footprint
+from smcjax.engine.requests import (
+    Prompt,
+    Request,
+    automaton_of,
+    check_room,
+    check_token_ids,
+    limit_of,
+    tokenize,
+    told_apart,
+)
+from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.plain import short
+from smcjax.structured.automaton import Automata, Undecided
+from smcjax.tokenizer import Tokenizer
+
+
+class Intake:
+    """Makes the requests of one engine, numbered in the order in which they come. Any thread may ask.
+
+    Args:
+        decoder: the `smcjax.decoding.decoder.Decoder` that answers.
+        tokenizer: for text; None where the model has none.
+        eos_token_ids: tokens that end every answer, unless a request ignores them.
+        footprint: pages that a request may need.
+        num_pages: KV pages that there are, the trash page included.
+        seed: of requests that bring none, with their number.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        footprint: Footprint,
+        num_pages: int,
+        seed: int,
+    ) -> None:
+        self._decoder, self._tokenizer, self._eos_token_ids = decoder, tokenizer, eos_token_ids
+        self._vocab_size, self._footprint, self._num_pages = decoder.target.vocab_size, footprint, num_pages
+        self._automata = Automata(tokenizer, self._vocab_size)
+        self._numbering = threading.Lock()
+        self._seed = seed
+        self.count = 0  # of requests so far
+
+    def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        """Checked requests of prompts with parameters each. Raises ValueError that names the first wrong one's index.
+
+        Numbers are given to all of them or to none.
+        """
+        requests = []
+        for one in params:
+            self._prepare(one)
+        with self._numbering:
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    requests.append(self._request(index, prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"request {index}: {error}") from None
+            self.count += len(requests)
+        return requests
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request. Raises ValueError for one that cannot run."""
+        if not isinstance(prompt, str | Mapping):
+            raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
+        self._prepare(params)
+        with self._numbering:
+            request = self._request(0, prompt, params)
+            self.count += 1
+        return request
+
+    def has_prepared(self, params: SamplingParams) -> bool:
+        """True where the form that a request asks for is known already, as its automaton or by why it has none.
+
+        Neither this nor a request with such parameters waits for a compilation.
+        """
+        if params.expression is None:
+            return True
+        params, named = told_apart(params, self._tokenizer, self._vocab_size)
+        assert params.expression is not None
+        return self._automata.keeps(params.expression, self._stop_ids(params, named))
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
+
+        Raises ValueError where there is none. Any thread may call this before others have to wait for it.
+        """
+        params, named = told_apart(params, self._tokenizer, self._vocab_size)
+        automaton_of(params, self._automata, self._stop_ids(params, named))
+
+    def _prepare(self, params: SamplingParams) -> None:
+        """Prepares a request. What is wrong with it for good is said when it is checked, in its turn."""
+        try:
+            self.prepare(params)
+        except Undecided:  # or it would be compiled again then
+            raise
+        except ValueError:
+            pass
+
+    def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
+        return named if params.ignore_eos else (*self._eos_token_ids, *named)
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        """The `index`-th of the next requests, checked."""
+        vocab_size, most = self._vocab_size, self._num_pages - 1
+        text, token_ids = tokenize(prompt, self._tokenizer, vocab_size)
+        params, named = told_apart(params, self._tokenizer, vocab_size)
+        check_token_ids(params, vocab_size)
+        self._decoder.check(params)
+        stop_ids = self._stop_ids(params, named)
+        if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
+            raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
+        limit = limit_of(token_ids, params, self._decoder.max_model_len)
+        automaton = automaton_of(params, self._automata, stop_ids)
+        if automaton is not None:
+            check_room(automaton, limit - len(token_ids))
+        pages = self._footprint.worst_case(len(token_ids), limit)
+        if pages > most:
+            decoding = self._decoder.decoding
+            fewer = "max_tokens" if decoding.rows == 1 else f"max_tokens or {decoding.rows_argument}"
+            raise ValueError(f"it may need {pages} KV pages and there are {most}; raise num_pages, or lower {fewer}.")
+        seed = params.seed if params.seed is not None else (self._seed + self.count + index) & MAX_SEED
+        return Request(
+            request_id=str(self.count + index),
+            prompt=text,
+            token_ids=token_ids,
+            params=params,
+            limit=limit,
+            stop_ids=stop_ids,
+            seed=seed,
+            worst_case_pages=pages,
+            automaton=automaton,
+            trace=params.trace,
+        )
