@@ -2,25 +2,29 @@
 
     python scripts/profile_sparse_layer.py                       # 65,536 positions, 9 queries, 1 and 8 requests
     python scripts/profile_sparse_layer.py --queries 16 --requests 1 --context 32768
+    python scripts/profile_sparse_layer.py --rows 8 --groups 16 72 --requests 1 4   # of populations of 8 particles
     python scripts/profile_sparse_layer.py --tiny                # on a CPU: that it runs
 
 A program of four layers of an 8B model's attention (`bench_sparse_attention.Layer`), each with pages of its own, runs
 as a verification has it: new keys and values, compressed tokens born, routing, tasks, attention, gates. Products of the
-layer's weights are left out but for gates. Queries are alike, so that they select alike; pages hold random numbers. The
-same program of plain XLA follows on the same pages, and what both select and compute is compared. Times are JAX's
-profiler's.
+layer's weights are left out but for gates. Queries are alike, so that they select alike; pages hold random numbers.
+
+The same program of plain XLA runs on the same pages, and what both select and compute is compared. Rows of a population
+share all pages but their last `TAIL`; it runs with kernels once more, but for compressed tokens, which XLA attends to.
+Times are JAX's profiler's.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +36,7 @@ from bench_sparse_attention import Layer
 from profile_cycle import read_kernels
 
 from smcjax.device import this_device
+from smcjax.model import nsa
 from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
@@ -41,6 +46,7 @@ from smcjax.pallas import implementations, uses_kernels
 from smcjax.sparse import SparseVerification
 
 LAYERS, RUNS = 4, 3
+TAIL = 3  # pages of a row's own, in populations
 MOST_SETS = 0.95  # of XLA's sets that kernels must find: scores in bfloat16 differ in their last bits
 ALIKE = 0.95  # of a query, what it has in common with the others of its request
 
@@ -48,25 +54,31 @@ ALIKE = 0.95  # of a query, what it has in common with the others of its request
 class Verification:
     """Layers and their inputs at the end of `context` positions of each request."""
 
-    def __init__(self, layer: Layer, context: int, queries: int, requests: int) -> None:
-        self.layer, self.pages = layer, requests * context // layer.page_size
+    def __init__(self, layer: Layer, context: int, queries: int, requests: int, of_request: int = 1) -> None:
+        per_row, rows = context // layer.page_size, requests * of_request
+        tail = min(TAIL, per_row)
+        self.layer, self.pages = layer, requests * (per_row - tail + of_request * tail)
         self.number = 0  # of arrays drawn
         heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
         self.kind = NSA(kv="shared", phi="mean", num_blocks=layer.num_blocks, window=layer.window)
         config = SimpleNamespace(hidden_size=heads * dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
         shapes = self.kind.param_shapes(config, jnp.bfloat16)
         self.weights = {name: 0.02 * self.normal(*of.shape) for name, of in shapes.items()}
-        common = self.normal(requests, 1, heads + 2 * kv_heads, dim)
-        own = self.normal(requests, queries, *common.shape[2:])
+        common = self.normal(requests, 1, heads + 2 * kv_heads, dim).repeat(of_request, axis=0)
+        own = self.normal(rows, queries, *common.shape[2:])
         self.qkv = ALIKE * common + (1 - ALIKE**2) ** 0.5 * own
-        self.x = self.normal(requests, queries, heads * dim)
-        table = 1 + np.random.default_rng(1).permutation(self.pages).reshape(requests, -1)
-        positions = context - queries + np.arange(queries) + np.zeros((requests, 1), int)
+        self.x = self.normal(rows, queries, heads * dim)
+        pages = 1 + np.random.default_rng(1).permutation(self.pages)
+        shared, own_pages = np.split(pages, [requests * (per_row - tail)])
+        shared = shared.reshape(requests, -1).repeat(of_request, axis=0)
+        table = np.concatenate([shared, own_pages.reshape(rows, tail)], axis=1)
+        positions = context - queries + np.arange(queries) + np.zeros((rows, 1), int)
         written = np.take_along_axis(table, positions // layer.page_size, axis=1)
-        ends = np.full(requests, context)
+        ends = np.full(rows, context)
         arrays = [jnp.asarray(array, jnp.int32) for array in (positions, table, written, ends)]
-        tokens, (at, pages, written_to, lengths) = arrays[0], arrays
-        self.view = BatchView(tokens, at, pages, written_to, lengths, lengths, page_size=layer.page_size)
+        tokens, (at, named, written_to, lengths) = arrays[0], arrays
+        rest = (written_to, lengths, lengths)
+        self.view = BatchView(tokens, at, named, *rest, rows=of_request, page_size=layer.page_size)
 
     def normal(self, *shape: int) -> jax.Array:
         self.number += 1
@@ -100,11 +112,23 @@ class Verification:
         return tuple(map(list, zip(*found, strict=True)))
 
 
-def profiled(verification: Verification, sparse: SparseVerification, implementation: str) -> tuple[Any, dict[str, Any]]:
+@contextlib.contextmanager
+def way(name: str) -> Iterator[None]:
+    """How a layer is computed: by "kernels", with "routing by XLA" and the rest by kernels, or by plain "XLA"."""
+    routes = nsa.routes_by_kernel
+    nsa.routes_by_kernel = routes if name != "routing by XLA" else lambda *_: False
+    try:
+        with implementations("xla" if name == "XLA" else "auto"):
+            yield
+    finally:
+        nsa.routes_by_kernel = routes
+
+
+def profiled(verification: Verification, sparse: SparseVerification, name: str) -> tuple[Any, dict[str, Any]]:
     """Outputs and selections; and by kernel its launches and microseconds a layer."""
     view = dataclasses.replace(verification.view, sparse=sparse)
     rest, caches = (verification.qkv, verification.x, verification.weights, view), verification.caches()
-    with implementations(implementation):
+    with way(name):
         program = jax.jit(verification.run, donate_argnums=0).lower(caches, *rest).compile()
     caches, outputs, selected = program(caches, *rest)
     jax.block_until_ready(outputs)
@@ -127,6 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=65_536, help="T, a multiple of 128")
     parser.add_argument("--queries", type=int, nargs="+", default=[9], help="M")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="R")
+    parser.add_argument("--rows", type=int, default=1, help="N, rows of a request that share pages")
+    parser.add_argument(
+        "--groups", type=int, nargs="+", help="C, queries that read together (all of a row, 16 at most)"
+    )
     parser.add_argument("--most", type=int, default=20, help="rows to print")
     parser.add_argument("--tiny", action="store_true", help="a small shape, without kernels")
     args = parser.parse_args(argv)
@@ -137,25 +165,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         layer, args.context, args.requests = Layer(heads=2, kv_heads=1, dim=64, num_blocks=4, window=32), 512, [1]
     print(this_device().kind or this_device().platform, "jax", jax.__version__)
     for requests, queries in itertools.product(args.requests, args.queries):
-        verification = Verification(layer, args.context, queries, requests)
-        sparse = SparseVerification("merged", min(queries, 16))
-        results = {}
-        for implementation in ("auto", "xla"):
-            results[implementation], times = profiled(verification, sparse, implementation)
-            launches, total = (sum(x) for x in zip(*times.values(), strict=True)) if times else (0, 0)
-            print(
-                f"\n{requests} requests of {queries} queries, {implementation}:"
-                f" {total:.1f} µs in {launches:.1f} launches a layer"
-            )
-            for name, (count, microseconds) in sorted(times.items(), key=lambda item: -item[1][1])[: args.most]:
-                print(f"{microseconds:10.2f} µs {count:6.2f}  {name[:80]}", flush=True)
-        (outputs, sets), (others, their) = results["auto"], results["xla"]
-        away = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(outputs, others, strict=True))
-        alike = float(jnp.mean(jnp.stack([(a == b).all(axis=-1) for a, b in zip(sets, their, strict=True)])))
-        union = float(jnp.mean(jnp.stack(sets).any(axis=2).sum(axis=-1)))
-        print(f"{union:.1f} blocks a head; {alike:.1%} of sets are XLA's, outputs {away:.1e} of the largest away")
-        wrong |= alike < MOST_SETS
+        verification = Verification(layer, args.context, queries, requests, args.rows)
+        sizes = args.groups or [min(queries, 16)]
+        by_xla, times = profiled(verification, SparseVerification("merged", sizes[0]), "XLA")
+        said = f"{requests} requests of {args.rows} rows of {queries} queries"
+        show(f"{said}, XLA", times, args.most)
+        for size in sizes:
+            sparse = SparseVerification("merged", size)
+            for name in ("routing by XLA", "kernels")[args.rows == 1 :]:
+                found, times = profiled(verification, sparse, name)
+                show(f"{said}, groups of {size}, {name}", times, args.most)
+                wrong |= differ(found, by_xla)
     return wrong
+
+
+def show(title: str, times: dict[str, Any], most: int) -> None:
+    """Prints a layer's launches and microseconds, and the longest kernels."""
+    launches, total = (sum(x) for x in zip(*times.values(), strict=True)) if times else (0, 0)
+    print(f"\n{title}: {total:.1f} µs in {launches:.1f} launches a layer")
+    for name, (count, microseconds) in sorted(times.items(), key=lambda item: -item[1][1])[:most]:
+        print(f"{microseconds:10.2f} µs {count:6.2f}  {name[:80]}", flush=True)
+
+
+def differ(found: Any, by_xla: Any) -> bool:
+    """Prints what kernels and XLA have computed; true where they select other sets."""
+    (outputs, sets), (others, their) = found, by_xla
+    away = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(outputs, others, strict=True))
+    alike = float(jnp.mean(jnp.stack([(a == b).all(axis=-1) for a, b in zip(sets, their, strict=True)])))
+    union = float(jnp.mean(jnp.stack(sets).any(axis=2).sum(axis=-1)))
+    print(f"{union:.1f} blocks a row and head; {alike:.1%} of sets are XLA's, outputs {away:.1e} of the largest away")
+    return not alike >= MOST_SETS
 
 
 if __name__ == "__main__":

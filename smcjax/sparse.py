@@ -18,7 +18,7 @@ from smcjax.trees import ORDERS
 
 MODES = ("per_query", "merged", "shared", "shared_forced")
 SHARED = ("shared", "shared_forced")
-GROUP, MOST_QUERIES = 4, 64  # queries of a group: usually, and at most
+GROUP, MOST_QUERIES = 4, 128  # queries of a group: usually, and at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SparseVerification:
             selected once for all of them, each attending to its own: the same result. "shared" lets all queries of a
             group attend to the blocks of its first one, as far as they see them, and "shared_forced" to those that a
             query always selects as well: approximate.
-        group: C, queries of a group, from 1 to 64. None: 4, or with "per_query" 1, which is what the field then holds.
+        group: C, queries of a group, from 1 to 128. None: 4, or with "per_query" 1, which is what the field then holds.
         order: which queries are neighbours, "bfs", "dfs" or "position" (`smcjax.pallas.query_groups.QueryGroups`).
         schedule: which sparse layers select blocks anew, the first always; others take those that the same query has
             selected in the nearest layer before that does. A flag for each sparse layer, or the spacing of those that

@@ -16,8 +16,8 @@ from smcjax.sparse import SparseVerification
     [
         ({"mode": "forced"}, r"mode must be one of per_query, merged, shared, shared_forced, got 'forced'\."),
         ({"mode": "merged", "order": "rows"}, r"order must be one of bfs, dfs, position, got 'rows'\."),
-        ({"mode": "merged", "group": 0}, r"group must be a whole number of queries from 1 to 64, got 0\."),
-        ({"mode": "merged", "group": True}, r"group must be a whole number of queries from 1 to 64, got True\."),
+        ({"mode": "merged", "group": 0}, r"group must be a whole number of queries from 1 to 128, got 0\."),
+        ({"mode": "merged", "group": True}, r"group must be a whole number of queries from 1 to 128, got True\."),
         ({"group": 2}, r"group is 2 and order 'bfs', which mode='per_query' has no use for; use mode='merged', or .*"),
         ({"order": "dfs"}, r"group is 1 and order 'dfs', which mode='per_query' has no use for; .*"),
         ({"schedule": 0}, r"schedule must be a spacing of at least 1, or True or False for .*, got 0\."),

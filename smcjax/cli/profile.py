@@ -27,7 +27,7 @@ from smcjax.cli.options import (
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import Autoregressive, Decoding
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.sparse import GROUP, MODES, SparseVerification
+from smcjax.sparse import GROUP, MODES, MOST_QUERIES, SparseVerification
 
 if TYPE_CHECKING:
     from smcjax.engine.requests import Prompt
@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--sparse-modes", choices=MODES, nargs="+", help="of a sparse target: how queries read blocks (per_query)"
     )
     what.add_argument(
-        "--sparse-groups", type=whole(1, 64), nargs="+", metavar="C", help=f"that read together ({GROUP})"
+        "--sparse-groups", type=whole(1, MOST_QUERIES), nargs="+", metavar="C", help=f"that read together ({GROUP})"
     )
     what.add_argument(
         "--refreshes", type=whole(1, 1 << 20), nargs="+", metavar="R", help="spacings of layers that select (1)"

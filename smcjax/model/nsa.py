@@ -27,7 +27,14 @@ from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
 from smcjax.matmul import sum_over_neighbours
 from smcjax.model.attention import HeadShape, Projection, Selection, Weights
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
-from smcjax.model.nsa_groups import nodes_by_groups, routes_by_kernel, rows_by_groups, takes_compressed
+from smcjax.model.nsa_groups import (
+    nodes_by_groups,
+    nodes_routed,
+    routes_by_kernel,
+    rows_by_groups,
+    rows_routed,
+    takes_compressed,
+)
 from smcjax.model.nsa_routing import Branches, Entries, Routed, Routing, compressed_of
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
@@ -212,7 +219,7 @@ class NSA(Routing):
         cache, last, routed = self.written(projection, cache, view), self.last(view), None
         q, pages = projection.heads()[0], self.pairs(cache)
         if is_grouped(view) and earlier is None and routes_by_kernel(self, q, compressed_of(cache), view):
-            routed = self.route_by_groups(q, cache, view, last)
+            routed = self.routed_by(rows_routed(self, q, compressed_of(cache), view, last), cache, view)
         elif not self.takes_together(view, earlier):
             seen = self.read(cache, view)
             routed = self.route(projection, seen, view.positions, last, earlier)
@@ -269,13 +276,15 @@ class NSA(Routing):
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over nodes of a tree, and the layer's scratch; `earlier` as in `paged_branches`."""
         scratch, positions = self.tree_written(projection, cache, scratch, view), view.positions
-        routed = None
-        if not self.takes_together(view, earlier):
+        q, pages, own, routed = projection.heads()[0], self.pairs(cache), self.pairs(scratch), None
+        if is_grouped(view) and earlier is None and routes_by_kernel(self, q, compressed_of(cache), view):
+            routing = nodes_routed(self, q, compressed_of(cache), compressed_of(scratch), view)
+            routed = self.routed_by(routing, cache, view)
+        elif not self.takes_together(view, earlier):
             seen = self.read_paths(cache, scratch, view)
             routed = self.route(projection, seen, positions, positions, earlier)
             if not is_grouped(view):
                 return self._attend(projection, seen, positions, positions, routed), scratch
-        q, pages, own = projection.heads()[0], self.pairs(cache), self.pairs(scratch)
         selected = earlier if routed is None else routed.selected
         compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
         outputs = nodes_by_groups(self, q, pages, own, compressed, view, selected)

@@ -7,7 +7,8 @@
 Where every group is one query all modes are exact. What approximate modes write to pages depends on the groups.
 
 Selected blocks and windows are attended to in one launch, by tasks of `smcjax.pallas.grouped_attention`. A layer that
-selects attends to compressed tokens before it, as without groups, since their weights are what selects (`NSA.route`).
+selects attends to compressed tokens before it, since their weights are what selects: by a kernel that reads them once a
+group and keeps scores (`rows_routed`, `nodes_routed`), or as without groups (`NSA.route`).
 One that takes another layer's blocks needs no weights, and has compressed tokens in the same launch, if a page holds
 eight or more of them: units that kernels read.
 """
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.dispatch import uses_kernels
@@ -171,16 +172,15 @@ def takes_compressed(kind: Blocks, page_size: int) -> bool:
     return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
 
 
-def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView) -> bool:
-    """True where a kernel attends to compressed tokens and keeps what ranks blocks (`rows_routed`)."""
-    if not (view.rows == 1 and kind.score == "prob" and takes_compressed(kind, view.page_size)):
+def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView | TreeView) -> bool:
+    """True where a kernel attends to compressed tokens in pages and keeps what ranks blocks (`Weighed`)."""
+    if not (kind.score == "prob" and takes_compressed(kind, view.page_size)):
         return False
     _, per_page, kv_heads, _ = compressed[0].shape
-    assert view.sparse is not None
     return (
         uses_kernels()
         and supports(
-            size=view.sparse.queries,
+            size=_groups(view).size,
             num_heads=q.shape[2],
             num_kv_heads=kv_heads,
             head_dim=q.shape[3],
@@ -193,27 +193,105 @@ def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair,
     )
 
 
+class Weighed(NamedTuple):
+    """Attention to compressed tokens, and what ranks blocks."""
+
+    output: Float[Array, "R T H D"]  # f32
+    weights: Float[Array, "R T H slots"]  # by slot of compressed tokens (`compressed_slots`), 0 for those not seen
+
+
+def _weighed(
+    kind: Blocks,
+    q: Float[Array, "R M H D"],
+    compressed: Pair,
+    table: Int[Array, "R M pages"],
+    last: Int[Array, "R M"],
+    groups: QueryGroups,
+    rows: int,
+) -> tuple[Part, Float[Array, "R M H slots"]]:
+    """Attends by groups to the compressed tokens in pages up to positions `last`, and weighs them by slot.
+
+    Queries of a request have at most `rows` distinct tables. Weights are those of this part alone.
+    """
+    low, high = compressed_slots(last, kernel_size=kind.kernel_size, kernel_stride=kind.kernel_stride)
+    _, per_page, kv_heads, _ = compressed[0].shape
+    unit, slots = math.gcd(per_page, MOST_UNIT), table.shape[2] * per_page
+    sizes = {"page_size": per_page, "unit": unit, "sets": kv_heads, "most_slots": slots}
+    tasks = span_tasks(low, high, table, groups, rows=rows, **sizes)
+    part, scores = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit, slots=slots)
+    slot = jnp.arange(slots)
+    seen = (slot >= low[..., None]) & (slot <= high[..., None])
+    return part, jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
+
+
 def rows_routed(
     kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView, last: Int[Array, "R T"]
-) -> tuple[Float[Array, "R T H D"], Float[Array, "R T H slots"]]:
-    """Attends by groups to the compressed tokens that queries see up to `last`, rows that are requests by themselves.
+) -> Weighed:
+    """Attends by groups of all queries of a request to the compressed tokens that they see up to `last`.
 
-    Returns the output, f32, and each query head's weights by slot of compressed tokens (`compressed_slots`), 0 for
-    those that it does not see.
+    A page that its rows share is read once a group.
     """
+    columns, groups = view.positions.shape[1], _groups(view)
+    q, table, last = (_by_request(view, x) for x in (q, _tables(view), last))
+    part, weights = _weighed(kind, q, compressed, table, last, groups, view.rows)
+    return Weighed(*(x.reshape(-1, columns, *x.shape[2:]) for x in (part.out, weights)))
+
+
+def nodes_routed(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, own: Pair, view: TreeView) -> Weighed:
+    """Attends by groups of a row's nodes to compressed tokens in pages, and to those that their paths bear: `own`."""
+    groups = _groups(view)
+    last = jnp.minimum(view.positions, view.committed[:, None] - 1)
+    part, weights = _weighed(kind, q, compressed, _tables(view), last, groups, 1)
+
+    at, drafted = _drafted(view)
+    sets, stride = compressed[0].shape[2], kind.kernel_stride
+    visible = drafted & _bears(kind, at)[:, None]
+    visible = jnp.broadcast_to(visible[:, :, None], (*visible.shape[:2], sets, visible.shape[2]))
+    born, of_nodes = masked_attention(q, *own, visible)
+    whole = merged_parts(part, born)
+    weights, of_nodes = (
+        jnp.where(one.lse == -jnp.inf, 0, jnp.exp(one.lse - whole.lse))[..., None] * x
+        for one, x in ((part, weights), (born, of_nodes))
+    )
+    slot, of_slot = jnp.arange(weights.shape[-1]), (at + 1) // stride - 1
+    first = (view.committed + stride) // stride - 1  # of the first position that ends a stride and is not committed
+    for later in range(view.tree.depth // stride + 1):
+        its = jnp.where((of_slot == first[:, None] + later)[:, None, None], of_nodes, 0).sum(axis=-1)
+        weights = jnp.where(slot == (first + later)[:, None, None, None], its[..., None], weights)
+    return Weighed(whole.out, weights)
+
+
+def _groups(view: BatchView | TreeView) -> QueryGroups:
+    """A request's queries in groups."""
     assert view.sparse is not None
-    groups = QueryGroups.of_rows(1, view.positions.shape[1], view.sparse.order, view.sparse.queries)
-    table = jnp.broadcast_to(view.block_table[:, None], (*view.positions.shape, view.block_table.shape[1]))
-    low, high = compressed_slots(last, kernel_size=kind.kernel_size, kernel_stride=kind.kernel_stride)
-    per_page = view.page_size // kind.kernel_stride
-    unit, most = math.gcd(per_page, MOST_UNIT), view.block_table.shape[1] * per_page
-    sizes = {"page_size": per_page, "unit": unit, "sets": compressed[0].shape[2], "most_slots": most}
-    # From the first unit on, of which the first slots belong to no token: then a task's number is its place.
-    tasks = span_tasks(jnp.zeros_like(low), high, table, groups, **sizes)
-    part, scores = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit)
-    slot = jnp.arange(scores.shape[-1])
-    seen = (slot >= low[..., None]) & (slot <= high[..., None])
-    return part.out, jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
+    of = (view.sparse.order, view.sparse.queries)
+    if isinstance(view, TreeView):
+        return QueryGroups.of_tree(view.tree, view.nodes, *of)
+    return QueryGroups.of_rows(view.rows, view.positions.shape[1], *of)
+
+
+def _tables(view: BatchView | TreeView) -> Int[Array, "R T pages"]:
+    """Each query's own pages."""
+    return jnp.broadcast_to(view.block_table[:, None], (*view.positions.shape, view.block_table.shape[1]))
+
+
+def _by_request(view: BatchView, x: Shaped[Array, "R T *rest"]) -> Shaped[Array, "requests M *rest"]:
+    """Numbers of queries by request: the columns of its rows, one row after the other."""
+    rows, columns = x.shape[:2]
+    return x.reshape(rows // view.rows, view.rows * columns, *x.shape[2:])
+
+
+def _drafted(view: TreeView) -> tuple[Int[Array, "R nodes"], Bool[Array, "R T nodes"]]:
+    """The tree's nodes' positions, and those nodes on each new node's path that pages do not hold."""
+    on_path = np.zeros((len(view.nodes), view.tree.size), bool)
+    np.put_along_axis(on_path, view.paths, True, axis=1)
+    at = view.root[:, None] + jnp.asarray(view.tree.depths)
+    return at, jnp.asarray(on_path) & (at >= view.committed[:, None])[:, None]
+
+
+def _bears(kind: Blocks, at: Int[Array, "R nodes"]) -> Bool[Array, "R nodes"]:
+    """True for positions at which a compressed token is born."""
+    return ((at + 1) % kind.kernel_stride == 0) & (at >= kind.kernel_size - 1)
 
 
 def rows_by_groups(
@@ -231,15 +309,10 @@ def rows_by_groups(
     Their requests are rows: R·T is R·M of the queries given.
     """
     assert view.sparse is not None
-    rows, columns = view.positions.shape
-    groups = QueryGroups.of_rows(view.rows, columns, view.sparse.order, view.sparse.queries)
+    columns, groups = view.positions.shape[1], _groups(view)
     grouped = Grouped(kind, groups, view.sparse.mode, view.rows)
-
-    def by_request(x: jax.Array) -> jax.Array:
-        return x.reshape(rows // view.rows, view.rows * columns, *x.shape[2:])
-
-    q, positions, high, selected = map(by_request, (q, view.positions, last, selected))
-    table = by_request(jnp.broadcast_to(view.block_table[:, None], (rows, columns, view.block_table.shape[1])))
+    of_queries = (q, _tables(view), view.positions, selected, last)
+    q, table, positions, selected, high = (_by_request(view, x) for x in of_queries)
     parts = grouped.attend(q, pages, compressed, table, positions, selected, high, min(groups.size, columns) - 1)
     return tuple(part.out for part in parts)
 
@@ -259,26 +332,22 @@ def nodes_by_groups(
     on the path counts for the selection where its position's block is selected. Returns outputs as `rows_by_groups`.
     """
     assert view.sparse is not None
-    groups = QueryGroups.of_tree(view.tree, view.nodes, view.sparse.order, view.sparse.queries)
+    groups = _groups(view)
     grouped, positions = Grouped(kind, groups, view.sparse.mode, rows=1), view.positions
-    table = jnp.broadcast_to(view.block_table[:, None], (*positions.shape, view.block_table.shape[1]))
     high = jnp.minimum(positions, view.committed[:, None] - 1)
 
-    on_path = np.zeros((len(view.nodes), view.tree.size), bool)
-    np.put_along_axis(on_path, view.paths, True, axis=1)
-    at = view.root[:, None] + jnp.asarray(view.tree.depths)  # [R, nodes]
-    drafted = (jnp.asarray(on_path) & (at >= view.committed[:, None])[:, None])[:, :, None]
+    at, drafted = _drafted(view)
+    drafted = drafted[:, :, None]
     sets = grouped.sets(selected, positions)
     block = jnp.broadcast_to((at // kind.block_size)[:, None, None], (*sets.shape[:3], at.shape[1]))
     chosen = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
     near = drafted & (at[:, None, None] > (positions - kind.window)[..., None, None])
-    ends = (at + 1) % kind.kernel_stride == 0
-    born = drafted & (ends & (at >= kind.kernel_size - 1))[:, None, None]
+    born = drafted & _bears(kind, at)[:, None, None]
 
     in_pages, in_scratch = (None, ()) if compressed is None else (compressed[0], (compressed[1],))
-    parts = grouped.attend(q, pages, in_pages, table, positions, selected, high, view.tree.depth)
+    parts = grouped.attend(q, pages, in_pages, _tables(view), positions, selected, high, view.tree.depth)
     scratch: tuple[Pair, ...] = (own[:2], own[2:], *in_scratch)
     return tuple(
-        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, chosen.shape))).out
+        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, chosen.shape))[0]).out
         for part, arrays, visible in zip(parts, scratch, (chosen, near, born), strict=False)
     )

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import LayerCache, PageArray
 from smcjax.model.attention import Projection
-from smcjax.model.nsa_groups import rows_routed
+from smcjax.model.nsa_groups import Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
-from smcjax.model.view import BatchView
+from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
@@ -100,16 +100,12 @@ class Routing:
         scores = self.block_scores(of_tokens, born, -(-seen.keys.shape[1] // self.block_size))
         return Routed(output, scores, self.select(scores, positions))
 
-    def route_by_groups(
-        self, q: Float[Array, "R T H D"], cache: LayerCache, view: BatchView, last: Int[Array, "R T"]
-    ) -> Routed:
-        """`route` over pages, of rows that are requests by themselves: compressed tokens are read once a group."""
-        output, weights = rows_routed(self, q, compressed_of(cache), view, last)
+    def routed_by(self, weighed: Weighed, cache: LayerCache, view: BatchView | TreeView) -> Routed:
+        """What `route` returns of queries over pages, from the weights of compressed tokens by slot."""
         kv_heads = cache["keys"].shape[2]
         blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
-        of_sets = self._of_sets(grouped(weights, kv_heads))
-        scores = self.by_blocks(of_sets, blocks)
-        output = grouped(output.astype(cache["compressed_values"].dtype), kv_heads)
+        scores = self.by_blocks(self._of_sets(grouped(weighed.weights, kv_heads)), blocks)
+        output = grouped(weighed.output.astype(cache["compressed_values"].dtype), kv_heads)
         return Routed(output, scores, self.select(scores, view.positions))
 
     def block_scores(

@@ -289,24 +289,16 @@ def grouped_attention_reference(
 
     Slots that no query of their group sees may hold anything. Gathers every task, and masks.
     """
-    pages, page_size, kv_heads, dim = key_pages.shape
-    sets, words = tasks.unit.shape[2], tasks.queries.shape[-1]
-    head = jnp.arange(sets) * kv_heads // sets
-    query = jnp.arange(groups.size)
-    bits = tasks.queries[..., jnp.minimum(query // WORD, words - 1)] >> (query % WORD) & 1
+    sets, dim = tasks.unit.shape[2], q.shape[3]
     slot = tasks.place[..., None] * unit + jnp.arange(unit)  # [R, g, S, K, u]
     low, high = (groups.split(x)[:, :, None, :, None, None] for x in (low, high))
-    visible = (jnp.moveaxis(bits, -1, 3)[..., None] == 1) & (slot[:, :, :, None] >= low) & (slot[:, :, :, None] <= high)
+    own = jnp.moveaxis(_has_part(tasks, groups.size), -1, 3)[..., None]
+    visible = own & (slot[:, :, :, None] >= low) & (slot[:, :, :, None] <= high)
     visible = visible.reshape(*visible.shape[:4], -1)  # [R, g, S, C, K·u]
-
-    def gathered(pool: jax.Array) -> jax.Array:
-        in_units = pool.reshape(pages * page_size // unit, unit, kv_heads, dim)
-        found = in_units[tasks.unit[..., None], jnp.arange(unit), head[:, None, None]]
-        return found.reshape(*found.shape[:3], -1, dim)  # [R, g, S, K·u, D]
 
     q = groups.split(q)  # [R, g, C, H, D]
     q = jnp.moveaxis(q.reshape(*q.shape[:3], sets, -1, dim), 2, 3)  # [R, g, S, C, H/S, D]
-    keys, values = gathered(key_pages), gathered(value_pages)
+    keys, values = (_gathered(pool, tasks.unit, unit) for pool in (key_pages, value_pages))
     precision = product_precision(q.dtype)
     scores = jnp.einsum("rxscgd,rxskd->rxscgk", q, keys, precision=precision, preferred_element_type=jnp.float32)
     values = jnp.where(jnp.any(visible, axis=3)[..., None], values, 0)
@@ -320,6 +312,22 @@ def grouped_attention_reference(
     )
     out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
     return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+
+
+def _has_part(tasks: Tasks, size: int) -> Bool[Array, "R g S K C"]:
+    """True for the queries of a group of `size` that have a part in a task."""
+    query, words = np.arange(size), tasks.queries.shape[-1]
+    return tasks.queries[..., np.minimum(query // WORD, words - 1)] >> (query % WORD) & 1 == 1
+
+
+def _gathered(pool: Float[Array, "P B Hkv D"], units: Int[Array, "R g S K"], unit: int) -> Float[Array, "R g S _ D"]:
+    """The slots of tasks' units, K·u."""
+    pages, page_size, kv_heads, dim = pool.shape
+    sets = units.shape[2]
+    head = np.arange(sets) * kv_heads // sets
+    in_units = pool.reshape(pages * page_size // unit, unit, kv_heads, dim)
+    found = in_units[units[..., None], np.arange(unit), head[:, None, None]]
+    return found.reshape(*found.shape[:3], -1, dim)
 
 
 def grouped_branches_reference(
@@ -353,21 +361,28 @@ def grouped_scores_reference(
     high: Int[Array, "R M"],
     *,
     unit: int,
+    slots: int,
     scale: float | None = None,
 ) -> tuple[Part, Float[Array, "R M H slots"]]:
-    """Attends as `grouped_attention` to tasks that are all units from the first on, and keeps the scores by slot.
+    """Attends as `grouped_attention` and keeps the scores by slot of each query's sequence, of which there are `slots`.
 
-    Scores of slots that a query does not see may be anything.
+    A query's score is that of its own task, if other tasks of its group stand at the same place. Scores of slots that
+    a query does not see may be anything.
     """
     part = grouped_attention_reference(q, key_pages, value_pages, tasks, groups, low, high, unit=unit, scale=scale)
-    pages, page_size, kv_heads, dim = key_pages.shape
-    keys = key_pages.reshape(pages * page_size // unit, unit, kv_heads, dim)[tasks.unit[:, :, 0]]
-    keys = keys.reshape(*keys.shape[:2], -1, kv_heads, dim)  # [R, g, slots, Hkv, D]
-    split = groups.split(q).reshape(q.shape[0], groups.number, groups.size, kv_heads, -1, dim)
+    sets, dim = tasks.unit.shape[2], q.shape[3]
+    keys = _gathered(key_pages, tasks.unit, unit)  # [R, g, S, K·u, D]
+    split = groups.split(q)
+    split = split.reshape(*split.shape[:3], sets, -1, dim)
     precision = product_precision(q.dtype)
-    scores = jnp.einsum("rxckgd,rxskd->rxckgs", split, keys, precision=precision, preferred_element_type=jnp.float32)
-    scores = groups.join(scores.reshape(*scores.shape[:3], -1, scores.shape[-1])) / divisor_of(scale, dim)
-    return part, jnp.pad(scores, [(0, 0)] * 3 + [(0, -scores.shape[-1] % CHUNK)])
+    scores = jnp.einsum("rxcsgd,rxskd->rxcsgk", split, keys, precision=precision, preferred_element_type=jnp.float32)
+    own = jnp.moveaxis(_has_part(tasks, groups.size), -1, 2)[..., None]  # [R, g, C, S, K, 1]
+    slot = tasks.place[:, :, None, ..., None] * unit + jnp.arange(unit)
+    slot = jnp.where(own, slot, slots).reshape(*own.shape[:4], -1)  # behind the last: nowhere
+    of_head = (x[..., None] for x in np.ogrid[tuple(map(slice, scores.shape[:5]))])
+    kept = jnp.zeros((*scores.shape[:5], slots)).at[*of_head, slot[..., None, :]].set(scores, mode="drop")
+    kept = groups.join(kept.reshape(*kept.shape[:3], -1, slots))
+    return part, kept / divisor_of(scale, dim)
 
 
 grouped_scores = Op(grouped_scores_reference)
@@ -382,10 +397,10 @@ def masked_attention(
     visible: Bool[Array, "R M sets S"],
     *,
     scale: float | None = None,
-) -> Part:
+) -> tuple[Part, Float[Array, "R M H S"]]:
     """Attends to few entries that lie in no page: nodes of a draft tree, visible by query and set.
 
-    What a query does not see may be NaN: values are masked for each.
+    What a query does not see may be NaN: values are masked for each. Returns the weights, f32, beside the part.
     """
     rows, queries, heads, dim = q.shape
     sets, kv_heads = visible.shape[2], keys.shape[2]
@@ -404,7 +419,8 @@ def masked_attention(
         precision=product_precision(values.dtype),
         preferred_element_type=jnp.float32,
     )
-    return Part(out.reshape(rows, queries, heads, dim), lse.reshape(rows, queries, heads))
+    part = Part(out.reshape(rows, queries, heads, dim), lse.reshape(rows, queries, heads))
+    return part, weights.reshape(rows, queries, heads, -1)
 
 
 def softmax_of(

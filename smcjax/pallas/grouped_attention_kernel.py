@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, online_softmax
 from smcjax.pallas.grouped_attention import CHUNK, WORD
+from smcjax.pallas.kept_scores import store_by_slot
 from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part, product_of
 from smcjax.pallas.shared_attention import HALF, MOST_F16
 from smcjax.pallas.shared_merge import UNIT, merged, units_of
@@ -68,7 +69,6 @@ class Shape(NamedTuple):
     of_request: int  # M
     units: tuple[int, ...]  # slots, by branch
     scale: float  # of scores in base 2
-    keeps_scores: bool = False  # of the only branch
 
     @property
     def rows(self) -> int:
@@ -100,7 +100,7 @@ def attend(
     q_ref: Ref,  # [R·M, H, D] GMEM, in the groups' order
     *refs: Ref,  # `Refs` of each branch, then results:
     # [G, shares, subs, S, 1, 64, D] f16 GMEM, [G, shares, subs, S, 1, 64] f32 GMEM,
-    # and where scores are kept [G, S, tiles·64, chunks·64] f32 GMEM
+    # and where scores of the only branch are kept [G, S, tiles·64, slots] f32 GMEM
     warpgroup_smem: tuple[Ref, Ref, Ref],  # SMEM, the same bytes: queries as they come [subs, D/64, pairs, G, 64], as
     # products read them [subs, D/64, 64, 64], and the result [subs, 64, D] f16
     ring_smem: Ref,  # [2·stages, 64, D] SMEM
@@ -281,8 +281,11 @@ def attend(
             scores = product(None, *zip(halves, keys, strict=True))
             plgpu.barrier_arrive(used.at[k_buffer])
             for scores_ref in kept:
-                first = (index + (turn * subs + sub) * splits) * CHUNK
-                scores_ref[group, of_set, tile_rows, pl.ds(pl.multiple_of(first, CHUNK), CHUNK)] = scores
+                first_row = ((group * shape.sets + of_set) * shape.tiles + tile) * QUERIES
+                parts = [bit(task, query) for task in now]
+                firsts = [task.first for task in now]
+                store = functools.partial(store_by_slot, scores_ref, first_row, firsts, parts, scores)
+                store(group_heads=heads_of_set, interpret=interpret)
             softmax, p = softmax_over(scores, softmax, now)
             with jax.named_scope("wait v"):
                 plgpu.barrier_wait(ready.at[v_buffer])

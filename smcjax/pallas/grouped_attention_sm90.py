@@ -132,6 +132,7 @@ def grouped_scores_mosaic(
     high: Int[Array, "R M"],
     *,
     unit: int,
+    slots: int,
     scale: float | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
@@ -143,10 +144,10 @@ def grouped_scores_mosaic(
         groups,
         units=(unit,),
         scale=scale,
-        likely=None,
+        likely=(-(-slots // unit),),  # few pages are not all rows'
         tuning=tuning,
         interpret=interpret,
-        keeps_scores=True,
+        slots=slots,
     )
     assert scores is not None
     return part, scores
@@ -171,9 +172,7 @@ def grouped_branches_mosaic(
     return _by_kernels(q, branches, groups, **options)[0]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("groups", "units", "scale", "likely", "tuning", "interpret", "keeps_scores")
-)
+@functools.partial(jax.jit, static_argnames=("groups", "units", "scale", "likely", "tuning", "interpret", "slots"))
 def _by_kernels(
     q: jax.Array,
     branches: tuple[Branch, ...],
@@ -184,9 +183,9 @@ def _by_kernels(
     likely: tuple[int, ...] | None,
     tuning: Tuning | None,
     interpret: Any,
-    keeps_scores: bool = False,
+    slots: int | None = None,
 ) -> tuple[tuple[Part, ...], jax.Array | None]:
-    """Returns the branches' parts and, where they are kept, the only branch's scores.
+    """Returns the branches' parts and, if it has so many `slots`, the only branch's scores.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.
     """
@@ -210,7 +209,7 @@ def _by_kernels(
             likely=likely,
             tuning=tuning,
             interpret=interpret,
-            keeps_scores=keeps_scores,
+            slots=slots,
         )
 
         def cut(x: jax.Array) -> jax.Array:
@@ -227,16 +226,13 @@ def _by_kernels(
         of_request=queries,
         units=units,
         scale=math.log2(math.e) / divisor_of(scale, dim),
-        keeps_scores=keeps_scores,
     )
     all_groups = requests * groups.number
     most = tuple(branch.tasks.unit.shape[3] for branch in branches)
-    chunks, usual = (
-        tuple(-(-count * unit // CHUNK) for count, unit in zip(counts, units, strict=True))
-        for counts in (most, tuple(map(min, most, likely or most)))
-    )
     if tuning is None:
-        tuning = default_tuning(blocks=all_groups * sets, tiles=shape.tiles, chunks=usual, dim=dim)
+        counts = zip(map(min, most, likely or most), units, strict=True)
+        chunks = tuple(-(-count * unit // CHUNK) for count, unit in counts)
+        tuning = default_tuning(blocks=all_groups * sets, tiles=shape.tiles, chunks=chunks, dim=dim)
     if len(tuning.splits) != len(branches) * shape.tiles or tuning.tiles != 1 or tuning.stages % tuning.subs:
         raise ValueError(
             f"{shape.tiles} tiles of each of {len(branches)} branches must have splits of their own, blocks one tile, "
@@ -266,7 +262,7 @@ def _by_kernels(
         "ready": plgpu.Barrier(num_arrivals=CHUNK // min(units), num_barriers=2 * tuning.stages),
         "used": plgpu.Barrier(num_arrivals=1, num_barriers=2 * tuning.stages),
     }
-    kept = [(all_groups, sets, shape.tiles * QUERIES, chunks[0] * CHUNK)] * keeps_scores
+    kept = [] if slots is None else [(all_groups, sets, shape.tiles * QUERIES, slots)]
     shares, sums, *scores = plgpu.kernel(
         functools.partial(attend, tuning=tuning, shape=shape, interpret=bool(interpret)),
         out_type=[

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax.kv import TRASH, KVCache
-from smcjax.model import nsa
+from smcjax.model import nsa, nsa_groups
 from smcjax.model.decoder import linear
 from smcjax.model.nsa_groups import routes_by_kernel, rows_routed, takes_compressed
 from smcjax.model.view import BatchView, TreeView
@@ -115,12 +115,13 @@ class Prefilled:
             arguments = (tokens, jnp.asarray(positions, jnp.int32), table, jnp.asarray(pages, jnp.int32), ends, ends)
             self.view, self.scratch = BatchView(*arguments, page_size=page_size), None
 
-    def logits(self, sparse: SparseVerification) -> np.ndarray:
+    def logits(self, sparse: SparseVerification, mark: str = "") -> np.ndarray:
+        """Behind every node; with another `mark` programs are traced anew."""
         x, selections = self.w["emb"][self.view.tokens], []
         view = dataclasses.replace(self.view, sparse=sparse)
         for index, (cache, source) in enumerate(zip(self.model.caches, sparse.sources(3), strict=True)):
             w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else selections[source]
-            x, selected = _layer(json.dumps(self.o), w, cache, self.scratch, view, x, earlier)
+            x, selected = _layer(json.dumps(self.o | {"mark": mark}), w, cache, self.scratch, view, x, earlier)
             selections.append(selected)
         return np.asarray(linear(normed(x), self.w["emb"], None)[0])
 
@@ -258,26 +259,95 @@ def test_merged_rows_are_each_query_by_itself(changes: Options, page_size: int, 
     np.testing.assert_allclose(shared[..., [0, 2], :], want[..., [0, 2], :], atol=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "page_size", "size"), [({}, 8, 2), (OTHERS, 4, 3)])
+ROUTED = [({}, 8, "bfs", 2, 1), (OTHERS, 4, "bfs", 3, 1), ({}, 2, "dfs", 4, 2), (OTHERS, 8, "bfs", 5, 2)]
+
+
+@pytest.mark.parametrize(("changes", "page_size", "order", "size", "of_request"), ROUTED)
 def test_routing_by_groups_is_each_querys_own(
-    changes: Options, page_size: int, size: int, monkeypatch: pytest.MonkeyPatch
+    changes: Options, page_size: int, order: str, size: int, of_request: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compressed tokens read once a group, as where a kernel keeps the scores that rank blocks.
 
-    Control: scores that are a slot late rank other blocks.
+    Controls: scores that are a slot late rank other blocks, and so do pages of the first row for all of a request.
     """
     o = SMALL | changes
-    want, selected = verified(o, page_size, None, of_request=1)
-    sparse, asked = SparseVerification("merged", size), []
+    want, selected = verified(o, page_size, None, of_request=of_request)
+    sparse, asked = SparseVerification("merged", size, order), []
     monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
-    got, own = verified(o, page_size, sparse, of_request=1, mark="by groups")
+    got, own = verified(o, page_size, sparse, of_request=of_request, mark="by groups")
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_array_equal(own, selected)
-    by_blocks = nsa.NSA.by_blocks
-    monkeypatch.setattr(nsa.NSA, "by_blocks", lambda kind, x, n: by_blocks(kind, jnp.roll(x, 1, axis=-1), n))
-    _, late = verified(o, page_size, sparse, of_request=1, mark="late")
+    with monkeypatch.context() as patch:
+        by_blocks = nsa.NSA.by_blocks
+        patch.setattr(nsa.NSA, "by_blocks", lambda kind, x, n: by_blocks(kind, jnp.roll(x, 1, axis=-1), n))
+        _, late = verified(o, page_size, sparse, of_request=of_request, mark="late")
     assert len(asked) == 2
     assert (late != selected).any()
+    if of_request > 1:
+        tables = nsa_groups._tables
+
+        def of_first(view: BatchView) -> jax.Array:
+            found = tables(view)
+            return (
+                found.reshape(-1, of_request, *found.shape[1:])[:, :1].repeat(of_request, axis=1).reshape(found.shape)
+            )
+
+        monkeypatch.setattr(nsa_groups, "_tables", of_first)
+        strayed, _ = verified(o, page_size, sparse, of_request=of_request, mark="first row's")
+        assert not np.abs(strayed[..., 0, :] - want[..., 0, :]).max() < 1e-2  # NaN where that row has nothing
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first_layer(key: str, w: Arrays, cache: Any, scratch: Any, view: TreeView, x: jax.Array) -> Any:
+    """The parts of a golden case's first layer."""
+    o = json.loads(key)
+    projection = projected(o, layer_weights(w, "nsa."), normed(x), view.positions)
+    return kind_of(o).tree_branches(projection, cache, scratch, view)[0]
+
+
+@pytest.mark.parametrize(("order", "page_size", "size"), [("dfs", 2, 3), ("bfs", 16, 4), ("position", 8, 1)])
+def test_trees_route_by_groups_as_each_node_by_itself(
+    order: str, page_size: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compressed tokens in pages read once a group, and those that drafts bear joined to them, weights included.
+
+    Controls: scores without the weights of those that drafts bear, and all nodes' tokens for every node.
+    """
+    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: True)
+
+    def branches(sparse: SparseVerification | None, mark: str) -> list[nsa.Branches]:
+        found = []
+        for case in prefilled(TREE, page_size):
+            w, key = layer_weights(case.w, "layers.0."), json.dumps(case.o | {"mark": f"{mark}, {order}"})
+            view = dataclasses.replace(case.view, sparse=sparse)
+            found.append(_first_layer(key, w, case.model.caches[0], case.scratch, view, case.w["emb"][view.tokens]))
+        return found
+
+    want = branches(None, "each by itself")
+
+    def away(mark: str) -> tuple[float, float]:
+        """The largest differences of the compressed branch's outputs, and of scores."""
+        got = branches(SparseVerification("merged", size, order), mark)
+        pairs = list(zip(got, want, strict=True))
+        outputs = max(float(jnp.abs(a.outputs - b.outputs)[..., 0, :].max()) for a, b in pairs)
+        return outputs, max(float(jnp.abs(a.scores - b.scores).max()) for a, b in pairs)
+
+    assert max(away("by groups")) < 1e-5
+    whole, drafted = nsa_groups.nodes_routed, nsa_groups._drafted
+
+    def without(kind: Any, q: Any, compressed: Any, own: Any, view: TreeView) -> nsa_groups.Weighed:
+        routing = whole(kind, q, compressed, own, view)
+        of_pages = jnp.arange(routing.weights.shape[-1]) < (view.committed // kind.kernel_stride)[:, None, None, None]
+        return routing._replace(weights=jnp.where(of_pages, routing.weights, 0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nsa, "nodes_routed", without)
+        outputs, scores = away("without")
+        assert outputs < 1e-5
+        assert scores > 1e-2
+    with monkeypatch.context() as patch:
+        patch.setattr(nsa_groups, "_drafted", lambda view: (drafted(view)[0], jnp.ones_like(drafted(view)[1])))
+        assert not min(away("of all")) <= 1e-2  # NaN: not all nodes' tokens are there
 
 
 @pytest.mark.parametrize(
@@ -290,7 +360,8 @@ def test_routing_by_groups_is_each_querys_own(
         ({}, {"dtype": jnp.float32}, False),
         ({"compressed_rope": "none"}, {}, False),
         ({"kernel_size": 16, "block_size": 16, "score": "logit"}, {}, False),
-        ({}, {"rows": 2}, False),
+        ({}, {"rows": 2, "group": 16}, True),
+        ({}, {"rows": 2, "heads": 64, "group": 128}, False),
     ],
 )
 def test_routing_by_groups_is_chosen_where_the_kernel_is(
@@ -324,5 +395,5 @@ def test_routing_by_groups_is_chosen_where_the_kernel_is(
         if routes:
             output, weights = jax.eval_shape(functools.partial(rows_routed, kind), q, compressed, view, of_tokens)
             assert output.shape == q.shape
-            assert weights.shape == (*q.shape[:3], -(-16 * per_page // 64) * 64)
+            assert weights.shape == (*q.shape[:3], 16 * per_page)
             assert kernels[0] is not None

@@ -297,7 +297,7 @@ def test_compressed_tokens_are_read_by_spans(group: int) -> None:
         return grouped_attention(jnp.asarray(q), keys, values, tasks, groups, low, high, unit=2)
 
     visible = np.broadcast_to((ends <= positions[..., None])[:, :, None], (1, positions.size, KV_HEADS, len(ends)))
-    want = masked_attention(jnp.asarray(q), *(jnp.asarray(x)[None] for x in tokens), jnp.asarray(visible))
+    want, _ = masked_attention(jnp.asarray(q), *(jnp.asarray(x)[None] for x in tokens), jnp.asarray(visible))
     got = attended(0)
     np.testing.assert_allclose(got.out, want.out, atol=1e-5)
     np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)

@@ -242,33 +242,55 @@ def test_tuning_is_done_first(blocks: int, chunks: tuple[int, ...]) -> None:
         assert done <= 1.5 * (5 + blocks * (sum(chunks) + 3.5 * tuning.shares) / 132)
 
 
-def test_scores_are_kept() -> None:
-    """By slot, of queries of one table whose tasks are all units from the first on; the reference has the same.
+@pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scores_are_kept(rows: int, interpret: Any) -> None:
+    """By slot of each query's own sequence, of rows whose tables end differently; the reference has the same.
 
-    Three heads share a key-value head, which kernels take as four; slots that no query sees hold NaN.
+    Three heads share a key-value head, which kernels take as four; slots that no query sees hold NaN. Controls: a slot
+    late, and what the first row sees in its own pages for all rows.
     """
-    rng, groups = np.random.default_rng(0), QueryGroups((0, 2, 1, 3, 4), 3)
-    q = jnp.asarray(rng.standard_normal((2, 5, 6, 64)), jnp.bfloat16)
-    table = jnp.asarray(1 + rng.permutation(20).reshape(2, 1, 10).repeat(5, axis=1), jnp.int32)
-    high = jnp.asarray(rng.integers(100, 150, (2, 5)), jnp.int32)
+    rng, columns, shared = np.random.default_rng(0), 5 if rows == 1 else 2, 7
+    groups = QueryGroups((0, 2, 1, 3, 4), 3) if rows == 1 else QueryGroups.of_rows(rows, columns, "bfs", 4)
+    queries = rows * columns
+    q = jnp.asarray(rng.standard_normal((2, queries, 6, 64)), jnp.bfloat16)
+    tables = 1 + rng.permutation(20 * rows).reshape(2, rows, 10)
+    tables[:, 1:, :shared] = tables[:, :1, :shared]
+    tables[:, 2:, : shared + 1] = tables[:, 1:2, : shared + 1]  # of three rows two share a page more
+    table = jnp.asarray(tables.repeat(columns, axis=1), jnp.int32)
+    high = jnp.asarray(rng.integers(130, 150, (2, queries)), jnp.int32)
     low = jnp.ones_like(high)
-    numbers = rng.standard_normal((2, 21, 16, 2, 64))
-    for pages, last in zip(np.asarray(table[:, 0]), np.asarray(high).max(axis=1), strict=True):
-        numbers[:, pages[0], 0] = np.nan
-        for slot in range(last + 1, 160):
-            numbers[:, pages[slot // 16], slot % 16] = np.nan
-    numbers[:, 0] = np.nan
+    slot = np.arange(160)
+    seen = (slot >= 1) & (slot <= np.asarray(high)[..., None])  # [R, M, slots]
+    held = np.zeros((1 + tables.size, 16), bool)
+    np.logical_or.at(held, (np.asarray(table)[:, :, slot // 16], slot % 16), seen)
+    numbers = np.where(held[..., None, None], rng.standard_normal((2, *held.shape, 2, 64)), np.nan)
     pool = jnp.asarray(numbers, jnp.bfloat16)
     sizes = {"page_size": 16, "unit": 8, "sets": 2, "most_slots": 160}
-    tasks = span_tasks(low * 0, high, table, groups, **sizes)
+    tasks = span_tasks(low, high, table, groups, **sizes, rows=rows)
     arguments = (q, *pool, tasks, groups, low, high)
-    tuning = Tuning(splits=(2,), subs=2, stages=2)
-    part, scores = grouped_scores_mosaic(*arguments, unit=8, tuning=tuning, interpret=INTERPRET)
+    tuning, slots = Tuning(splits=(2,), subs=2, stages=2), {"unit": 8, "slots": 160}
+    part, scores = grouped_scores_mosaic(*arguments, **slots, tuning=tuning, interpret=interpret)
     exact = (x.astype(jnp.float32) for x in arguments[:3])
-    want, of_slots = grouped_scores_reference(*exact, *arguments[3:], unit=8)
+    want, of_slots = grouped_scores_reference(*exact, *arguments[3:], **slots)
     assert error(Part(*map(np.asarray, part)), Part(*map(np.asarray, want))) <= 3 * 2**-9
-    slot = np.arange(160)
-    seen = np.broadcast_to(((slot >= 1) & (slot <= high[..., None]))[:, :, None], (2, 5, 6, 160))
-    got, of_slots = (np.asarray(x)[..., :160] for x in (scores, of_slots))
+    seen = np.broadcast_to(seen[:, :, None], scores.shape)
+    got, of_slots = np.asarray(scores), np.asarray(of_slots)
     np.testing.assert_allclose(got[seen], of_slots[seen], atol=1e-4)
-    assert np.abs(got[..., 2:][seen[..., 2:]] - got[..., 1:-1][seen[..., 2:]]).max() > 1  # a control: a slot late
+
+    def of_queries(table: np.ndarray) -> np.ndarray:
+        """Scores by each query's own table, without tasks."""
+        keys = np.asarray(pool[0], np.float32)[table].reshape(2, queries, 160, 2, 1, 64)
+        by_head = np.asarray(q, np.float32).reshape(2, queries, 1, 2, 3, 64)
+        return np.moveaxis((keys * by_head).sum(-1) / 8, 2, 4).reshape(seen.shape)
+
+    np.testing.assert_allclose(got[seen], of_queries(np.asarray(table))[seen], atol=1e-4)
+    assert np.abs(got[..., 2:][seen[..., 2:]] - got[..., 1:-1][seen[..., 2:]]).max() > 1
+    if rows > 1:
+        of_first = of_queries(np.asarray(table)[:, :1].repeat(queries, axis=1))
+        np.testing.assert_allclose(
+            got[..., : shared * 16][seen[..., : shared * 16]],
+            of_first[..., : shared * 16][seen[..., : shared * 16]],
+            atol=1e-4,
+        )
+        assert np.nanmax(np.abs(got - of_first)[seen]) > 1
