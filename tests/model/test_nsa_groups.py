@@ -361,7 +361,7 @@ def test_trees_route_by_groups_as_each_node_by_itself(
         ({"compressed_rope": "none"}, {}, False),
         ({"kernel_size": 16, "block_size": 16, "score": "logit"}, {}, False),
         ({}, {"rows": 2, "group": 16}, True),
-        ({}, {"rows": 2, "heads": 64, "group": 128}, False),
+        ({}, {"rows": 2, "heads": 256, "group": 128}, False),  # more rows than tiles,
     ],
 )
 def test_routing_by_groups_is_chosen_where_the_kernel_is(

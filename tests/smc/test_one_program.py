@@ -103,11 +103,13 @@ def test_control_without_donation_the_kv_is_copied() -> None:
     assert CALL.findall(text)
 
 
-def lowered(implementation: str, donate: bool = True, **options: Any) -> tuple[str, int]:
+def lowered(implementation: str, donate: bool = True, page_size: int = 16, **options: Any) -> tuple[str, int]:
     """A cycle with a sparse target at the 8B model's widths, lowered for CUDA, and how many buffers its state has."""
     models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
     configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
-    program = smc.Program(smc.SMC(8, 8, **options), configs[0], configs[1], 1024, implementation=implementation)
+    program = smc.Program(
+        smc.SMC(8, 8, **options), configs[0], configs[1], 1024, page_size, implementation=implementation
+    )
     shapes = [param_shapes(config, jnp.bfloat16) for config in configs]
     if implementation == "mosaic":
         shapes = [jax.eval_shape(fold_norms, one) for one in shapes]
@@ -125,13 +127,23 @@ def lowered(implementation: str, donate: bool = True, **options: Any) -> tuple[s
     return text, len(jax.tree.leaves(state))
 
 
+KEPT = "tensor<1x8x320x64xf32>"  # scores of 64 compressed tokens by head, of 72 queries in tiles of 16
+BY_KERNELS = SparseVerification("merged", 72)
+
+
 @pytest.mark.parametrize(
-    ("implementation", "sparse"), [("xla", SparseVerification("merged", 16, "dfs", 2)), ("mosaic", None)], ids=str
+    ("implementation", "page_size", "sparse"),
+    [("xla", 16, SparseVerification("merged", 16, "dfs", 2)), ("mosaic", 16, None), ("mosaic", 128, BY_KERNELS)],
+    ids=str,
 )
-def test_a_sparse_cycle_lowers_for_cuda(implementation: str, sparse: SparseVerification | None) -> None:
-    """Without a GPU; by groups, and with kernels where they apply, which the sparse layers do without."""
-    text, buffers = lowered(implementation, sparse=sparse)
+def test_a_sparse_cycle_lowers_for_cuda(implementation: str, page_size: int, sparse: SparseVerification | None) -> None:
+    """Without a GPU; by groups, whose pages' compressed tokens a kernel reads where a page has eight or more.
+
+    Kernels are there where they apply; by themselves queries of sparse layers do without.
+    """
+    text, buffers = lowered(implementation, page_size=page_size, sparse=sparse)
     assert ("mosaic_gpu" in text) == (implementation == "mosaic")
+    assert (KEPT in text) == (sparse == BY_KERNELS)
     assert not [word for word in HOST if word in text]
     assert text.count("tf.aliasing_output") == buffers
 
