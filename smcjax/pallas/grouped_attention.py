@@ -7,7 +7,7 @@ them have selected, with a bit for each query that has. A query attends to the s
 its own, so the result is that of each query by itself, whatever the groups are.
 
 Queries of one request may belong to rows with tables of their own: a page that several name stands at one place in
-all of their sequences, so pages are compared there, and the lowest query of the group that selects one leads its task.
+all of their sequences, so pages are compared there, and a page is a task of the queries that have it and select it.
 
 Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
 the host: bits of blocks, and a running count that says where each goes.
@@ -18,7 +18,7 @@ the host: bits of blocks, and a running count that says where each goes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST, divisor_of
 from smcjax.pallas.dispatch import Op
+from smcjax.pallas.flags import WORD, packed, places_of
 from smcjax.pallas.query_groups import QueryGroups
 
 CHUNK = 64  # slots that kernels take at once
-WORD = 32  # queries of one word of a task's mask
 
 
 class Tasks(NamedTuple):
@@ -110,28 +110,34 @@ def _tasks(
     once: bool = False,  # for all layers
 ) -> Tasks:
     """At most `most` tasks of each group and set."""
-    size, units = groups.size, min(selected.shape[-1] * parts, table.shape[2] * in_page)
+    units = min(selected.shape[-1] * parts, table.shape[2] * in_page)
     width = min(most, rows * units)
     sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
-    chosen = _packed(sets)  # [R, g, S, blocks, words]
+    chosen = packed(sets)  # [R, g, S, blocks, words]
+    # What layers have in common XLA computes once, but for kernels.
+    find = tasks_of_blocks.reference if once else tasks_of_blocks
     if rows == 1:  # any query's table is all queries'
-        # What layers have in common XLA computes once, but for kernels.
-        find = tasks_of_blocks.reference if once else tasks_of_blocks
-        return find(chosen, table[:, 0], width=width, parts=parts, in_page=in_page)
+        pages, members = table[:, :1, :, None], None
+    else:
+        pages, members = _shared_pages(groups.split(table), groups.present, rows)
+    return find(chosen, pages, members, width=width, parts=parts, in_page=in_page)
 
-    tables = jnp.moveaxis(groups.split(table), 2, 3)  # [R, g, pages, C]
-    led = _packed(tables[..., :, None] == tables[..., None, :])  # [R, g, pages, C, words]
-    earlier = _packed(np.arange(size) < np.arange(size)[:, None])
-    of_unit = np.arange(units)
-    mine = jnp.repeat(sets, parts, axis=3)[:, :, :, :units]  # [R, g, S, units, C]
-    before = chosen[:, :, :, of_unit // parts, None] & (led & earlier)[:, :, None, of_unit // in_page]
-    leads = mine & jnp.all(before == 0, axis=-1)
 
-    entry, number = _places_of(leads.reshape(*leads.shape[:3], -1), width)
-    place, leader = entry // size, entry % size
-    at, page = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2], :1][:3], place // in_page
-    queries = chosen[*at, place // parts] & led[*at[:2], page, leader]
-    return _tasks_at(place, tables[*at[:2], page, leader], queries, number, in_page)
+def _shared_pages(
+    tables: Int[Array, "R g C pages"], present: Bool[np.ndarray, "g C"], rows: int
+) -> tuple[Int[Array, "R g pages N"], Shaped[Array, "R g pages N words"]]:
+    """The pages that stand at each place in the tables of a group's queries, at most `rows`, and the queries of each.
+
+    Pages come in the order of their first queries; behind the last, page 0 of no query.
+    """
+    size = tables.shape[2]
+    at = jnp.moveaxis(tables, 2, 3)  # [R, g, pages, C]
+    same = (at[..., :, None] == at[..., None, :]) & present[:, None, None]
+    leads = ~jnp.any(same & np.tri(size, k=-1, dtype=bool), axis=-1) & present[:, None]
+    number = jnp.sum(jnp.where(np.tri(size, dtype=bool), leads[..., None, :], False), axis=-1) - 1
+    of_page = leads[..., None, :] & (number[..., None, :] == np.arange(min(rows, size))[:, None])  # [R, g, pages, N, C]
+    members = jnp.any(of_page[..., None] & same[..., None, :, :], axis=-2)
+    return jnp.sum(jnp.where(of_page, at[..., None, :], 0), axis=-1), packed(members)
 
 
 def _tasks_at(
@@ -153,27 +159,34 @@ def _tasks_at(
 
 def tasks_of_blocks_reference(
     chosen: Shaped[Array, "R g S blocks words"],
-    table: Int[Array, "R pages"],
+    pages: Int[Array, "R _ pages N"],
+    members: Shaped[Array, "R g pages N words"] | None,
     *,
     width: int,
     parts: int,
     in_page: int,
 ) -> Tasks:
-    """Returns the tasks of groups whose queries have one table, K = `width` at most.
+    """Returns the tasks of groups, K = `width` at most: of a place first those of its first page.
 
     Args:
         chosen: the queries that have selected a block, a bit each, uint32.
-        table: each request's pages in order.
+        pages: those that stand at each place of a group's tables, or of a request's.
+        members: the queries whose page each is; None: all, and N = 1.
         width: K, of which the first tasks count.
         parts: units of a block.
         in_page: units of a page.
     """
-    units = min(chosen.shape[3] * parts, table.shape[1] * in_page)
-    leads = jnp.repeat(jnp.any(chosen != 0, axis=-1), parts, axis=3)[..., :units]
-    place, number = _places_of(leads, width)
+    units, most = min(chosen.shape[3] * parts, pages.shape[2] * in_page), pages.shape[3]
+    of_unit = np.arange(units)
+    wanted = chosen[:, :, :, of_unit // parts, None]  # [R, g, S, units, N, words]
+    if members is not None:
+        wanted = wanted & members[:, :, None, of_unit // in_page]
+    leads = jnp.any(wanted != 0, axis=-1)
+    entry, number = places_of(leads.reshape(*leads.shape[:3], -1), width)
+    place, of_page = entry // most, entry % most
     request, group, of_set, _ = np.ogrid[: place.shape[0], : place.shape[1], : place.shape[2], :1]
-    queries = chosen[request, group, of_set, place // parts]
-    return _tasks_at(place, table[request, place // in_page], queries, number, in_page)
+    page = pages[request, jnp.minimum(group, pages.shape[1] - 1), place // in_page, of_page]
+    return _tasks_at(place, page, wanted[request, group, of_set, place, of_page], number, in_page)
 
 
 tasks_of_blocks = Op(tasks_of_blocks_reference)
@@ -225,52 +238,6 @@ def compressed_slots(
     """
     low = jnp.full_like(positions, kernel_size // kernel_stride - 1)
     return low, (positions + 1) // kernel_stride - 1
-
-
-def _packed(flags: Any) -> Shaped[Array, "*batch words"]:
-    """Flags as bits of words, uint32: flag i is bit i % 32 of word i // 32."""
-    words = -(-flags.shape[-1] // WORD)
-    flags = jnp.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, words * WORD - flags.shape[-1])])
-    flags = flags.reshape(*flags.shape[:-1], words, WORD)
-    return jnp.sum(flags * (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
-
-
-def _places_of(
-    flags: Bool[Array, "*batch entries"], width: int
-) -> tuple[Int[Array, "*batch width"], Int[Array, "*batch"]]:
-    """The places of the first `width` flags that are set, and how many are; behind the last any place.
-
-    Flags are counted by words, and counts in turn by 32 of them. Who looks for the k-th goes down again, through 32
-    counts at each level. So XLA has sums of 32 and gathers to do, where a running count would be a kernel a step and a
-    scatter as long as the flags.
-    """
-    words = _packed(flags)
-    levels = [jax.lax.population_count(words).astype(jnp.int32)]
-    while levels[-1].shape[-1] > 1:
-        last = levels[-1]
-        last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % WORD)])
-        levels[-1] = last
-        levels.append(jnp.sum(last.reshape(*last.shape[:-1], -1, WORD), axis=-1, dtype=jnp.int32))
-    number = levels.pop()[..., 0]
-    lower = np.tri(WORD, dtype=bool)  # [i, j]: j is no later than i
-
-    def taken(x: jax.Array, index: jax.Array, axis: int = -1) -> jax.Array:
-        return jnp.take_along_axis(x, index, axis=axis, mode="clip")
-
-    left = jnp.broadcast_to(jnp.arange(width), (*number.shape, width))  # flags before, in what is looked through
-    index = jnp.zeros_like(left)
-    for counts in reversed(levels):
-        of = counts.reshape(*counts.shape[:-1], -1, WORD)
-        upto = jnp.sum(jnp.where(lower, of[..., None, :], 0), axis=-1)  # [..., n, 32]
-        found = taken(upto, index[..., None], axis=-2)  # [..., width, 32]
-        child = jnp.minimum(jnp.sum(found <= left[..., None], axis=-1), WORD - 1)
-        left = left - jnp.where(child > 0, taken(found, jnp.maximum(child - 1, 0)[..., None])[..., 0], 0)
-        index = index * WORD + child
-    word = taken(words, index)
-    bits_upto = np.array([(2 << bit) - 1 for bit in range(WORD)], np.uint32)
-    upto = jax.lax.population_count(word[..., None] & bits_upto)
-    bit = jnp.minimum(jnp.sum(upto.astype(jnp.int32) <= left[..., None], axis=-1), WORD - 1)
-    return jnp.minimum(index * WORD + bit, flags.shape[-1] - 1), jnp.minimum(number, width)
 
 
 def grouped_attention_reference(

@@ -29,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, online_softmax
-from smcjax.pallas.grouped_attention import CHUNK, WORD
+from smcjax.pallas.flags import WORD
+from smcjax.pallas.grouped_attention import CHUNK
 from smcjax.pallas.kept_scores import store_by_slot
 from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part, product_of
 from smcjax.pallas.shared_attention import HALF, MOST_F16

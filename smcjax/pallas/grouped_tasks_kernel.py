@@ -1,13 +1,15 @@
-"""Tasks of query groups that have one table, in one launch: a Mosaic GPU kernel (Hopper) of single threads (`simt.py`).
+"""Tasks of query groups in one launch: a Mosaic GPU kernel (Hopper) of single threads (`simt.py`).
 
-A block makes the tasks of a group and set. A thread takes neighbouring blocks of positions, counts those that anybody
-has selected, and writes their units behind those of the threads before it. XLA makes seven launches of the same
-(`grouped_attention.tasks_of_blocks_reference`), each of which waits for the one before.
+A block makes the tasks of a group and set. A thread takes neighbouring blocks of positions, counts the pages of those
+that anybody has selected, one for all queries or one for some of them each, and writes their units behind those of the
+threads before it. XLA makes many launches of the same (`grouped_attention.tasks_of_blocks_reference`), each of which
+waits for the one before.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,54 +23,65 @@ from smcjax.pallas.dispatch import Kernel
 from smcjax.pallas.grouped_attention import Tasks, tasks_of_blocks
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
-MOST_UNITS = 64  # of a thread: they are written out in line
-MOST_WORDS = 2  # of a mask, as are these: groups of 64
+MOST_UNITS = 64  # of a thread, times pages at one place: they are written out in line
+MOST_WORDS = 4  # of a mask, as are these: groups of 128
 
 
 def _find(
     t: Threads,
     chosen: Ref,  # [G, S, blocks, words] int32 GMEM, as all but the last
-    table: Ref,  # [R, pages]
+    pages: Ref,  # [T, pages, N]: of each group, or of each request
+    members: Ref | None,  # [G, pages, N, words]
     unit: Ref,  # [G, S, K]
     place: Ref,  # [G, S, K]
     queries: Ref,  # [G, S, K, words]
     number: Ref,  # [G, S]
     totals: Ref,  # [4] SMEM
     of: Word,  # the group and set
-    request: Word,
+    group: Word,
+    table: Word,  # the group's among `pages`
     *,
     blocks: int,
     words: int,
-    pages: int,
+    per_table: int,  # pages
+    most: int,  # N
     width: int,  # K
     parts: int,
     in_page: int,
 ) -> None:
     """Makes the tasks of one group and set."""
-    units, each, zero = min(blocks * parts, pages * in_page), -(-blocks // WARPGROUP), t.constant(0)
+    units, each, zero = min(blocks * parts, per_table * in_page), -(-blocks // WARPGROUP), t.constant(0)
 
-    masks, counts = [], []  # by the thread's blocks
+    masks = []  # by the thread's blocks
     for j in range(each):
+        at = (of * blocks + t.minimum(t.index * each + j, blocks - 1)) * words
+        masks.append([t.load(chosen, at + w) for w in range(words)])
+
+    def wanted(j: int, part: int, k: int) -> tuple[Word, Word, list[Word], Word]:
+        """A unit's place, its page's, those who read it, and 1 where there are some."""
         block = t.index * each + j
-        at = (of * blocks + t.minimum(block, blocks - 1)) * words
-        mask = [t.load(chosen, at + w) for w in range(words)]
+        here = block * parts + part
+        of_table = t.minimum(here // in_page, per_table - 1) * most + k
+        mask = masks[j]
+        if members is not None:
+            first = (group * (per_table * most) + of_table) * words
+            mask = [one & t.load(members, first + w) for w, one in enumerate(mask)]
         some = functools.reduce(lambda a, b: a + b, [t.where(one != 0, t.constant(1), 0) for one in mask])
-        some = t.where(block < blocks, some, 0)
-        there = t.minimum(zero + units - block * parts, parts)
-        masks.append(mask)
-        counts.append(t.where(some != 0, there, 0))
-    rank, total = simt.sums(t, functools.reduce(lambda a, b: a + b, counts), totals)
+        some = t.where(block < blocks, t.where(here < units, some, 0), 0)
+        return here, table * (per_table * most) + of_table, mask, t.where(some != 0, t.constant(1), 0)
+
+    entries = [(j, part, k) for j in range(each) for part in range(parts) for k in range(most)]
+    count = functools.reduce(lambda a, b: a + b, [wanted(*entry)[3] for entry in entries])
+    rank, total = simt.sums(t, count, totals)
     total = t.minimum(total, width)
-    for j, (mask, count) in enumerate(zip(masks, counts, strict=True)):
-        for part in range(parts):
-            here = (t.index * each + j) * parts + part
-            page = t.load(table, request * pages + t.minimum(here // in_page, pages - 1))
-            to, counted = rank + part, (zero + part < count) & (rank + part < width)
-            t.store(unit, of * width + to, page * in_page + here % in_page, only=counted)
-            t.store(place, of * width + to, here, only=counted)
-            for w, one in enumerate(mask):
-                t.store(queries, (of * width + to) * words + w, one, only=counted)
-        rank = rank + count
+    for entry in entries:
+        here, at, mask, some = wanted(*entry)
+        to, counted = of * width + rank, t.where(rank < width, some, 0) != 0
+        t.store(unit, to, t.load(pages, at) * in_page + here % in_page, only=counted)
+        t.store(place, to, here, only=counted)
+        for w, one in enumerate(mask):
+            t.store(queries, to * words + w, one, only=counted)
+        rank = rank + some
     for first in range(0, width, WARPGROUP):
         behind = t.index + first
         nothing = (behind >= total) & (behind < width)
@@ -81,7 +94,8 @@ def _find(
 
 def tasks_of_blocks_mosaic(
     chosen: Shaped[Array, "R g S blocks words"],
-    table: Int[Array, "R pages"],
+    pages: Int[Array, "R _ pages N"],
+    members: Shaped[Array, "R g pages N words"] | None,
     *,
     width: int,
     parts: int,
@@ -90,14 +104,22 @@ def tasks_of_blocks_mosaic(
 ) -> Tasks:
     """Computes `tasks_of_blocks`; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     requests, groups, sets, blocks, words = chosen.shape
+    of_group, per_table, most = pages.shape[1:]
 
-    def kernel(*refs: Ref, totals: Ref) -> None:
+    def kernel(chosen: Ref, pages: Ref, *refs: Ref, totals: Ref) -> None:
         group, of_set = lax.axis_index("group"), lax.axis_index("set")
-        sizes = {"blocks": blocks, "words": words, "pages": table.shape[1], "width": width}
-        program = functools.partial(_find, parts=parts, in_page=in_page, **sizes)
-        at = group * sets + of_set, lax.div(group, groups)
-        simt.run(program, *refs, totals, *at, interpret=interpret is not None)
+        sizes = {"blocks": blocks, "words": words, "per_table": per_table, "most": most, "width": width}
+        find = functools.partial(_find, parts=parts, in_page=in_page, **sizes)
+        program = find if members is not None else _without_members(find)
+        at = group * sets + of_set, group, group if of_group == groups else lax.div(group, groups)
+        simt.run(program, chosen, pages, *refs, totals, *at, interpret=interpret is not None)
 
+    inputs = [
+        lax.bitcast_convert_type(chosen, jnp.int32).reshape(requests * groups, sets, blocks, words),
+        pages.astype(jnp.int32).reshape(-1, per_table, most),
+    ]
+    if members is not None:
+        inputs.append(lax.bitcast_convert_type(members, jnp.int32).reshape(-1, *members.shape[2:]))
     shapes = ((width,), (width,), (width, words), ())
     found = plgpu.kernel(
         kernel,
@@ -108,17 +130,22 @@ def tasks_of_blocks_mosaic(
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="tasks_of_blocks",
-    )(
-        lax.bitcast_convert_type(chosen, jnp.int32).reshape(requests * groups, sets, blocks, words),
-        table.astype(jnp.int32),
-    )
+    )(*inputs)
     return Tasks(*(x.reshape(requests, groups, *x.shape[1:]) for x in found))
 
 
-def _supports(chosen: jax.Array, table: jax.Array, *, width: int, parts: int, in_page: int) -> bool:
+def _without_members(program: Callable[..., None]) -> Callable[..., None]:
+    """The program where all queries have one page."""
+    return lambda t, chosen, pages, *rest: program(t, chosen, pages, None, *rest)
+
+
+def _supports(
+    chosen: jax.Array, pages: jax.Array, members: jax.Array | None, *, width: int, parts: int, in_page: int
+) -> bool:
     *_, blocks, words = chosen.shape
-    is_inside = (blocks - 1) * parts < table.shape[1] * in_page  # a unit of every block has a page
-    return is_inside and -(-blocks // WARPGROUP) * parts <= MOST_UNITS and words <= MOST_WORDS
+    *_, per_table, most = pages.shape
+    is_inside = (blocks - 1) * parts < per_table * in_page  # a unit of every block has a page
+    return is_inside and -(-blocks // WARPGROUP) * parts * most <= MOST_UNITS and words <= MOST_WORDS
 
 
 tasks_of_blocks.register(Kernel("sm90", tasks_of_blocks_mosaic, _supports))

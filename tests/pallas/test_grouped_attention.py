@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smcjax.pallas.flags import WORD, places_of
 from smcjax.pallas.grouped_attention import (
-    WORD,
     Part,
     Tasks,
-    _places_of,
     compressed_slots,
     group_tasks,
     grouped_attention,
@@ -175,7 +174,7 @@ def test_places_of_flags(size: int) -> None:
     """Few and many flags, of lengths that take up to four levels of counts, and none; rows are apart."""
     rng, width = np.random.default_rng(size), min(size, 300)
     flags = rng.random((4, size)) < np.array([0, 1, 0.3, 100 / size])[:, None]
-    places, number = map(np.asarray, _places_of(jnp.asarray(flags), width))
+    places, number = map(np.asarray, places_of(jnp.asarray(flags), width))
     for row, found, many in zip(flags, places, number, strict=True):
         want = np.flatnonzero(row)[:width]
         assert many == len(want)

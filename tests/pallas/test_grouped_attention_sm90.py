@@ -194,7 +194,9 @@ def test_lowers_for_cuda(size: int, page_size: int) -> None:
             traced = jax.jit(attend).trace(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2  # tasks of queries with several tables are XLA's
+    assert lowered(jnp.bfloat16).count("mosaic_gpu_v2") == 2 + (
+        page_size == 64
+    )  # or XLA's: tasks of so many units and tables
     assert "mosaic_gpu" not in lowered(jnp.float32)
 
 
