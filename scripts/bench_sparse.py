@@ -281,10 +281,11 @@ def replayed(args: argparse.Namespace) -> tuple[list[float], str]:
     return fractions, f"assumed, {args.acceptance:g} of each draft given those before it"
 
 
-def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap: float) -> int:
+def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap: float, own: int = 0) -> int:
     """Bytes of KV that a request's verification reads from pages, in all layers of the target.
 
-    Dense rows of a request share what they read of its prompt. Of a sparse layer: see the file's docstring.
+    Rows of a request share all but the last `own` positions, which a group reads for each of its rows, column by
+    column. Of a sparse layer: see the file's docstring; `scripts/count_sparse_reads.py` counts the tasks themselves.
     """
     queries = decoding.rows * decoding.speculation.scored
     sparse = decoding.speculation.sparse
@@ -294,15 +295,17 @@ def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap:
         pair = 2 * config.num_kv_heads * config.head_dim * config.itemsize
         kind = layer.attention
         if not isinstance(kind, NSA):
-            total += pair * context
+            total += pair * (context + (decoding.rows - 1) * own)
             continue
         born = max(0, (context - kind.kernel_size) // kind.kernel_stride + 1)
         window, blocks = min(kind.window, context), min(kind.num_blocks, -(-context // kind.block_size))
-        size = 1 if sparse is None or not sparse.is_grouped else sparse.queries
+        size = 1 if sparse is None or not sparse.is_grouped else min(sparse.queries, queries)
         groups = -(-queries // size)
         union = blocks if sparse is not None and sparse.mode in SHARED else blocks * (1 + (size - 1) * (1 - overlap))
         union = min(union, -(-context // kind.block_size))
-        total += pair * groups * (born + union * kind.block_size + window + (size if size > 1 else 0))
+        apart = own // kind.kernel_stride + min(own, kind.local_blocks * kind.block_size) + min(own, window)
+        read = born + union * kind.block_size + window + (min(decoding.rows, size) - 1) * apart
+        total += pair * groups * (read + (size if size > 1 else 0))
     return round(total)
 
 

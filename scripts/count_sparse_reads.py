@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_sparse_attention import Case, Layer, sets_of
@@ -74,9 +75,10 @@ class Population:
         rows = self.table.shape[0]
         written = np.take_along_axis(self.table, self.positions // self.layer.page_size, axis=1)
         ends = np.full(rows, self.context)
-        arrays = (self.positions, self.positions, self.table, written, ends, ends)
-        view = (jnp.asarray(array, jnp.int32) for array in arrays)
-        return BatchView(*view, rows=rows, sparse=sparse, page_size=self.layer.page_size)
+        of_tokens = jnp.asarray(self.positions, jnp.int32)
+        table, written_to, lengths = (jnp.asarray(array, jnp.int32) for array in (self.table, written, ends))
+        arrays = (of_tokens, of_tokens, table, written_to, lengths, lengths)
+        return BatchView(*arrays, rows=rows, sparse=sparse, page_size=self.layer.page_size)
 
     def unique(self) -> int:
         """Slots that some query sees, summed over heads."""
@@ -93,29 +95,34 @@ class Population:
 
     def reads(self, sparse: SparseVerification) -> Reads:
         """What a layer that selects reads by its tasks."""
-        layer, view = self.layer, self.view(sparse)
+        layer = self.layer
         of_pages = jnp.zeros((1, layer.page_size, layer.kv_heads, layer.dim), jnp.bfloat16)
         of_tokens = of_pages[:, : layer.compressed_page]
         q = jnp.zeros((*self.positions.shape, layer.heads, layer.dim), jnp.bfloat16)
-        last, tasks = jnp.asarray(self.positions), {}
-        with recorded(tasks):
-            with contextlib.suppress(Counted):
-                nsa_groups.rows_routed(self.kind, q, (of_tokens, of_tokens), view, last)
-            with contextlib.suppress(Counted):
-                chosen = jnp.asarray(self.selected)
-                nsa_groups.rows_by_groups(self.kind, q, (of_pages,) * 4, None, view, chosen, last)
+
+        @jax.jit
+        def count(view: BatchView, chosen: jax.Array) -> dict[str, jax.Array]:
+            slots: dict[str, jax.Array] = {}
+            with recorded(slots):
+                with contextlib.suppress(Counted):
+                    nsa_groups.rows_routed(self.kind, q, (of_tokens, of_tokens), view, view.positions)
+                with contextlib.suppress(Counted):
+                    nsa_groups.rows_by_groups(self.kind, q, (of_pages,) * 4, None, view, chosen, view.positions)
+            return slots
+
+        slots = {name: int(many) for name, many in count(self.view(sparse), jnp.asarray(self.selected)).items()}
         size = min(sparse.queries, self.positions.size)
         tiles = -(-size * (layer.heads // layer.kv_heads) // QUERIES)
-        return Reads(**tasks, unique=self.unique(), tiles=tiles)
+        return Reads(**slots, unique=self.unique(), tiles=tiles)
 
 
 @contextlib.contextmanager
-def recorded(slots: dict[str, int]) -> Iterator[None]:
+def recorded(slots: dict[str, jax.Array]) -> Iterator[None]:
     """Counts the slots of tasks that `nsa_groups` hands to its kernels, instead of computing."""
 
     def count(*of: tuple[str, Any, int]) -> None:
         for name, tasks, unit in of:
-            slots[name] = int(tasks.number.sum()) * unit
+            slots[name] = tasks.number.sum() * unit
         raise Counted
 
     def scores(q: Any, keys: Any, values: Any, tasks: Any, *rest: Any, unit: int, **options: Any) -> tuple[Part, Any]:

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_sparse as bench
 import bench_sparse_quality as quality
+import count_sparse_reads as count
+from bench_sparse_attention import Layer
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
@@ -40,6 +42,25 @@ def test_issued_bytes(context: int, naive: float, merged: float, shared: float) 
     assert alone * 9 == bench.issued_bytes(config, Rejection(8), context, 0.75)
     dense = dataclasses.replace(Models("llama-3.1-8b", "llama-3.2-1b").target_config, num_layers=1)
     assert bench.issued_bytes(dense, Rejection(8), context, 0.75) == 4096 * context
+
+
+def test_a_population_reads_little_that_is_not_unique() -> None:
+    """SMC, N = 8 and K = 8 at 64 Ki positions: by the layer's own tasks within 1.3 times what differs; and by formula.
+
+    Control: compressed tokens are read once a group, so groups of 16 read too much.
+    """
+    config = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config
+    config, layer, own = dataclasses.replace(config, num_layers=1, num_heads=4, num_kv_heads=1), Layer(4, 1), 256
+    population = count.Population(layer, 65_536, 8, 9, own, 0.75)
+    ratios = []
+    for group in (72, 16):
+        sparse = SparseVerification("merged", group)
+        reads = population.reads(sparse)
+        assert 4095 <= reads.compressed / -(-72 // group) <= 4096 * 1.1
+        ratios.append(reads.issued / reads.unique)
+        formula = bench.issued_bytes(config, SMC(8, 8, sparse=sparse), 65_536, 0.75, own)
+        assert formula == pytest.approx(reads.issued * layer.slot, rel=0.1)
+    assert 1 <= ratios[0] <= 1.3 < ratios[1]
 
 
 def test_rows() -> None:
