@@ -228,20 +228,39 @@ def attend(
         def softmax_over(
             scores: jax.Array, so_far: online_softmax.Softmax, now: list[Task]
         ) -> tuple[online_softmax.Softmax, jax.Array]:
-            begins, ends = [], []
-            for j, task in enumerate(now):
-                place = task.first - j * unit
-                begins.append(low - place)
-                ends.append(jnp.where(bit(task, query) != 0, high - place, -1))
-            scores = online_softmax.between(scores, begins, ends, unit, shape.scale)
+            def masked(scores: jax.Array) -> jax.Array:
+                begins, ends = [], []
+                for j, task in enumerate(now):
+                    place = task.first - j * unit
+                    begins.append(low - place)
+                    ends.append(jnp.where(bit(task, query) != 0, high - place, -1))
+                return online_softmax.between(scores, begins, ends, unit, shape.scale)
+
+            scores = lax.cond(is_everyones(now), lambda scores: scores, masked, scores)
             return online_softmax.advance(so_far, scores, jnp.exp2, scale=shape.scale)
+
+        def lies_within(task: Task) -> jax.Array:
+            """True for a task from whose first to its last slot all queries of the group see, if it is theirs."""
+            return (task.first >= inner[0]) & (task.first + (unit - 1) <= inner[1])
+
+        def is_everyones(now: list[Task]) -> jax.Array:
+            """True where all queries of the tile see a chunk whole."""
+            first = lax.rem(tile * shape.in_tile, WORD) if shape.in_tile < WORD else jnp.int32(0)
+            there = lax.clamp(0, of.inner[group, 2] - tile * shape.in_tile, shape.in_tile)
+            all_of_it = jnp.bool_(True)
+            for w in range(min(shape.words, words)):
+                number = lax.clamp(0, there - w * WORD, WORD)
+                bits = jnp.where(number < WORD, (jnp.int32(1) << number) - 1, -1) << first
+                for task in now:
+                    all_of_it = all_of_it & ((task.words[w] & bits) == bits) & lies_within(task)
+            return all_of_it
 
         def is_seen_whole(now: list[Task]) -> jax.Array:
             """True where every task of a chunk is seen from end to end by all of its queries, of which it has some."""
             whole = jnp.bool_(True)
             for task in now:
                 someone = functools.reduce(jnp.bitwise_or, task.words) != 0
-                whole = whole & someone & (task.first >= inner[0]) & (task.first + (unit - 1) <= inner[1])
+                whole = whole & someone & lies_within(task)
             return whole
 
         def clean(values: Ref, now: list[Task]) -> None:

@@ -19,11 +19,12 @@ from smcjax import smc
 from smcjax.decoders import Autoregressive, Rejection
 from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.speculation import score
-from smcjax.model import nsa_groups
+from smcjax.model import nsa, nsa_groups
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.nsa_routing import Entries
 from smcjax.model.seen import ByRow
+from smcjax.model.view import BatchView
 from smcjax.sparse import SparseVerification
 from tests import exact
 from tests.decoding.test_nsa import (
@@ -178,6 +179,24 @@ def test_groups_of_any_size_and_order_change_nothing() -> None:
         got = scored(SparseVerification("merged", size, order))
         np.testing.assert_allclose(got, want, atol=1e-4)
         np.testing.assert_array_equal(got.argmax(axis=-1), want.argmax(axis=-1))
+
+
+def test_routing_by_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed tokens read once a group, as kernels do, of particles whose pages resampling has dealt out.
+
+    Control: the first particle's pages for all. (Groups are of sizes that no other test compiles.)
+    """
+    want, asked, tables = scored(None), [], nsa_groups._tables
+    monkeypatch.setattr(nsa, "routes_by_kernel", lambda *_: not asked.append(1))
+    np.testing.assert_allclose(scored(SparseVerification("merged", 8, "dfs")), want, atol=1e-4)
+    assert asked
+
+    def of_first(view: BatchView) -> jax.Array:
+        found = tables(view)
+        return found[np.arange(found.shape[0]) // view.rows * view.rows]
+
+    monkeypatch.setattr(nsa_groups, "_tables", of_first)
+    assert not np.abs(scored(SparseVerification("merged", 7)) - want).max() <= 1e-2
 
 
 def test_control_a_mask_that_names_all_queries_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
