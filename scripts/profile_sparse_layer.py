@@ -3,6 +3,7 @@
     python scripts/profile_sparse_layer.py                       # 65,536 positions, 9 queries, 1 and 8 requests
     python scripts/profile_sparse_layer.py --queries 16 --requests 1 --context 32768
     python scripts/profile_sparse_layer.py --rows 8 --groups 16 72 --requests 1 4   # of populations of 8 particles
+    python scripts/profile_sparse_layer.py --tree 3 2 1 1 1 1 --groups 16      # of a draft tree
     python scripts/profile_sparse_layer.py --tiny                # on a CPU: that it runs
 
 A program of four layers of an 8B model's attention (`bench_sparse_attention.Layer`), each with pages of its own, runs
@@ -10,7 +11,7 @@ as a verification has it: new keys and values, compressed tokens born, routing, 
 layer's weights are left out but for gates. Queries are alike, so that they select alike; pages hold random numbers.
 
 The same program of plain XLA runs on the same pages, and what both select and compute is compared. Rows of a population
-share all pages but their last `TAIL`; it runs with kernels once more, but for compressed tokens, which XLA attends to.
+share all pages but their last `TAIL`. Of these and of trees compressed tokens are then left to XLA alone.
 Times are JAX's profiler's.
 """
 
@@ -41,9 +42,10 @@ from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
 from smcjax.model.nsa import NSA
-from smcjax.model.view import BatchView
+from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import implementations, uses_kernels
 from smcjax.sparse import SparseVerification
+from smcjax.trees import DraftTree
 
 LAYERS, RUNS = 4, 3
 TAIL = 3  # pages of a row's own, in populations
@@ -78,7 +80,7 @@ class Verification:
         arrays = [jnp.asarray(array, jnp.int32) for array in (positions, table, written, ends)]
         tokens, (at, named, written_to, lengths) = arrays[0], arrays
         rest = (written_to, lengths, lengths)
-        self.view = BatchView(tokens, at, named, *rest, rows=of_request, page_size=layer.page_size)
+        self.view: Any = BatchView(tokens, at, named, *rest, rows=of_request, page_size=layer.page_size)
 
     def normal(self, *shape: int) -> jax.Array:
         self.number += 1
@@ -107,9 +109,30 @@ class Verification:
             projection = Projection(
                 qkv_of, *angles(view.positions), self.layer.kv_heads, None, None, x, weights, angles
             )
-            out, cache, selected = self.kind(projection, cache, None, view)
-            found.append((cache, out, selected))
+            found.append(self.attend(projection, cache, view))
         return tuple(map(list, zip(*found, strict=True)))
+
+    def attend(self, projection: Projection, cache: dict[str, jax.Array], view: Any) -> tuple[Any, ...]:
+        """A layer's pages, output and selection."""
+        out, cache, selected = self.kind(projection, cache, None, view)
+        return cache, out, selected
+
+
+class Nodes(Verification):
+    """The nodes of a draft tree of each request, of which the deepest stand at its last position and bear tokens."""
+
+    def __init__(self, layer: Layer, context: int, tree: DraftTree, requests: int) -> None:
+        super().__init__(layer, context, tree.size, requests)
+        root = jnp.full(requests, context - 1 - tree.depth, jnp.int32)
+        table, nodes = self.view.block_table, tuple(range(tree.size))
+        tokens = jnp.zeros((requests, tree.size), jnp.int32)
+        self.view = TreeView(tokens, root, root, table, tree, nodes, page_size=layer.page_size)
+
+    def attend(self, projection: Projection, cache: dict[str, jax.Array], view: Any) -> tuple[Any, ...]:
+        shape = (*view.positions.shape, self.layer.kv_heads, self.layer.dim)
+        scratch = {name: jnp.zeros(shape, jnp.bfloat16) for name in cache}
+        out, _, selected = self.kind.over_tree(projection, cache, scratch, view)
+        return cache, out, selected
 
 
 @contextlib.contextmanager
@@ -151,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=65_536, help="T, a multiple of 128")
     parser.add_argument("--queries", type=int, nargs="+", default=[9], help="M")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="R")
+    parser.add_argument("--tree", type=int, nargs="+", help="children per depth: nodes of a tree instead of queries")
     parser.add_argument("--rows", type=int, default=1, help="N, rows of a request that share pages")
     parser.add_argument(
         "--groups", type=int, nargs="+", help="C, queries that read together (all of a row, 16 at most)"
@@ -164,15 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tiny:
         layer, args.context, args.requests = Layer(heads=2, kv_heads=1, dim=64, num_blocks=4, window=32), 512, [1]
     print(this_device().kind or this_device().platform, "jax", jax.__version__)
-    for requests, queries in itertools.product(args.requests, args.queries):
-        verification = Verification(layer, args.context, queries, requests, args.rows)
+    tree = None if args.tree is None else DraftTree.with_children(args.tree)
+    for requests, queries in itertools.product(args.requests, args.queries if tree is None else [tree.size]):
+        if tree is None:
+            verification = Verification(layer, args.context, queries, requests, args.rows)
+        else:
+            verification = Nodes(layer, args.context, tree, requests)
         sizes = args.groups or [min(queries, 16)]
         by_xla, times = profiled(verification, SparseVerification("merged", sizes[0]), "XLA")
         said = f"{requests} requests of {args.rows} rows of {queries} queries"
         show(f"{said}, XLA", times, args.most)
         for size in sizes:
             sparse = SparseVerification("merged", size)
-            for name in ("routing by XLA", "kernels")[args.rows == 1 :]:
+            for name in ("routing by XLA", "kernels")[args.rows == 1 and tree is None :]:
                 found, times = profiled(verification, sparse, name)
                 show(f"{said}, groups of {size}, {name}", times, args.most)
                 wrong |= differ(found, by_xla)
