@@ -1,7 +1,7 @@
 """Times SMC's cycle under a control beside the one without, at given shapes, and turns tokens a cycle into tokens/s.
 
     python scripts/bench_control.py --json cycles.json
-    python scripts/bench_control.py --cycles cycles.json --measured found.npz
+    python scripts/bench_control.py --cycles cycles.json --measured found.npz --plot frontier.svg
 
 The first times cycles on random weights. First N = K = 8: without a control, with the program that can reject under
 controls 0 (which rejects nothing, so that rows grow alike), 1 and 0.1, by turns, a window each, as clocks fall when a
@@ -9,8 +9,9 @@ device warms up; with --early-ends those too. What a control adds is the median 
 first. Then for each K the target alone, exact decoders and SMC with and without a control. JSON is written after each
 part, so that an interrupted run leaves something.
 
-The second joins these times with what `measure_populations.py` found of real pairs: tokens/s of one request that such
-a pair would have, were a cycle of its own as long. Random weights reject nearly everything, but a
+The second joins these times with what `measure_populations.py` found of real pairs, in one file or several: tokens/s of
+one request that such a pair would have, were a cycle of its own as long, and the plot sets them over how likely the
+target finds the answers. Random weights reject nearly everything, but a
 cycle's time depends on shapes, not on what is accepted.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 from measure_populations import LONG, long_rows, read, tokens_per_cycle
+from measuring import Interval, by_prompt
 
 from smcjax.bench.cycle import Bench, require_pair, require_room
 from smcjax.bench.models import Models
@@ -38,6 +40,7 @@ from smcjax.bench.table import synthetic_case
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
+from smcjax.tasks.intervals import clustered_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,20 +190,104 @@ def cycle_time(times: Sequence[dict[str, Any]], run: dict[str, Any]) -> float | 
     return None
 
 
-def frontier(times: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> str:
-    """A table for each pair, fastest first: tokens a cycle of the pair over the time of a cycle of the same shape."""
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A decoder on a pair: tokens/s, and the cells of `LONG` that say how good its answers are."""
+
+    pair: str
+    speed: float
+    gamma: int
+    cells: tuple[str, ...]
+    log_p: Interval  # a token, minus the target's own
+    distance: Interval  # at most, of the whole answer's law
+
+
+EXACT: Interval = (0.0, 0.0, 0.0)
+
+
+def distance_of(run: dict[str, Any]) -> Interval:
+    """The bound of `measure_populations` on total variation, 0 for exact decoders."""
+    if run["name"].startswith("rejection"):
+        return EXACT
+    return clustered_mean(by_prompt(np.maximum(1 - np.exp(run["log_evidence"]), 0), run["prompts"]))
+
+
+def points(times: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> list[Point]:
+    """Points of every pair, the target alone first: tokens a cycle over the time of a cycle of the same shape."""
     alone = next(one["ms"] for one in times if one["gamma"] == 0)
     target = next(run for run in runs if run["name"] == "target alone")
-    lines = []
+    its = by_prompt(target["log_probability"], target["prompts"])
+    found = []
     for pair in dict.fromkeys(run["pair"] for run in runs):
         own = [run for run in runs if run["pair"] == pair and run is not target and not run["short"]]
-        found: list[tuple[float, tuple[str, ...]]] = [(1e3 / alone, ("target alone", "1.00", "–", "–", "+0.000"))]
+        cells: tuple[str, ...] = ("target alone", "1.00", "–", "–", "+0.000")
+        found.append(Point(pair, 1e3 / alone, 0, cells, EXACT, EXACT))
         for run, cells in zip(own, long_rows(own, target), strict=True):
             if (ms := cycle_time(times, run)) is not None:
-                found.append((1e3 * tokens_per_cycle(run) / ms, (f"{cells[0]}, K={run['gamma']}", *cells[1:])))
-        rows = [(f"{speed:,.0f}", *cells) for speed, cells in sorted(found, key=lambda one: -one[0])]
+                of_prompts = by_prompt(run["log_probability"], run["prompts"]) - its
+                speed = 1e3 * tokens_per_cycle(run) / ms
+                found.append(Point(pair, speed, run["gamma"], cells, clustered_mean(of_prompts), distance_of(run)))
+    return found
+
+
+def frontier(found: Sequence[Point]) -> str:
+    """A table for each pair, fastest first."""
+    lines = []
+    for pair in dict.fromkeys(point.pair for point in found):
+        own = sorted((point for point in found if point.pair == pair), key=lambda point: -point.speed)
+        rows = [
+            (f"{one.speed:,.0f}", f"{one.cells[0]}, K={one.gamma}" if one.gamma else one.cells[0], *one.cells[1:])
+            for one in own
+        ]
         lines.append(f"{pair}\n\n{table(('tokens/s', *LONG), rows)}")
     return "\n\n".join(lines)
+
+
+def draw(found: Sequence[Point], titles: Sequence[str], path: Path) -> None:
+    """A column for each pair, over tokens/s: log p a token, and the bound on the distance to the target's law.
+
+    SMC's controls are joined; exact decoders, whose distance is 0, stand beside.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from smcjax.viz.picture import write_figure
+
+    pairs = list(dict.fromkeys(point.pair for point in found))
+    figure = Figure(figsize=(4 * len(pairs), 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(pairs), squeeze=False, sharex=True, sharey="row")
+    for column, pair, title in zip(panels.T, pairs, [*titles, *pairs[len(titles) :]], strict=True):
+        own = sorted((point for point in found if point.pair == pair), key=lambda point: point.speed)
+        for name, marker, line, starts in (
+            ("SMC, by its control", "o", "-", "SMC"),
+            ("exact", "s", "none", ("rejection", "target")),
+        ):
+            mine = [point for point in own if point.cells[0].startswith(starts)]
+            speeds = [one.speed for one in mine]
+            for axes, figures in zip(
+                column, ([one.log_p for one in mine], [one.distance for one in mine]), strict=True
+            ):
+                middle, low, high = zip(*figures, strict=True)
+                ends = [
+                    [m - x for m, x in zip(middle, low, strict=True)],
+                    [x - m for m, x in zip(middle, high, strict=True)],
+                ]
+                axes.errorbar(speeds, middle, ends, marker=marker, linestyle=line, capsize=2, label=name)
+            for number, one in enumerate(mine):
+                said = one.cells[0].rsplit("control ", 1)[-1].removeprefix("rejection, ")
+                away = (6, 4) if marker == "o" else (-8, 8 + 11 * number)
+                at = (one.speed, one.distance[0])
+                column[1].annotate(said, at, away, textcoords="offset points", fontsize="x-small")
+        column[0].set_title(title, fontsize="medium")
+        column[1].set_xlabel("tokens a second")
+        column[1].set_xlim(left=0)
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("log p a token,\nminus the target's own")
+    panels[1, 0].set_ylabel("distance to the target's law ≤")
+    panels[0, 0].legend(loc="lower left", fontsize="small")
+    write_figure(figure, path)
 
 
 def main() -> None:
@@ -218,12 +305,18 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 8, 4], help="(1 8 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the times")
     parser.add_argument("--cycles", type=Path, metavar="FILE", help="times to join with --measured")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="what measure_populations.py found")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="what measure_populations.py found")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the joined figures there: .svg, .png or .pdf")
+    parser.add_argument("--titles", nargs="+", default=[], help="of the plot's pairs, in their order")
     args = parser.parse_args()
     if args.cycles is not None:
         if args.measured is None:
             parser.error("--cycles needs --measured, a file of measure_populations.py; give both.")
-        print(frontier(json.loads(args.cycles.read_text())["rows"], read(args.measured)))
+        times = json.loads(args.cycles.read_text())["rows"]
+        found = [point for path in args.measured for point in points(times, read(path))]
+        print(frontier(found))
+        if args.plot is not None:
+            draw(found, args.titles, args.plot)
         return
     enable_compilation_cache()
     models = Models(args.target_shape, args.draft_shape)
@@ -236,8 +329,8 @@ def main() -> None:
         rows += own
         print(f"\n{part}\n\n{markdown(own)}", flush=True)
         if args.json is not None:
-            found = {"device": device, "rows": [dataclasses.asdict(row) for row in rows]}
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            report = {"device": device, "rows": [dataclasses.asdict(row) for row in rows]}
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
