@@ -94,14 +94,18 @@ def main() -> None:
             time_cycles(llm, args.runs, args.tokens)
 
 
+def ends(llm: LLM) -> list[int]:
+    """Tokens that end an answer beside the model's own: one where it has none, which a form could not do without."""
+    return [] if llm.models.eos_token_ids else [llm.models.target.vocab_size - 1]
+
+
 def time_automata(llm: LLM) -> None:
     """Times each form, compiled anew, for this model's vocabulary, and masks of the last one."""
     vocab_size = llm.models.target.vocab_size
     for name, form in FORMS.items():
         began = time.perf_counter()
-        made = automaton_of(
-            SamplingParams(response_format=form), Automata(llm.tokenizer, vocab_size), llm.models.eos_token_ids
-        )
+        stops = (*llm.models.eos_token_ids, *ends(llm))
+        made = automaton_of(SamplingParams(response_format=form), Automata(llm.tokenizer, vocab_size), stops)
         assert made is not None
         last = made
         states, classes = made.following.shape
@@ -122,12 +126,17 @@ def time_automata(llm: LLM) -> None:
 
 def time_cycles(llm: LLM, runs: int, tokens: int) -> None:
     """Times cycles of answers with a form and without."""
-    prompt = {"prompt_token_ids": list(range(1000, 1032))}
+    first = min(1000, llm.models.target.vocab_size // 2)
+    prompt = {"prompt_token_ids": list(range(first, first + 32))}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for run in range(-1, runs):  # the first compiles
         for constrained in (False, True):
             asked = SamplingParams(
-                max_tokens=tokens, seed=run + 1, temperature=0.8, response_format=LONG if constrained else None
+                max_tokens=tokens,
+                seed=run + 1,
+                temperature=0.8,
+                stop_token_ids=ends(llm),
+                response_format=LONG if constrained else None,
             )
             metrics = llm.generate(prompt, asked, use_tqdm=False)[0].metrics
             if run >= 0 and metrics.cycles:
