@@ -31,7 +31,15 @@ from smcjax.engine.arguments import (
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.intake import Intake
-from smcjax.engine.loading import Models, load_models, make_decoder, models_for, prepared_models, usual_page_size
+from smcjax.engine.loading import (
+    Models,
+    load_models,
+    make_decoder,
+    models_for,
+    prepared_models,
+    usual_page_size,
+    usual_reading,
+)
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint
@@ -212,8 +220,6 @@ class LLM:
                 raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
         require_devices()
         require_settings()
-        if page_size is None:
-            page_size = usual_page_size(self.decoding, implementation)
         self._closed = False
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
@@ -223,8 +229,6 @@ class LLM:
         self.owns_models = share is None
         self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
-        self.page_size = page_size
-        self.footprint = Footprint.of(self.decoding, page_size)
         if share is not None:
             self.models: Models = models_for(self.decoding, share.models, page_size)
         else:
@@ -250,8 +254,13 @@ class LLM:
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
-            if self._planned is not None:
+            if self._planned is None:
+                self.decoding = usual_reading(self.decoding, self.models.local_target, implementation)
+            else:
                 self._planned.check(self.models)
+            usual = usual_page_size(self.decoding, self.models.target, implementation)
+            self.page_size = page_size or usual
+            self.footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
                 raise ValueError(

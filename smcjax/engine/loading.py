@@ -33,6 +33,7 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
+from smcjax.model.nsa_groups import reads_groups_by_kernel
 from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -41,7 +42,7 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import KERNEL_GROUP, SparseVerification
 from smcjax.tokenizer import Tokenizer
 
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
@@ -230,7 +231,7 @@ def _prepared_on_all(
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
 
 
-def models_for(decoding: Decoding, models: Models, page_size: int) -> Models:
+def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Models:
     """Returns what `decoding` needs of models that another decoder runs on, whose arrays are shared.
 
     Raises ValueError where they have no draft that it can use, or attention that pages or `sparse` do not fit.
@@ -253,11 +254,30 @@ def models_for(decoding: Decoding, models: Models, page_size: int) -> Models:
     return models
 
 
-def usual_page_size(decoding: Decoding, implementation: str) -> int:
+def usual_reading(decoding: Decoding, target: ModelConfig, implementation: str) -> Decoding:
+    """The decoder as it reads a sparse target where nobody says how: in groups if kernels can, to the same result."""
+    kinds: Any = target.selecting.values()
+    if decoding.speculation.sparse is not None or not kinds:
+        return decoding
+    alone = decoding.rows == decoding.speculation.scored == 1
+    sparse = SparseVerification("merged", 1 if alone else KERNEL_GROUP)
+    with implementations(implementation):
+        by_kernels = all(reads_groups_by_kernel(kind, target, sparse.queries, target.dtype) for kind in kinds)
+    kind_of_decoder: Any = decoding
+    return dataclasses.replace(kind_of_decoder, sparse=sparse) if by_kernels else decoding
+
+
+def usual_page_size(decoding: Decoding, target: ModelConfig, implementation: str) -> int:
     """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16."""
     sparse = decoding.speculation.sparse
     with implementations(implementation):
-        return 128 if sparse is not None and sparse.is_grouped and uses_kernels() else 16
+        if sparse is None or not sparse.is_grouped or not uses_kernels():
+            return 16
+    try:
+        check_pages(target, 128)
+    except ValueError:  # blocks that it would cut
+        return 16
+    return 128
 
 
 def check_pages(config: ModelConfig, page_size: int | None) -> None:
