@@ -35,6 +35,24 @@ WARPGROUP = 128
 WARPS = WARPGROUP // WARP
 SCALAR = plgpu.Layout.WG_SPLAT(())
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# 2^k · 2^f of x · log₂ e = k + f with k whole, from −126 on. log₂ e has two parts. All constants are those of CUDA's
+# `expf`, which XLA calls, so that both have the same bits.
+EXP = """{
+.reg .f32 k, f, w;
+.reg .b32 e;
+fma.rn.f32 k, $1, 0f3BBB989D, 0f3F000000;
+cvt.sat.f32.f32 k, k;
+fma.rm.f32 k, k, 0f437C0000, 0f4B400001;
+add.rn.f32 f, k, 0fCB40007F;
+neg.f32 f, f;
+fma.rn.f32 f, $1, 0f3FB8AA3B, f;
+fma.rn.f32 f, $1, 0f32A57060, f;
+mov.b32 e, k;
+shl.b32 e, e, 23;
+mov.b32 w, e;
+ex2.approx.ftz.f32 f, f;
+mul.rn.f32 $0, f, w;
+}"""
 
 
 def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
@@ -174,8 +192,32 @@ class _OnGPU:
         """−inf of 0; absolute error 2⁻²² between 0.5 and 2, elsewhere 3 units in the last place."""
         return _Word(mu.inline_ptx("lg2.approx.ftz.f32 $0, $1;", x.value, result_types=f32()))
 
+    def exp(self, x: Word) -> Word:
+        """e to the power of x: the bits that XLA's own programs have, to 2 units in the last place."""
+        return _Word(mu.inline_ptx(EXP, x.value, result_types=f32()))
+
+    def multiply_add(self, a: Word, b: float, c: Word) -> Word:
+        """a · b + c, rounded once."""
+        terms = a.value, _value(b, f32()), c.value
+        return _Word(mu.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", *terms, result_types=f32()))
+
+    def bits(self, x: Word) -> Word:
+        """A floating-point word's bits: an integer of the same order for numbers that are not negative."""
+        return _Word(arith.bitcast(i32(), x.value))
+
     def minimum(self, a: Word, b: Any) -> Word:
         return _Word(arith.minsi(a.value, _value(b)))
+
+    def maximum(self, a: Word, b: Any) -> Word:
+        return _Word(arith.maxsi(a.value, _value(b)))
+
+    def warp_maximum(self, x: Word) -> Word:
+        """The largest integer of the warp."""
+        return _Word(mu.redux(x.value, mu.c(0xFFFFFFFF, i32()), mu.ReductionKind.MAX))
+
+    def warp_minimum(self, x: Word) -> Word:
+        """The smallest integer of the warp."""
+        return _Word(mu.redux(x.value, mu.c(0xFFFFFFFF, i32()), mu.ReductionKind.MIN))
 
     def shuffle_xor(self, x: Word, distance: int) -> Word:
         return _Word(mu.shfl_bfly(x.value, distance))
@@ -197,6 +239,26 @@ class _OnGPU:
             f"st.{space}.b{8 * size} [$0], $1;",
             address,
             value,
+            predicate=None if only is None else only.value,
+            has_side_effects=True,
+        )
+
+    def load4(self, ref: Any, index: Word) -> list[Word]:
+        """Four words from `index` on, a multiple of 4."""
+        space, address, size = self._address(ref, index)
+        assert size == 4, "words only"
+        kind = f32() if ir.MemRefType(ref.type).element_type == f32() else i32()
+        load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+        found = mu.inline_ptx(load, address, result_types=[kind] * 4, has_side_effects=True)
+        return [_Word(value) for value in found]
+
+    def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
+        """Stores four words from `index` on, a multiple of 4, in SMEM."""
+        space, address, _ = self._address(ref, index)
+        mu.inline_ptx(
+            f"st.{space}.v4.b32 [$0], {{$1, $2, $3, $4}};",
+            address,
+            *(word.value for word in words),
             predicate=None if only is None else only.value,
             has_side_effects=True,
         )
@@ -239,8 +301,26 @@ class _Interpreted:
     def log2(self, x: Word) -> Word:
         return jnp.log2(x)
 
+    def exp(self, x: Word) -> Word:
+        return jnp.exp(x)
+
+    def multiply_add(self, a: Word, b: float, c: Word) -> Word:
+        return a * jnp.float32(b) + c
+
+    def bits(self, x: Word) -> Word:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
     def minimum(self, a: Word, b: Any) -> Word:
         return jnp.minimum(a, b)
+
+    def maximum(self, a: Word, b: Any) -> Word:
+        return jnp.maximum(a, b)
+
+    def warp_maximum(self, x: Word) -> Word:
+        return jnp.repeat(x.reshape(WARPS, WARP).max(axis=1), WARP)
+
+    def warp_minimum(self, x: Word) -> Word:
+        return jnp.repeat(x.reshape(WARPS, WARP).min(axis=1), WARP)
 
     def shuffle_xor(self, x: Word, distance: int) -> Word:
         return x[self.index ^ distance]
@@ -250,6 +330,15 @@ class _Interpreted:
 
     def load(self, ref: Any, index: Word) -> Word:
         return ref[...].reshape(-1)[index]
+
+    def load4(self, ref: Any, index: Word) -> list[Word]:
+        return [self.load(ref, index + i) for i in range(4)]
+
+    def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
+        """At once: SMEM is the warpgroup's own."""
+        here = index if only is None else jnp.where(only, index, ref.size)
+        flat = ref[...].reshape(-1).at[here[:, None] + jnp.arange(4)].set(jnp.stack(words, axis=1), mode="drop")
+        ref[...] = flat.reshape(ref.shape)
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
         """One element after the other: other warpgroups may be storing to other elements at the same time."""
