@@ -434,6 +434,9 @@ class SharedNSA(NSA):
     devices: int = 1
     axis: str = ""
 
+    def ranking(self, blocks: int) -> None:
+        """None: what ranks blocks is summed over devices before."""
+
     def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
         """The sum over a key-value head's query heads, the same bits on each of their devices."""
         return sum_over_neighbours(self.axis, self.devices, of_heads)

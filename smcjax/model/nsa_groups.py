@@ -26,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from smcjax.model.attention import HeadShape
 from smcjax.model.view import BatchView, TreeView
+from smcjax.pallas.attention import divisor_of
+from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
 from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.grouped_attention import (
     Branch,
@@ -71,6 +73,7 @@ class Blocks(Protocol):
     @property
     def share(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
+    def ranking(self, blocks: int) -> Ranking | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +219,7 @@ class Weighed(NamedTuple):
 
     output: Float[Array, "R T H D"]  # f32
     weights: Float[Array, "R T H slots"]  # by slot of compressed tokens (`compressed_slots`), 0 for those not seen
+    selected: Bool[Array, "R T S blocks"] | None = None  # by a kernel, where there is one
 
 
 def _weighed(
@@ -226,20 +230,22 @@ def _weighed(
     last: Int[Array, "R M"],
     groups: QueryGroups,
     rows: int,
-) -> tuple[Part, Float[Array, "R M H slots"]]:
+) -> tuple[Part, Float[Array, "R M H slots"], Kept | None]:
     """Attends by groups to the compressed tokens in pages up to positions `last`, and weighs them by slot.
 
-    Queries of a request have at most `rows` distinct tables. Weights are those of this part alone.
+    Queries of a request have at most `rows` distinct tables. Weights are those of this part alone. Returns what kernels
+    have kept beside them.
     """
     low, high = compressed_slots(last, kernel_size=kind.kernel_size, kernel_stride=kind.kernel_stride)
     _, per_page, kv_heads, _ = compressed[0].shape
     unit, slots = math.gcd(per_page, MOST_UNIT), table.shape[2] * per_page
     sizes = {"page_size": per_page, "unit": unit, "sets": kv_heads, "most_slots": slots}
     tasks = span_tasks(low, high, table, groups, rows=rows, **sizes)
-    part, scores = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit, slots=slots)
+    part, scores, products = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit, slots=slots)
     slot = jnp.arange(slots)
     seen = (slot >= low[..., None]) & (slot <= high[..., None])
-    return part, jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
+    weights = jnp.where(seen[:, :, None], jnp.exp(scores - part.lse[..., None]), 0)
+    return part, weights, None if products is None else Kept(products, part.lse, low, high)
 
 
 def rows_routed(
@@ -250,16 +256,31 @@ def rows_routed(
     A page that its rows share is read once a group.
     """
     columns, groups = view.positions.shape[1], _groups(view)
-    q, table, last = (_by_request(view, x) for x in (q, _tables(view), last))
-    part, weights = _weighed(kind, q, compressed, table, last, groups, view.rows)
-    return Weighed(*(x.reshape(-1, columns, *x.shape[2:]) for x in (part.out, weights)))
+    q, table, last, positions = (_by_request(view, x) for x in (q, _tables(view), last, view.positions))
+    part, weights, kept = _weighed(kind, q, compressed, table, last, groups, view.rows)
+    blocks = -(-table.shape[2] * view.page_size // kind.block_size)
+    selected = None if kept is None else blocks_selected(kind, kept, positions, groups, blocks, q.shape[3])
+    found = (part.out, weights, selected)
+    return Weighed(*(x if x is None else x.reshape(-1, columns, *x.shape[2:]) for x in found))
+
+
+def blocks_selected(
+    kind: Blocks, kept: Kept, positions: Int[Array, "R M"], groups: QueryGroups, blocks: int, dim: int
+) -> Bool[Array, "R M S blocks"] | None:
+    """The blocks that queries at `positions` select of `blocks` by kept scores; None where no kernel finds them."""
+    ranking, (_, sets, _, slots) = kind.ranking(blocks), kept.products.shape
+    heads = kept.lse.shape[2] // sets
+    if ranking is None or not supports_ranking(ranking, heads=heads, slots=slots):
+        return None
+    sizes = {"block_size": kind.block_size, "heads": heads, "divisor": divisor_of(None, dim)}
+    return ranked_blocks(kept, positions, groups, ranking, **sizes)
 
 
 def nodes_routed(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, own: Pair, view: TreeView) -> Weighed:
     """Attends by groups of a row's nodes to compressed tokens in pages, and to those that their paths bear: `own`."""
     groups = _groups(view)
     last = jnp.minimum(view.positions, view.committed[:, None] - 1)
-    part, weights = _weighed(kind, q, compressed, _tables(view), last, groups, 1)
+    part, weights, _ = _weighed(kind, q, compressed, _tables(view), last, groups, 1)
 
     at, drafted = _drafted(view)
     sets, stride = compressed[0].shape[2], kind.kernel_stride

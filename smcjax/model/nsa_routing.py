@@ -24,6 +24,7 @@ from smcjax.model.view import BatchView, TreeView
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
+from smcjax.pallas.block_ranking import Ranking
 
 
 class Entries[T](NamedTuple):
@@ -106,7 +107,8 @@ class Routing:
         blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
         scores = self.by_blocks(self._of_sets(grouped(weighed.weights, kv_heads)), blocks)
         output = grouped(weighed.output.astype(cache["compressed_values"].dtype), kv_heads)
-        return Routed(output, scores, self.select(scores, view.positions))
+        selected = self.select(scores, view.positions) if weighed.selected is None else weighed.selected
+        return Routed(output, scores, selected)
 
     def block_scores(
         self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int
@@ -145,6 +147,12 @@ class Routing:
             for first, weight in enumerate(common)
         ]
         return functools.reduce(jnp.add, terms)
+
+    def ranking(self, blocks: int) -> Ranking | None:
+        """How a kernel ranks blocks as `by_blocks` and `ranked` do; None where heads choose by themselves."""
+        sizes = (self.num_blocks, self.init_blocks, self.local_blocks)
+        strides = (self.block_size // self.kernel_stride, self.kernel_size // self.kernel_stride)
+        return Ranking(blocks, *sizes, *strides) if self.share == "group" else None
 
     def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
         """The sum over a key-value head's query heads, of the sum over those that are here."""

@@ -185,6 +185,7 @@ def _choose(
         t.store(chosen, row * blocks + place, is_chosen != 0, only=place < blocks)
 
 
+@functools.partial(jax.jit, static_argnames=("groups", "ranking", "block_size", "heads", "divisor", "interpret"))
 def ranked_blocks(
     kept: Kept,
     positions: Int[Array, "R M"],
@@ -198,7 +199,8 @@ def ranked_blocks(
 ) -> Bool[Array, "R M S blocks"]:
     """Returns the blocks that queries at `positions` select, for rankings that `supports_ranking` accepts.
 
-    Products of slots that a query does not see may be anything. NaN that it sees ranks highest.
+    Products of slots that a query does not see may be anything. NaN that it sees ranks highest. A jit of its own, so
+    that a model's layers trace and lower the kernel once.
 
     Args:
         kept: what `grouped_scores` has kept.

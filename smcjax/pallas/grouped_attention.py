@@ -330,11 +330,12 @@ def grouped_scores_reference(
     unit: int,
     slots: int,
     scale: float | None = None,
-) -> tuple[Part, Float[Array, "R M H slots"]]:
+) -> tuple[Part, Float[Array, "R M H slots"], Float[Array, "groups S rows slots"] | None]:
     """Attends as `grouped_attention` and keeps the scores by slot of each query's sequence, of which there are `slots`.
 
     A query's score is that of its own task, if other tasks of its group stand at the same place. Scores of slots that
-    a query does not see may be anything.
+    a query does not see may be anything. Kernels also return q · k as they have kept it, by group and set: see
+    `smcjax.pallas.block_ranking.Kept`.
     """
     part = grouped_attention_reference(q, key_pages, value_pages, tasks, groups, low, high, unit=unit, scale=scale)
     sets, dim = tasks.unit.shape[2], q.shape[3]
@@ -349,7 +350,7 @@ def grouped_scores_reference(
     of_head = (x[..., None] for x in np.ogrid[tuple(map(slice, scores.shape[:5]))])
     kept = jnp.zeros((*scores.shape[:5], slots)).at[*of_head, slot[..., None, :]].set(scores, mode="drop")
     kept = groups.join(kept.reshape(*kept.shape[:3], -1, slots))
-    return part, kept / divisor_of(scale, dim)
+    return part, kept / divisor_of(scale, dim), None
 
 
 grouped_scores = Op(grouped_scores_reference)

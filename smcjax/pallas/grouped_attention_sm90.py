@@ -136,9 +136,9 @@ def grouped_scores_mosaic(
     scale: float | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
-) -> tuple[Part, Float[Array, "R M H slots"]]:
+) -> tuple[Part, Float[Array, "R M H slots"], Float[Array, "groups S rows slots"]]:
     """Computes `grouped_scores` by the kernels; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    (part,), scores = _by_kernels(
+    (part,), scores, products = _by_kernels(
         q,
         (Branch(key_pages, value_pages, tasks, low, high),),
         groups,
@@ -150,7 +150,8 @@ def grouped_scores_mosaic(
         slots=slots,
     )
     assert scores is not None
-    return part, scores
+    assert products is not None
+    return part, scores, products
 
 
 def grouped_branches_mosaic(
@@ -184,8 +185,8 @@ def _by_kernels(
     tuning: Tuning | None,
     interpret: Any,
     slots: int | None = None,
-) -> tuple[tuple[Part, ...], jax.Array | None]:
-    """Returns the branches' parts and, if it has so many `slots`, the only branch's scores.
+) -> tuple[tuple[Part, ...], jax.Array | None, jax.Array | None]:
+    """Returns the branches' parts and, if it has so many `slots`, the only branch's scores and products.
 
     A jit of its own, so that a model's layers trace and lower the kernels once.
     """
@@ -200,7 +201,7 @@ def _by_kernels(
     if lacking := padded(of_set) - of_set:
         by_set = jnp.pad(q.reshape(requests, queries, sets, of_set, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
         filled = by_set.reshape(requests, queries, -1, dim)
-        parts, scores = _by_kernels(
+        parts, scores, products = _by_kernels(
             filled,
             branches,
             groups,
@@ -216,7 +217,7 @@ def _by_kernels(
             x = x.reshape(*x.shape[:2], sets, of_set + lacking, *x.shape[3:])[:, :, :, :of_set]
             return x.reshape(*x.shape[:2], heads, *x.shape[4:])
 
-        return tuple(Part(*map(cut, part)) for part in parts), None if scores is None else cut(scores)
+        return tuple(Part(*map(cut, part)) for part in parts), None if scores is None else cut(scores), products
 
     shape = Shape(
         queries=groups.size,
@@ -263,7 +264,7 @@ def _by_kernels(
         "used": plgpu.Barrier(num_arrivals=1, num_barriers=2 * tuning.stages),
     }
     kept = [] if slots is None else [(all_groups, sets, shape.tiles * QUERIES, slots)]
-    shares, sums, *scores = plgpu.kernel(
+    shares, sums, *products = plgpu.kernel(
         functools.partial(attend, tuning=tuning, shape=shape, interpret=bool(interpret)),
         out_type=[
             jax.ShapeDtypeStruct((*place, dim), jnp.float16),
@@ -297,7 +298,9 @@ def _by_kernels(
         return x[:, np.argsort(order)] if reordered else x
 
     parts = tuple(Part(by_query(out), by_query(lse)) for out, lse in zip(results[::2], results[1::2], strict=True))
-    return parts, by_query(scores[0], by_pair=False) / divisor_of(scale, dim) if scores else None
+    if not products:
+        return parts, None, None
+    return parts, by_query(products[0], by_pair=False) / divisor_of(scale, dim), products[0]
 
 
 def _operands(branch: Branch, groups: QueryGroups, shape: Shape) -> Refs:

@@ -393,7 +393,11 @@ def test_routing_by_groups_is_chosen_where_the_kernel_is(
     with implementations("mosaic"):
         assert routes_by_kernel(kind, q, compressed, view) == routes
         if routes:
-            output, weights = jax.eval_shape(functools.partial(rows_routed, kind), q, compressed, view, of_tokens)
+            weighed = jax.eval_shape(functools.partial(rows_routed, kind), q, compressed, view, of_tokens)
+            output, weights, selected = weighed
+            blocks = 16 * sizes["page_size"] // kind.block_size
             assert output.shape == q.shape
+            assert (selected is None) == (kind.share == "head")
+            assert selected is None or selected.shape == (*q.shape[:2], kv_heads, blocks)
             assert weights.shape == (*q.shape[:3], 16 * per_page)
             assert kernels[0] is not None

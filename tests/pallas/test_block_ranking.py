@@ -14,8 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.model.nsa import NSA
 from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.grouped_attention import compressed_slots
+from smcjax.pallas.grouped_attention import compressed_slots, span_tasks
+from smcjax.pallas.grouped_attention_sm90 import grouped_scores_mosaic
 from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.shared_tuning import Tuning
 
 INTERPRET = plgpu.InterpretGPUParams()
 DIVISOR = 8.0
@@ -139,6 +141,29 @@ def test_kernel_selects_what_xla_does(name: str) -> None:
         _, best = jax.lax.top_k(ranks[..., ::-1], n)
         later = jnp.any(best[..., None] == jnp.arange(case.blocks), axis=-2)[..., ::-1] & (ranks != -jnp.inf)
         assert (later != want).any()
+
+
+def test_ranks_what_kernels_keep() -> None:
+    """Products as the kernel keeps them, of three heads that it takes as four, in groups in an order.
+
+    Control: the queries' own order.
+    """
+    rng, groups = np.random.default_rng(0), QueryGroups((3, 0, 2, 4, 1), 3)
+    case = Case(NSA(num_blocks=5), groups, (1300, 1500, 1700, 1900, 2047), 2, 3, 32, requests=1)
+    q = jnp.asarray(rng.standard_normal((1, 5, 6, 64)) * 2, jnp.bfloat16)
+    pool = jnp.asarray(rng.standard_normal((2, 9, 16, 2, 64)), jnp.bfloat16)
+    table = jnp.asarray(np.tile(1 + rng.permutation(8), (1, 5, 1)), jnp.int32)
+    _, low, high = positions_of(case)
+    tasks = span_tasks(low, high, table, groups, page_size=16, unit=16, sets=2, most_slots=128)
+    tuning = Tuning(splits=(1,), subs=2, stages=2)
+    options: Any = {"unit": 16, "slots": 128, "tuning": tuning, "interpret": INTERPRET}
+    part, scores, products = grouped_scores_mosaic(q, *pool, tasks, groups, low, high, **options)
+    kept = Kept(products, part.lse, low, high)
+    np.testing.assert_array_equal(by_queries(products, case)[..., :16], scores[..., :16])
+    with implementations("xla"):
+        want = case.kind.select(scores_by_xla(case, kept), positions_of(case)[0])
+    np.testing.assert_array_equal(by_kernel(case, kept, INTERPRET), want)
+    assert (by_kernel(case._replace(groups=QueryGroups(tuple(range(5)), 3)), kept, INTERPRET) != want).any()
 
 
 def test_supports_what_fits() -> None:
