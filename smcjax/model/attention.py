@@ -62,6 +62,28 @@ class Projection:
         return {"num_kv_heads": self.num_kv_heads, "norms": self.norms, "pending": self.pending}
 
 
+def write_pair(
+    projection: Projection, cache: LayerCache, view: BatchView
+) -> tuple[Float[Array, "R T H D"], LayerCache]:
+    """Writes the new tokens of a kind with one pair of keys and values, which are copied before where the view says so.
+
+    Returns the tokens' queries, rotated, and the layer with "keys" and "values" changed.
+    """
+    q, keys, values = rotate_and_write(
+        projection.qkv,
+        projection.cos,
+        projection.sin,
+        cache["keys"],
+        cache["values"],
+        view.write_pages,
+        view.slots,
+        view.copies,
+        projection.norms,
+        projection.pending,
+    )
+    return q, {**cache, "keys": keys, "values": values}
+
+
 class HeadShape(Protocol):
     """The sizes of a `smcjax.model.config.ModelConfig` that attention goes by."""
 
@@ -202,19 +224,7 @@ class _Softmax:
         self, projection: Projection, cache: LayerCache, view: BatchView
     ) -> tuple[Float[Array, "R T H D"], LayerCache]:
         """Writes the new tokens to the layer's pages; returns their queries, and the layer with both arrays changed."""
-        q, keys, values = rotate_and_write(
-            projection.qkv,
-            projection.cos,
-            projection.sin,
-            cache["keys"],
-            cache["values"],
-            view.write_pages,
-            view.slots,
-            view.copies,
-            projection.norms,
-            projection.pending,
-        )
-        return q, {**cache, "keys": keys, "values": values}
+        return write_pair(projection, cache, view)
 
     def __call__(
         self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
 from smcjax.matmul import sum_over_neighbours
-from smcjax.model.attention import HeadShape, Projection, Selection, Weights
+from smcjax.model.attention import HeadShape, Projection, Selection, Weights, write_pair
 from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
 from smcjax.model.nsa_groups import (
     nodes_by_groups,
@@ -216,8 +216,8 @@ class NSA(Routing):
 
         With `earlier`, blocks that a layer before this one has selected, these are taken.
         """
-        cache, last, routed = self.written(projection, cache, view), self.last(view), None
-        q, pages = projection.heads()[0], self.pairs(cache)
+        (q, cache), last, routed = self.written(projection, cache, view), self.last(view), None
+        pages = self.pairs(cache)
         if is_grouped(view) and earlier is None and routes_by_kernel(self, q, compressed_of(cache), view):
             routed = self.routed_by(rows_routed(self, q, compressed_of(cache), view, last), cache, view)
         elif not self.takes_together(view, earlier):
@@ -239,13 +239,20 @@ class NSA(Routing):
         """The last positions that queries see: their own, or a row's last that is there."""
         return jnp.minimum(view.positions, view.lengths[:, None] - 1)
 
-    def written(self, projection: Projection, cache: LayerCache, view: BatchView) -> LayerCache:
-        """The layer's pages with the new tokens, and with the compressed tokens that they bear."""
-        size, table = view.page_size, view.block_table
+    def written(
+        self, projection: Projection, cache: LayerCache, view: BatchView
+    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear."""
+        size, table, is_pair = view.page_size, view.block_table, self.kv == "shared"
         if view.copies is not None:
-            cache = {name: copy_pages(array, view.copies) for name, array in cache.items()}
-        for name, x in self._new_arrays(projection).items():
-            cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
+            others = {name: copy_pages(cache[name], view.copies) for name in (COMPRESSED if is_pair else cache)}
+            cache = cache | others
+        if is_pair:
+            q, cache = write_pair(projection, cache, view)
+        else:
+            q = projection.heads()[0]
+            for name, x in self._new_arrays(projection).items():
+                cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
 
         starts, born = self._births(view)
         covered, home = starts[..., None] + jnp.arange(self.kernel_size), self._home(starts)
@@ -258,7 +265,7 @@ class NSA(Routing):
         slots = home % size // self.kernel_stride
         for name, made in zip(COMPRESSED, self._compressed(projection, raw, starts), strict=True):
             cache[name] = cache[name].at[pages, slots].set(made.astype(cache[name].dtype))
-        return cache
+        return q, cache
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None

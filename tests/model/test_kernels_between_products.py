@@ -11,17 +11,28 @@ import pytest
 
 from smcjax.kv import Copies
 from smcjax.model import decoder
-from smcjax.model.config import ModelConfig
+from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.folding import fold_norms
+from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
 from smcjax.model.view import BatchView
 from smcjax.pallas import implementations
+from smcjax.sparse import SparseVerification
 
 LAYERS, NUM_PAGES = 2, 77
 
 
-def lowered(rows: int, columns: int, implementation: str, *, folded: bool = False) -> str:
+def lowered(
+    rows: int,
+    columns: int,
+    implementation: str,
+    *,
+    folded: bool = False,
+    page_size: int = 16,
+    sparse: SparseVerification | None = None,
+    **options: Any,
+) -> str:
     """A forward with copies, its cache donated, lowered for CUDA."""
     config = ModelConfig(
         vocab_size=512,
@@ -32,10 +43,11 @@ def lowered(rows: int, columns: int, implementation: str, *, folded: bool = Fals
         num_kv_heads=4,
         head_dim=128,
         max_position_embeddings=4096,
+        **options,
     )
     params = param_shapes(config, jnp.bfloat16)
     params = jax.eval_shape(fold_norms, params) if folded else params
-    cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=16), params)
+    cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=page_size), params)
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -45,7 +57,8 @@ def lowered(rows: int, columns: int, implementation: str, *, folded: bool = Fals
 
     block = integers(rows, columns)
     copies = Copies(integers(rows), integers(rows))
-    view = BatchView(block, block, integers(rows, 8), block, integers(rows), integers(rows), copies, page_size=16)
+    arrays = (block, block, integers(rows, 8), block, integers(rows), integers(rows), copies)
+    view = BatchView(*arrays, page_size=page_size, sparse=sparse)
     with implementations(implementation):
         traced = jax.jit(forward, donate_argnums=0).trace(cache, params, view)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -69,6 +82,19 @@ def test_kernels_of_a_layer_whose_norms_are_folded(rows: int, columns: int) -> N
     called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
     kernels = ("_rotate_and_write", "paged_attention_mosaic", "_swiglu", "add_rms_norm_mosaic")
     assert [called.count(kernel) for kernel in kernels] == [LAYERS, LAYERS, LAYERS, 1]
+
+
+@pytest.mark.parametrize("kv", ["shared", "per_branch"])
+def test_kernels_of_a_sparse_layer(kv: str) -> None:
+    """One that keeps scores, one that selects blocks by them, one that makes tasks, one that attends to those.
+
+    With one pair of keys and values the kernel of dense layers writes it.
+    """
+    sparse = SparseVerification("merged", 9)
+    text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, layers=(LayerSpec(NSA(kv=kv, phi="mean")),))
+    called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
+    kernels = ("_rotate_and_write", "_by_kernels", "ranked_blocks")
+    assert [called.count(kernel) for kernel in kernels] == [LAYERS * (kv == "shared"), 2 * LAYERS, LAYERS]
 
 
 def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
