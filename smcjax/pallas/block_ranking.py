@@ -1,15 +1,16 @@
 """The blocks that queries select, from kept scores of compressed tokens, in one launch: a Mosaic GPU kernel (Hopper).
 
     weight(slot) = Σ_heads exp(score − lse), 0 unless low ≤ slot ≤ high
-    rank(block)  = Σ_i common_i · weight(block · strides + i), ∞ where the block is always selected
-    selected     = the n highest ranks up to the query's own block, of equal ones the earlier
+    rank(block)  = Σ_i common_i · weight(block · strides + i)
+    selected     = first and last blocks up to the query's own, then the highest ranks, of equal ones the earlier
 
 `common_i` is what a compressed token and a block have in common, in strides. Scores come as `grouped_scores` keeps them
 (`Kept`), so that they are read once and no other order of them is written.
 
 A block of 128 threads serves a query and set (`simt.py`). Threads read scores four slots at a time and leave weights in
-shared memory; each ranks every 128th block; each warp finds the n best of what its threads hold, best first, by
-whole-warp maxima, and all warps find the n-th of those 4·n. What ranks as high or is earlier is selected.
+shared memory; each ranks every 128th block. Where n blocks are to be chosen by rank, each warp finds the n best of what
+its threads hold, best first, by whole-warp maxima, and all warps find the n-th of those 4·n. What ranks higher is
+selected, or as high and not later.
 
 XLA's way is `smcjax.model.nsa.NSA.by_blocks` and `select`, which is the reference.
 """
@@ -36,8 +37,7 @@ MOST_OF_A_THREAD = 64  # ranks, in registers
 MOST_TURNS = 1024  # times a thread's ranks: they are written out in line
 MOST_HEADS = 16  # of a set
 MOST_SHARED = 200 * 1024  # bytes
-INFINITE = int(np.float32(np.inf).view(np.int32))
-NEVER = -1  # the rank of blocks that must not be selected: ranks are compared as their bits
+NEVER = -1  # the rank of blocks that are not chosen by rank: ranks are compared as their bits
 
 
 class Kept(NamedTuple):
@@ -69,6 +69,14 @@ class Ranking(NamedTuple):
         return tuple(float(weight) for weight in found)
 
     @property
+    def free(self) -> int:
+        """Blocks that are chosen by rank, where a query has them.
+
+        It has none if its blocks are fewer than those that are always selected, which are then all of them.
+        """
+        return min(self.chosen - self.first - self.last, self.blocks)
+
+    @property
     def each(self) -> int:
         """Ranks of a thread."""
         return -(-self.blocks // WARPGROUP)
@@ -81,13 +89,13 @@ class Ranking(NamedTuple):
 
 def supports_ranking(ranking: Ranking, *, heads: int, slots: int) -> bool:
     """True for sets of so many query heads, and kept scores of `slots` slots, that the kernel takes."""
-    chosen = min(ranking.chosen, ranking.blocks)
     return (
         heads <= MOST_HEADS
         and slots % 4 == 0
         and ranking.each <= MOST_OF_A_THREAD
-        and chosen * max(ranking.each, WARPS) <= MOST_TURNS
-        and 4 * (ranking.slots + 2 * WARPS * chosen) <= MOST_SHARED
+        and ranking.free > 0
+        and ranking.free * max(ranking.each, WARPS) <= MOST_TURNS
+        and 4 * (ranking.slots + 2 * WARPS * ranking.free) <= MOST_SHARED
     )
 
 
@@ -137,8 +145,8 @@ def _best(t: Threads, ranks: list[Word], places: list[Word]) -> tuple[Word, Word
 def _choose(
     t: Threads,
     weights: Ref,  # [slots] f32 SMEM
-    tops: Ref,  # [4 · n] int32 SMEM
-    at: Ref,  # [4 · n] int32 SMEM
+    tops: Ref,  # [4 · n] int32 SMEM: the n best ranks of each warp
+    at: Ref,  # [4 · n] int32 SMEM: where they stand
     chosen: Ref,  # [R, M, S, blocks] bool GMEM
     row: Word,
     own: Word,
@@ -148,21 +156,22 @@ def _choose(
 ) -> None:
     """Chooses the blocks of one query and set, of its slots' weights."""
     blocks, strides, common = ranking.blocks, ranking.strides, ranking.common
-    n, zero, warp, lane = min(ranking.chosen, blocks), t.constant(0), t.index // WARP, t.index % WARP
+    n, zero, one, warp, lane = ranking.free, t.constant(0), t.constant(1), t.index // WARP, t.index % WARP
     t.synchronize()
-    ranks, places = [], [t.index + j * WARPGROUP for j in range(ranking.each)]
+    ranks, always, places = [], [], [t.index + j * WARPGROUP for j in range(ranking.each)]
     for place in places:
         begin = place * strides
         if strides % 4:
             found = [t.load(weights, begin + i) for i in range(len(common))]
         else:
-            found = [one for i in range(0, len(common), 4) for one in t.load4(weights, begin + i)]
-        terms = [t.where(begin + i < high + 1, one, 0.0) for i, one in enumerate(found[: len(common)])]
+            found = [weight for i in range(0, len(common), 4) for weight in t.load4(weights, begin + i)]
+        terms = [t.where(begin + i < high + 1, weight, 0.0) for i, weight in enumerate(found[: len(common)])]
         rank = terms[0]
         for factor, term in zip(common[1:], terms[1:], strict=True):
             rank = t.multiply_add(term, factor, rank)
-        always = t.where(place < ranking.first, INFINITE, t.where(own < place + ranking.last, INFINITE, t.bits(rank)))
-        ranks.append(t.where((place < own + 1) & (place < blocks), always, NEVER))
+        forced = t.where(place < ranking.first, one, t.where(own < place + ranking.last, one, 0))
+        always.append(t.where(place < own + 1, forced, 0))
+        ranks.append(t.where((place < own + 1) & (place < blocks), t.where(forced != 0, NEVER, t.bits(rank)), NEVER))
 
     left = ranks
     for turn in range(n):
@@ -178,10 +187,9 @@ def _choose(
     least, last = zero, zero
     for _ in range(n):
         least, last, left = _best(t, left, theirs)
-    for rank, place in zip(ranks, places, strict=True):
-        is_equal = t.where(rank == least, t.where(place < last + 1, t.constant(1), 0), 0)
-        is_chosen = t.where(least < rank, t.constant(1), is_equal)
-        is_chosen = t.where(rank == NEVER, 0, is_chosen)
+    for rank, place, forced in zip(ranks, places, always, strict=True):
+        is_chosen = t.where(least < rank, one, t.where((rank == least) & (place < last + 1), one, 0))
+        is_chosen = t.where(rank == NEVER, forced, is_chosen)
         t.store(chosen, row * blocks + place, is_chosen != 0, only=place < blocks)
 
 
@@ -199,8 +207,8 @@ def ranked_blocks(
 ) -> Bool[Array, "R M S blocks"]:
     """Returns the blocks that queries at `positions` select, for rankings that `supports_ranking` accepts.
 
-    Products of slots that a query does not see may be anything. NaN that it sees ranks highest. A jit of its own, so
-    that a model's layers trace and lower the kernel once.
+    Products of slots that a query does not see may be anything. A jit of its own, so that a model's layers trace and
+    lower the kernel once.
 
     Args:
         kept: what `grouped_scores` has kept.
@@ -216,7 +224,7 @@ def ranked_blocks(
     _, sets, rows, slots = kept.products.shape
     if not supports_ranking(ranking, heads=heads, slots=slots):
         raise ValueError(f"no kernel for {ranking} with {heads} heads a set and {slots} slots")
-    n, loads = min(ranking.chosen, ranking.blocks), max(1, LOADS // heads)
+    loads = max(1, LOADS // heads)
     place = np.argsort(groups.order)
     stride = 1 << (heads - 1).bit_length()
     group = np.arange(requests)[:, None] * groups.number + place // groups.size
@@ -247,8 +255,8 @@ def ranked_blocks(
         grid_names=("query", "set"),
         scratch_types={
             "weights": plgpu.SMEM((ranking.slots,), jnp.float32),
-            "tops": plgpu.SMEM((WARPS * n,), jnp.int32),
-            "at": plgpu.SMEM((WARPS * n,), jnp.int32),
+            "tops": plgpu.SMEM((WARPS * ranking.free,), jnp.int32),
+            "at": plgpu.SMEM((WARPS * ranking.free,), jnp.int32),
         },
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
