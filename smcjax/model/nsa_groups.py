@@ -260,8 +260,11 @@ def rows_routed(
     part, weights, kept = _weighed(kind, q, compressed, table, last, groups, view.rows)
     blocks = -(-table.shape[2] * view.page_size // kind.block_size)
     selected = None if kept is None else blocks_selected(kind, kept, positions, groups, blocks, q.shape[3])
-    found = (part.out, weights, selected)
-    return Weighed(*(x if x is None else x.reshape(-1, columns, *x.shape[2:]) for x in found))
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, columns, *x.shape[2:])
+
+    return Weighed(by_row(part.out), by_row(weights), None if selected is None else by_row(selected))
 
 
 def blocks_selected(
