@@ -38,7 +38,6 @@ from smcjax.engine.loading import (
     models_for,
     prepared_models,
     usual_page_size,
-    usual_reading,
 )
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
@@ -254,9 +253,7 @@ class LLM:
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
-            if self._planned is None:
-                self.decoding = usual_reading(self.decoding, self.models.local_target, implementation)
-            else:
+            if self._planned is not None:
                 self._planned.check(self.models)
             usual = usual_page_size(self.decoding, self.models.target, implementation)
             self.page_size = page_size or usual

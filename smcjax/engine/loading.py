@@ -33,7 +33,6 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
-from smcjax.model.nsa_groups import reads_groups_by_kernel
 from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -42,7 +41,7 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse import KERNEL_GROUP, SparseVerification
+from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
@@ -252,19 +251,6 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
         of = models.proposes
         decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
     return models
-
-
-def usual_reading(decoding: Decoding, target: ModelConfig, implementation: str) -> Decoding:
-    """The decoder as it reads a sparse target where nobody says how: in groups if kernels can, to the same result."""
-    kinds: Any = target.selecting.values()
-    if decoding.speculation.sparse is not None or not kinds:
-        return decoding
-    alone = decoding.rows == decoding.speculation.scored == 1
-    sparse = SparseVerification("merged", 1 if alone else KERNEL_GROUP)
-    with implementations(implementation):
-        by_kernels = all(reads_groups_by_kernel(kind, target, sparse.queries, target.dtype) for kind in kinds)
-    kind_of_decoder: Any = decoding
-    return dataclasses.replace(kind_of_decoder, sparse=sparse) if by_kernels else decoding
 
 
 def usual_page_size(decoding: Decoding, target: ModelConfig, implementation: str) -> int:

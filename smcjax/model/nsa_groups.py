@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from smcjax.model.attention import HeadShape
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention import divisor_of
 from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
@@ -70,8 +69,6 @@ class Blocks(Protocol):
     def compressed_rope(self) -> str: ...
     @property
     def score(self) -> str: ...
-    @property
-    def share(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
     def ranking(self, blocks: int) -> Ranking | None: ...
 
@@ -176,21 +173,6 @@ def takes_compressed(kind: Blocks, page_size: int) -> bool:
     """True where a layer that does not select has compressed tokens in the launch of its other branches."""
     per_page = page_size // kind.kernel_stride
     return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
-
-
-def reads_groups_by_kernel(kind: Blocks, config: HeadShape, group: int, dtype: Any) -> bool:
-    """True where a kernel attends to the blocks that groups of so many queries have selected, and to their windows."""
-    sets = config.num_kv_heads if kind.share == "group" else config.num_heads
-    return uses_kernels() and supports(
-        size=group,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        sets=sets,
-        page_size=kind.block_size,
-        unit=math.gcd(kind.block_size, MOST_UNIT),
-        dtype=dtype,
-    )
 
 
 def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView | TreeView) -> bool:
