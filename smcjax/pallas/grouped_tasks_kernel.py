@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Shaped
@@ -30,8 +31,8 @@ MOST_WORDS = 4  # of a mask, as are these: groups of 128
 def _find(
     t: Threads,
     chosen: Ref,  # [G, S, blocks, words] int32 GMEM, as all but the last
-    pages: Ref,  # [T, pages, N]: of each group, or of each request
-    members: Ref | None,  # [G, pages, N, words]
+    pages: Ref,  # [R, pages], or where members count [G, units of a thread, N, 128]
+    members: Ref | None,  # [G, units of a thread, N, words, 128]
     unit: Ref,  # [G, S, K]
     place: Ref,  # [G, S, K]
     queries: Ref,  # [G, S, K, words]
@@ -39,7 +40,7 @@ def _find(
     totals: Ref,  # [4] SMEM
     of: Word,  # the group and set
     group: Word,
-    table: Word,  # the group's among `pages`
+    request: Word,
     *,
     blocks: int,
     words: int,
@@ -58,17 +59,18 @@ def _find(
         masks.append([t.load(chosen, at + w) for w in range(words)])
 
     def wanted(j: int, part: int, k: int) -> tuple[Word, Word, list[Word], Word]:
-        """A unit's place, its page's, those who read it, and 1 where there are some."""
+        """A unit's place, where its page stands, those who read it, and 1 where there are some."""
         block = t.index * each + j
-        here = block * parts + part
-        of_table = t.minimum(here // in_page, per_table - 1) * most + k
-        mask = masks[j]
-        if members is not None:
-            first = (group * (per_table * most) + of_table) * words
-            mask = [one & t.load(members, first + w) for w, one in enumerate(mask)]
+        here, mask = block * parts + part, masks[j]
+        if members is None:
+            at = request * per_table + t.minimum(here // in_page, per_table - 1)
+        else:  # by thread, so that a warp's are neighbours in memory
+            entry = group * (each * parts * most) + ((j * parts + part) * most + k)
+            at = entry * WARPGROUP + t.index
+            mask = [one & t.load(members, (entry * words + w) * WARPGROUP + t.index) for w, one in enumerate(mask)]
         some = functools.reduce(lambda a, b: a + b, [t.where(one != 0, t.constant(1), 0) for one in mask])
         some = t.where(block < blocks, t.where(here < units, some, 0), 0)
-        return here, table * (per_table * most) + of_table, mask, t.where(some != 0, t.constant(1), 0)
+        return here, at, mask, t.where(some != 0, t.constant(1), 0)
 
     entries = [(j, part, k) for j in range(each) for part in range(parts) for k in range(most)]
     count = functools.reduce(lambda a, b: a + b, [wanted(*entry)[3] for entry in entries])
@@ -104,22 +106,21 @@ def tasks_of_blocks_mosaic(
 ) -> Tasks:
     """Computes `tasks_of_blocks`; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     requests, groups, sets, blocks, words = chosen.shape
-    of_group, per_table, most = pages.shape[1:]
+    per_table, most = pages.shape[2:]
 
     def kernel(chosen: Ref, pages: Ref, *refs: Ref, totals: Ref) -> None:
         group, of_set = lax.axis_index("group"), lax.axis_index("set")
         sizes = {"blocks": blocks, "words": words, "per_table": per_table, "most": most, "width": width}
         find = functools.partial(_find, parts=parts, in_page=in_page, **sizes)
         program = find if members is not None else _without_members(find)
-        at = group * sets + of_set, group, group if of_group == groups else lax.div(group, groups)
+        at = group * sets + of_set, group, lax.div(group, groups)
         simt.run(program, chosen, pages, *refs, totals, *at, interpret=interpret is not None)
 
-    inputs = [
-        lax.bitcast_convert_type(chosen, jnp.int32).reshape(requests * groups, sets, blocks, words),
-        pages.astype(jnp.int32).reshape(-1, per_table, most),
-    ]
+    of_group = lax.bitcast_convert_type(chosen, jnp.int32).reshape(requests * groups, sets, blocks, words)
+    inputs = [of_group, pages[:, 0].astype(jnp.int32)]
     if members is not None:
-        inputs.append(lax.bitcast_convert_type(members, jnp.int32).reshape(-1, *members.shape[2:]))
+        of_tables = pages, lax.bitcast_convert_type(members, jnp.int32)
+        inputs[1:] = [_by_thread(x.reshape(-1, *x.shape[2:]), blocks, parts, in_page) for x in of_tables]
     shapes = ((width,), (width,), (width, words), ())
     found = plgpu.kernel(
         kernel,
@@ -132,6 +133,15 @@ def tasks_of_blocks_mosaic(
         kernel_name="tasks_of_blocks",
     )(*inputs)
     return Tasks(*(x.reshape(requests, groups, *x.shape[1:]) for x in found))
+
+
+def _by_thread(
+    x: Int[Array, "G pages N *rest"], blocks: int, parts: int, in_page: int
+) -> Int[Array, "G _ N *rest 128"]:
+    """What stands at the units of each thread, one after the other, from what stands at pages."""
+    each = -(-blocks // WARPGROUP) * parts
+    unit = np.arange(each)[:, None] + each * np.arange(WARPGROUP)
+    return jnp.moveaxis(x[:, np.minimum(unit // in_page, x.shape[1] - 1)], 2, -1)
 
 
 def _without_members(program: Callable[..., None]) -> Callable[..., None]:
