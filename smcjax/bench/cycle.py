@@ -26,7 +26,7 @@ from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.device import this_device
 from smcjax.engine.batch import Batch
-from smcjax.engine.loading import check_pages, make_decoder
+from smcjax.engine.loading import check_pages, make_decoder, scores_bytes
 from smcjax.engine.memory import Budget, memory_of_each, weight_bytes
 from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
@@ -187,6 +187,14 @@ def budget_of(models: Models, case: Case) -> Budget:
         case.num_pages,
         case.page_size,
         models.workspace_bytes(case.implementation),
+        scores_bytes(
+            models.local_target,
+            case.decoding,
+            requests=case.groups,
+            max_model_len=case.max_model_len,
+            page_size=case.page_size,
+            implementation=case.implementation,
+        ),
     )
 
 

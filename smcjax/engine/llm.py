@@ -37,6 +37,7 @@ from smcjax.engine.loading import (
     make_decoder,
     models_for,
     prepared_models,
+    scores_bytes,
     usual_page_size,
 )
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
@@ -318,6 +319,14 @@ class LLM:
         weights = {"target": bytes_on_one(models.target_params)}
         if models.draft_params is not None:
             weights["draft"] = bytes_on_one((models.target_params, models.draft_params)) - weights["target"]
+        scores = scores_bytes(
+            models.local_target,
+            self.decoding,
+            requests=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+            implementation=self._implementation,
+        )
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
@@ -328,9 +337,10 @@ class LLM:
             kv_fraction=self._kv_fraction,
             devices=models.devices,
             workspace_bytes=workspace,
+            scores_bytes=scores,
         )
         device = memory_of_each(models.devices)
-        logger.info("%s", Budget(device, weights, chosen * page_bytes, chosen, self.page_size, workspace))
+        logger.info("%s", Budget(device, weights, chosen * page_bytes, chosen, self.page_size, workspace, scores))
         return chosen
 
     def generate(

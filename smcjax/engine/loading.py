@@ -33,6 +33,7 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
+from smcjax.model.nsa_scratch import kept_scores_bytes
 from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -264,6 +265,16 @@ def usual_page_size(decoding: Decoding, target: ModelConfig, implementation: str
     except ValueError:  # blocks that it would cut
         return 16
     return 128
+
+
+def scores_bytes(
+    target: ModelConfig, decoding: Decoding, *, requests: int, max_model_len: int, page_size: int, implementation: str
+) -> int:
+    """Bytes that kernels keep to rank blocks in a cycle of `requests`, the target as one device computes it."""
+    speculation = decoding.speculation
+    sizes = {"requests": requests, "queries": speculation.rows * speculation.scored}
+    with implementations(implementation):
+        return kept_scores_bytes(target, speculation.sparse, **sizes, max_model_len=max_model_len, page_size=page_size)
 
 
 def check_pages(config: ModelConfig, page_size: int | None) -> None:

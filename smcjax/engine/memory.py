@@ -87,6 +87,7 @@ class Budget:
     num_pages: int
     page_size: int
     workspace: int = 0  # of devices that write into each other's memory
+    scores: int = 0  # of the scratch, at least: what kernels keep to rank blocks of sparse attention
 
     @property
     def left(self) -> int:
@@ -96,9 +97,10 @@ class Budget:
     def __str__(self) -> str:
         weights = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in self.weights.items())
         workspace = f", workspace {self.workspace / 2**30:.2f}" if self.workspace else ""
+        scores = f", of which scores of blocks need {self.scores / 2**30:.2f}" if self.scores else ""
         return (
             f"Memory, GiB of {self.device / 2**30:.2f}: weights {weights}{workspace}, KV {self.kv / 2**30:.2f} "
-            f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}."
+            f"({self.num_pages} pages of {self.page_size} tokens), left for scratch {self.left / 2**30:.2f}{scores}."
         )
 
 
@@ -113,12 +115,13 @@ def choose_num_pages(
     kv_fraction: float = 1.0,
     devices: int = 1,
     workspace_bytes: int = 0,
+    scores_bytes: int = 0,
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
     `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what weights
     and workspace leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
-    Bytes are those of one device of several.
+    Bytes are those of one device of several. Pages leave `scores_bytes` of the whole GPU: scratch that is known of.
     Raises ValueError where pages do not fit the device beside them, or not even one largest request does.
     """
     held = weight_bytes + workspace_bytes
@@ -134,7 +137,7 @@ def choose_num_pages(
     if gpu is None:
         available = min(free, max(CPU_KV_BYTES // devices, page_bytes * (largest_request + 1)))
     else:
-        available = int(kv_fraction * (int(gpu * gpu_memory_utilization) - held))
+        available = int(kv_fraction * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held))
     affordable = available // page_bytes - 1
     if affordable < largest_request:
         raise ValueError(

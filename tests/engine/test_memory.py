@@ -74,6 +74,8 @@ def test_the_share_of_a_gpu() -> None:
     with pytest.raises(ValueError, match="only 0 fit"):
         choose(weight_bytes=90 * GIB)
     assert choose(max_num_seqs=64, workspace_bytes=GIB // 64) == 3839
+    assert choose(max_num_seqs=64, scores_bytes=20 * GIB) == 3840, "what is left to scratch is as much"
+    assert choose(max_num_seqs=64, scores_bytes=30 * GIB) == 3200
     with pytest.raises(ValueError, match="and only 3838 fit"):
         choose(largest_request=3839, workspace_bytes=GIB // 64)
 
@@ -177,6 +179,9 @@ def test_a_budget_adds_up() -> None:
     budget = dataclasses.replace(budget, workspace=GIB // 2)
     assert budget.left == 41.5 * GIB
     assert "weights target 15.00 + draft 3.00, workspace 0.50, KV 40.00" in str(budget)
+    budget = dataclasses.replace(budget, scores=GIB)
+    assert budget.left == 41.5 * GIB
+    assert str(budget).endswith("left for scratch 41.50, of which scores of blocks need 1.00.")
 
 
 def test_weights_that_exceed_the_device_are_refused_before_they_are_read(
