@@ -256,6 +256,21 @@ def grouped_attention_reference(
 
     Slots that no query of their group sees may hold anything. Gathers every task, and masks.
     """
+    return _attended(q, key_pages, value_pages, tasks, groups, low, high, unit, scale)[0]
+
+
+def _attended(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    tasks: Tasks,
+    groups: QueryGroups,
+    low: jax.Array,
+    high: jax.Array,
+    unit: int,
+    scale: float | None,
+) -> tuple[Part, Float[Array, "R g S C heads _"]]:
+    """The part, and the scores of each group's queries with the slots of all of its tasks, K·u; heads are H/S."""
     sets, dim = tasks.unit.shape[2], q.shape[3]
     slot = tasks.place[..., None] * unit + jnp.arange(unit)  # [R, g, S, K, u]
     low, high = (groups.split(x)[:, :, None, :, None, None] for x in (low, high))
@@ -268,8 +283,8 @@ def grouped_attention_reference(
     keys, values = (_gathered(pool, tasks.unit, unit) for pool in (key_pages, value_pages))
     precision = product_precision(q.dtype)
     scores = jnp.einsum("rxscgd,rxskd->rxscgk", q, keys, precision=precision, preferred_element_type=jnp.float32)
-    values = jnp.where(jnp.any(visible, axis=3)[..., None], values, 0)
-    weights, lse = softmax_of(scores / divisor_of(scale, dim), visible[..., None, :])
+    values, scores = jnp.where(jnp.any(visible, axis=3)[..., None], values, 0), scores / divisor_of(scale, dim)
+    weights, lse = softmax_of(scores, visible[..., None, :])
     out = jnp.einsum(
         "rxscgk,rxskd->rxscgd",
         weights.astype(values.dtype),
@@ -278,7 +293,7 @@ def grouped_attention_reference(
         preferred_element_type=jnp.float32,
     )
     out, lse = (groups.join(jnp.moveaxis(x, 3, 2)) for x in (out, lse))
-    return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1))
+    return Part(out.reshape(*out.shape[:2], -1, dim), lse.reshape(*lse.shape[:2], -1)), scores
 
 
 def _has_part(tasks: Tasks, size: int) -> Bool[Array, "R g S K C"]:
@@ -337,20 +352,14 @@ def grouped_scores_reference(
     a query does not see may be anything. Kernels also return q · k as they have kept it, by group and set: see
     `smcjax.pallas.block_ranking.Kept`.
     """
-    part = grouped_attention_reference(q, key_pages, value_pages, tasks, groups, low, high, unit=unit, scale=scale)
-    sets, dim = tasks.unit.shape[2], q.shape[3]
-    keys = _gathered(key_pages, tasks.unit, unit)  # [R, g, S, K·u, D]
-    split = groups.split(q)
-    split = split.reshape(*split.shape[:3], sets, -1, dim)
-    precision = product_precision(q.dtype)
-    scores = jnp.einsum("rxcsgd,rxskd->rxcsgk", split, keys, precision=precision, preferred_element_type=jnp.float32)
+    part, scores = _attended(q, key_pages, value_pages, tasks, groups, low, high, unit, scale)
+    scores = jnp.moveaxis(scores, 3, 2)  # [R, g, C, S, H/S, K·u]
     own = jnp.moveaxis(_has_part(tasks, groups.size), -1, 2)[..., None]  # [R, g, C, S, K, 1]
     slot = tasks.place[:, :, None, ..., None] * unit + jnp.arange(unit)
     slot = jnp.where(own, slot, slots).reshape(*own.shape[:4], -1)  # behind the last: nowhere
     of_head = (x[..., None] for x in np.ogrid[tuple(map(slice, scores.shape[:5]))])
     kept = jnp.zeros((*scores.shape[:5], slots)).at[*of_head, slot[..., None, :]].set(scores, mode="drop")
-    kept = groups.join(kept.reshape(*kept.shape[:3], -1, slots))
-    return part, kept / divisor_of(scale, dim), None
+    return part, groups.join(kept.reshape(*kept.shape[:3], -1, slots)), None
 
 
 grouped_scores = Op(grouped_scores_reference)
