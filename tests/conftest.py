@@ -47,6 +47,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from smcjax.engine import programs  # noqa: E402
+from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
 
@@ -59,11 +60,12 @@ settings.load_profile("laws")
 
 # An engine has programs for batches of one, two, four … requests, for moves between any two of those, and for chunks
 # of a prompt of two lengths: some 27 where four requests run at a time, all made by the same code. In most files an
-# engine has those of its largest batch and of the shorter chunk alone, seven. Files where a batch's size or a chunk's
-# length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
+# engine has those of its largest batch and of the shorter chunk in all lanes alone, six. Files where a batch's size or
+# a chunk's length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
 # `server/conftest.py`).
 OF_ALL_SIZES = {
     "bench/test_bench_planner.py",
+    "bench/test_bench_sparse.py",
     "engine/test_autoregressive.py",
     "engine/test_compilation.py",
     "engine/test_engine.py",
@@ -77,6 +79,23 @@ OF_ALL_SIZES = {
     "engine/test_widths.py",
     "server/test_by_load.py",
     "test_auto.py",
+}
+
+# A program is compiled when a test first calls it (`lazily.py`): one in five never is. Files about what is compiled,
+# when, and in what memory have theirs compiled when users' are.
+COMPILED_AT_ONCE = {
+    "bench/test_cycle.py",
+    "bench/test_table.py",
+    "engine/test_clock.py",
+    "engine/test_compilation.py",
+    "engine/test_engine.py",
+    "engine/test_interruptions.py",
+    "engine/test_memory.py",
+    "engine/test_on_gpu.py",
+    "engine/test_parallel_on_gpu.py",
+    "engine/test_product_choice.py",
+    "engine/test_programs.py",
+    "engine/test_soak.py",
 }
 
 # On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
@@ -111,7 +130,10 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     file = request.path.relative_to(Path(__file__).parent)
     _leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
-    with contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size():
+    with (
+        contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size(),
+        contextlib.nullcontext() if file.as_posix() in COMPILED_AT_ONCE else lazily(),
+    ):
         yield
     _leave_llvm_passes_out(True)
     programs._shared = shared
@@ -120,10 +142,16 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a patch a moment after which programs are compiled anew, since what they are made of may be another."""
+    """Makes a patch a moment after which programs are compiled anew, since what they are made of may be another.
+
+    Programs that were asked for before it and wait for their first call are compiled without it.
+    """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "undo" and not args[0]._setattr:
+            return method(*args, **kwargs)  # of nothing that a program is made of
+        Later.none_is_left()
         try:
             return method(*args, **kwargs)
         finally:

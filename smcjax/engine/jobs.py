@@ -102,7 +102,8 @@ class BatchJobs:
             (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
             (size, "leave"): Job(self._leave, (0,), (state, lane)),
         }
-        for count, length in {(1, self.chunks.alone), (1, self.chunks.together), (size, self.chunks.together)}:
+        one = self.chunks.lanes(1, size)
+        for count, length in {(one, self.chunks.alone), (one, self.chunks.together), (size, self.chunks.together)}:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)

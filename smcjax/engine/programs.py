@@ -173,17 +173,12 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
 
     hints = {key: job.hints() for key, job in missing.items()}  # timed, so nothing may run beside it
 
-    @own_settings()  # which are a thread's own
     def build(key: Any) -> Any:
         job = missing[key]
         shared = _identity(job, hints[key])
         if shared is not None and (executable := _shared.get(shared)) is not None:
             return executable
-        # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
-        function = functools.wraps(job.function)(lambda *args: job.function(*args))
-        with algorithm_hints(hints[key]):
-            lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-        executable = lowered.compile(job.options)
+        executable = _compiled(job, hints[key])
         if shared is not None:
             _shared[shared] = executable
         return executable
@@ -206,6 +201,16 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     seconds = time.perf_counter() - began
     for number in lacking:
         wanted[number].programs._keep(wanted[number].what, made[number], scratch[number], seconds)
+
+
+@own_settings()  # which are a thread's own
+def _compiled(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Any:
+    """The executable of a job whose products take these hints."""
+    # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
+    function = functools.wraps(job.function)(lambda *args: job.function(*args))
+    with algorithm_hints(hints):
+        lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
+    return lowered.compile(job.options)
 
 
 def _identity(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Hashable:

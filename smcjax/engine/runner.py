@@ -236,9 +236,9 @@ class Runner:
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
         """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
 
-        All `chunks` have one length. There are programs for one chunk and for one of every lane.
+        All `chunks` have one length. There are programs for one chunk (if `chunks.one_lane`) and for one of every lane.
         """
-        count, length = 1 if len(chunks) == 1 else self.size, chunks[0].length
+        count, length = self.chunks.lanes(len(chunks), self.size), chunks[0].length
         lanes = np.full(count, self.size, np.int32)
         start_at = np.full(count, program.max_model_len, np.int32)  # beyond every prompt: absent lanes write nothing
         cached = np.zeros(count, np.int32)
@@ -308,5 +308,6 @@ class Runner:
 
     def _is_compiled(self, size: int, program: Any) -> bool:
         """True where all of `jobs` are there."""
-        keys = ((reading(program), size, 1, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
+        one = self.chunks.lanes(1, size)
+        keys = ((reading(program), size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
         return all(key in self.programs for key in keys)

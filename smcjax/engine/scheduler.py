@@ -65,6 +65,11 @@ class ChunkLengths(NamedTuple):
 
     together: int
     alone: int
+    one_lane: bool = True  # whether there is the first program; else the second reads a prompt by itself too
+
+    def lanes(self, prompts: int, size: int) -> int:
+        """The lanes of the program that reads this many prompts of a batch of `size`."""
+        return 1 if prompts == 1 and self.one_lane else size
 
     def of(self, left: int, *, few: bool) -> int:
         """The next chunk's, of a prompt that has `left` tokens to read, among few prompts or many."""
