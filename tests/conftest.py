@@ -93,9 +93,11 @@ COMPILED_AT_ONCE = {
     "engine/test_memory.py",
     "engine/test_on_gpu.py",
     "engine/test_parallel_on_gpu.py",
+    "engine/test_population.py",
     "engine/test_product_choice.py",
     "engine/test_programs.py",
     "engine/test_soak.py",
+    "server/test_models.py",
 }
 
 # On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
