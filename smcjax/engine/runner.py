@@ -90,6 +90,7 @@ class Runner:
         self._constraints: Constraints | None = None  # of the requests in the lanes, for programs that constrain
         self._places = AutomatonPlaces(decoder.target.vocab_size)
         self.chunks = self._chunk_lengths()
+        self._new_memory_compiled = jax.jit(lambda: self._new_memory())
 
     @property
     def _jobs(self) -> BatchJobs:
@@ -99,7 +100,7 @@ class Runner:
         return self.program.create_memory(self.params, self.num_pages)
 
     def _create_memory(self) -> Any:
-        return jax.jit(lambda: self._new_memory())() if self.spread is None else self.spread.run(self._new_memory)
+        return self._new_memory_compiled() if self.spread is None else self.spread.run(self._new_memory)
 
     def _put(self, tree: Any) -> Any:
         """Sends arrays of the host to the device, or to all."""
