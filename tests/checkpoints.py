@@ -71,14 +71,22 @@ def biased_params(config: ModelConfig, seed: int, bias: np.ndarray) -> Params:
     """
     params = init_params(config, jax.random.key(seed))
     assert params.lm_head is not None
+
+    def changed(leaf: jax.Array, place: Any, value: Any, factor: float = 1.0) -> jax.Array:
+        host = np.asarray(leaf) * np.float32(factor)
+        host[place] = value
+        return jnp.asarray(host)
+
+    every = slice(None)
     layers = tuple(
-        dataclasses.replace(layer, o=layer.o.at[0].set(0.0), down=layer.down.at[0].set(0.0)) for layer in params.layers
+        dataclasses.replace(layer, o=changed(layer.o, 0, 0.0), down=changed(layer.down, 0, 0.0))
+        for layer in params.layers
     )
     return dataclasses.replace(
         params,
-        embed=(params.embed * 25.0).at[:, 0].set(1.0),
+        embed=changed(params.embed, (every, 0), 1.0, factor=25.0),
         layers=layers,
-        lm_head=params.lm_head.at[:, 0].set(jnp.asarray(bias, jnp.float32)),
+        lm_head=changed(params.lm_head, (every, 0), bias),
     )
 
 

@@ -50,8 +50,10 @@ from smcjax.engine import programs  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
+from tests.weights import draw_on_the_host  # noqa: E402
 
 keep_free_memory()
+draw_on_the_host()
 
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

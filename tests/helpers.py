@@ -13,6 +13,7 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec, ModelConfig, Params, init_params
+from tests.weights import normal
 
 init = jax.jit(smc.init, static_argnames=("program", "num_pages"))
 step = jax.jit(smc.step, static_argnames="program")
@@ -45,7 +46,7 @@ def tiny_params(config: ModelConfig, seed: int, sharpness: float = 1.5) -> Param
     """Random weights whose next-token laws differ clearly between contexts and between seeds."""
     params = init_params(config, jax.random.key(seed))
     assert params.lm_head is not None
-    return dataclasses.replace(params, lm_head=params.lm_head * sharpness)
+    return dataclasses.replace(params, lm_head=jnp.asarray(np.asarray(params.lm_head) * np.float32(sharpness)))
 
 
 def noisy_params(config: ModelConfig) -> Params:
@@ -53,7 +54,9 @@ def noisy_params(config: ModelConfig) -> Params:
     params = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.2 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
+    noisy = [
+        jnp.asarray(np.asarray(x) + np.float32(0.2) * normal(key, x.shape)) for x, key in zip(leaves, keys, strict=True)
+    ]
     return jax.tree.unflatten(tree, noisy)
 
 
