@@ -96,8 +96,12 @@ def init(module: Any, program: Any, params: Any, prompts: Any, requests: Any, nu
     memory = dataclasses.replace(memory, target=blank[0], draft=blank[1])
     state = module.begin(program, memory, prompts, requests, requests.prompt_length > 0)
     hidden = jnp.zeros((prompts.shape[0], TARGET.hidden_size))
-    for start in range(0, prompts.shape[1], CHUNK):
-        state, hidden = module.prefill(program, params, state, jnp.asarray(start), CHUNK, hidden)
+
+    def read(number: jax.Array, carried: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        state, hidden = carried
+        return module.prefill(program, params, state, number * CHUNK, CHUNK, hidden)
+
+    state, hidden = jax.lax.fori_loop(0, -(-prompts.shape[1] // CHUNK), read, (state, hidden))
     return module.start(program, params, state, hidden)
 
 

@@ -32,8 +32,8 @@ PARAMS = param_shapes(MODEL, jnp.bfloat16)
 KERNEL = "decode_step_mosaic_gpu"  # its name within the module
 
 
-def lowered(decoder: Any, program: Any, params: Any, groups: int, *, constrained: bool = False) -> str:
-    """A step of the decoder, lowered for CUDA."""
+def traced(decoder: Any, program: Any, params: Any, groups: int, *, constrained: bool = False) -> Any:
+    """A step of the decoder."""
 
     def start() -> Any:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
@@ -46,11 +46,21 @@ def lowered(decoder: Any, program: Any, params: Any, groups: int, *, constrained
         return decoder.begin(program, memory, jnp.zeros((groups, 64), jnp.int32), requests, jnp.ones(groups, bool))
 
     step = jax.jit(lambda params, state: decoder.step(program, params, state))
-    return step.trace(params, jax.eval_shape(start)).lower(lowering_platforms=("cuda",)).as_text()
+    return step.trace(params, jax.eval_shape(start))
+
+
+def lowered(*step: Any, **how: Any) -> str:
+    """`traced`, lowered for CUDA."""
+    return traced(*step, **how).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def fused(*step: Any) -> bool:
+    """True where the kernel is called in `traced`; how such a step lowers is seen above."""
+    return "name=decode_step" in str(traced(*step).jaxpr)
 
 
 @pytest.mark.parametrize(
-    ("n_particles", "groups", "max_model_len", "fused"),
+    ("n_particles", "groups", "max_model_len", "by_kernel"),
     [
         (8, 1, 1024, True),
         (8, 2, 1024, True),
@@ -63,10 +73,10 @@ def lowered(decoder: Any, program: Any, params: Any, groups: int, *, constrained
     ],
 )
 def test_a_cycle_lowers_whichever_way_its_steps_take(
-    n_particles: int, groups: int, max_model_len: int, fused: bool
+    n_particles: int, groups: int, max_model_len: int, by_kernel: bool
 ) -> None:
     program = smc.Program(SMC(n_particles, 4), MODEL, MODEL, max_model_len, implementation="mosaic")
-    assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == fused
+    assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == by_kernel
 
 
 @jax.tree_util.register_dataclass
@@ -95,17 +105,17 @@ def test_the_fused_step_takes_only_what_it_computes() -> None:
         return dataclasses.replace(PARAMS, layers=(PARAMS.layers[0], SandwichLayer(**fields[1], post_attn_norm=norm)))
 
     norm = jax.ShapeDtypeStruct((MODEL.hidden_size,), jnp.bfloat16)
-    assert KERNEL in lowered(autoregressive, program, PairParams(layers(None)), 1)  # control
-    assert KERNEL not in lowered(autoregressive, program, PairParams(layers(norm)), 1)
+    assert fused(autoregressive, program, PairParams(layers(None)), 1)  # control
+    assert not fused(autoregressive, program, PairParams(layers(norm)), 1)
     plain = MODEL.layer(0)
     for changes in ({"attention": SlidingWindow(512)}, {"attention": Full(0.5)}, {"activation": "gelu_tanh"}):
         config = dataclasses.replace(MODEL, layers=(plain, dataclasses.replace(plain, **changes)))
-        assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, target=config), PairParams(PARAMS), 1)
-    for window, fused in ((None, True), (512, False)):
+        assert not fused(autoregressive, dataclasses.replace(program, target=config), PairParams(PARAMS), 1)
+    for window, takes in ((None, True), (512, False)):
         fields = {field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
         config = WindowConfig(**fields, window=window)
         model = dataclasses.replace(program, target=config)
-        assert (KERNEL in lowered(autoregressive, model, PairParams(PARAMS), 1)) == fused
+        assert fused(autoregressive, model, PairParams(PARAMS), 1) == takes
 
 
 def test_constrained_drafts_are_drawn_by_the_kernel() -> None:
@@ -154,8 +164,8 @@ def test_every_optional_part_of_a_layer_is_known_or_refused(name: str) -> None:
 @pytest.mark.parametrize("max_model_len", [1024, 4096])
 def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> None:
     program = autoregressive.Program(Autoregressive(), MODEL, None, max_model_len, implementation="mosaic")
-    assert KERNEL in lowered(autoregressive, program, PairParams(PARAMS), 1)
-    assert KERNEL not in lowered(autoregressive, dataclasses.replace(program, truncates=True), PairParams(PARAMS), 1)
+    assert fused(autoregressive, program, PairParams(PARAMS), 1)
+    assert not fused(autoregressive, dataclasses.replace(program, truncates=True), PairParams(PARAMS), 1)
 
 
 def test_scores_leave_the_fused_step_as_it_is() -> None:

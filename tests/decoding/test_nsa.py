@@ -76,8 +76,12 @@ def init(program: Any, params: PairParams, prompts: Any, requests: Any, num_page
     memory = dataclasses.replace(memory, target=target, draft=draft)
     state = module.begin(program, memory, prompts, requests, requests.prompt_length > 0)
     hidden = jnp.zeros((prompts.shape[0], program.target.hidden_size))
-    for start in range(0, prompts.shape[1], 4):
-        state, hidden = module.prefill(program, params, state, jnp.asarray(start, jnp.int32), 4, hidden)
+
+    def read(number: jax.Array, carried: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        state, hidden = carried
+        return module.prefill(program, params, state, number * 4, 4, hidden)
+
+    state, hidden = jax.lax.fori_loop(0, -(-prompts.shape[1] // 4), read, (state, hidden))
     return module.start(program, params, state, hidden)
 
 
