@@ -46,8 +46,9 @@ def compress(phi: str, weights: Weights, of: str, stored: Float[Array, "R N l Hk
         factor = weights[name]
         if factor.dtype != jnp.bfloat16:
             return jnp.einsum(terms, x, weight(name), precision=jax.lax.Precision.HIGHEST)
-        rounded = x.astype(factor.dtype)
-        both = jnp.concatenate([rounded, (x - rounded.astype(jnp.float32)).astype(factor.dtype)])
+        # A conversion to bfloat16 and back XLA drops on GPUs, so that nothing would be left for the second factor.
+        rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        both = jnp.concatenate([rounded, x - rounded]).astype(factor.dtype)
         first, rest = jnp.split(jnp.einsum(terms, both, factor, preferred_element_type=jnp.float32), 2)
         return first + rest
 
