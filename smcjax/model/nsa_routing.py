@@ -102,7 +102,7 @@ class Routing:
         return Routed(output, scores, self.select(scores, positions))
 
     def routed_by(self, weighed: Weighed, cache: LayerCache, view: BatchView | TreeView) -> Routed:
-        """What `route` returns of queries over pages, from the weights of compressed tokens by slot."""
+        """Returns what `route` does for queries over pages, from the weights of compressed tokens by slot."""
         kv_heads = cache["keys"].shape[2]
         blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
         scores = self.by_blocks(self._of_sets(grouped(weighed.weights, kv_heads)), blocks)

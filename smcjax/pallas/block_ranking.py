@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
 from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.shared_attention import padded
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 LOADS = 16  # of four slots, that a thread waits for together
@@ -70,10 +71,7 @@ class Ranking(NamedTuple):
 
     @property
     def free(self) -> int:
-        """Blocks that are chosen by rank, where a query has them.
-
-        It has none if its blocks are fewer than those that are always selected, which are then all of them.
-        """
+        """Blocks that a query chooses by rank: fewer where it has fewer than `chosen` up to its own."""
         return min(self.chosen - self.first - self.last, self.blocks)
 
     @property
@@ -133,7 +131,7 @@ def _weigh(
 
 
 def _best(t: Threads, ranks: list[Word], places: list[Word]) -> tuple[Word, Word, list[Word]]:
-    """The highest rank of the warp's, of equal ones the first place, with its place; and what is left without it."""
+    """Returns the highest of a warp's ranks, its place, of equal ranks the first, and the ranks left without it."""
     top = t.warp_maximum(functools.reduce(t.maximum, ranks))
     at = t.constant(2**30)
     for rank, place in zip(ranks, places, strict=True):
@@ -226,7 +224,7 @@ def ranked_blocks(
         raise ValueError(f"no kernel for {ranking} with {heads} heads a set and {slots} slots")
     loads = max(1, LOADS // heads)
     place = np.argsort(groups.order)
-    stride = 1 << (heads - 1).bit_length()
+    stride = padded(heads)
     group = np.arange(requests)[:, None] * groups.number + place // groups.size
     first_row = group * (sets * rows) + place % groups.size * stride
     needed = -(-jnp.minimum(kept.high + 1, ranking.slots) // (loads * AT_ONCE))

@@ -109,7 +109,7 @@ def _interpreted(
     unit: int,
     group_heads: int,
 ) -> None:
-    """The same query by query, as interpretation stores whole slices: what stands between is not touched."""
+    """Stores scores query by query, as interpretation stores whole slices: other queries' places stay as they are."""
     _, sets, rows, _ = kept.shape
     group, of_set, first_row = lax.div(row, sets * rows), lax.rem(lax.div(row, rows), sets), lax.rem(row, rows)
     for task, (first, has_part) in enumerate(zip(firsts, parts, strict=True)):

@@ -26,6 +26,7 @@ INTERPRET = plgpu.InterpretGPUParams()
         ((1, 2, 1, 300, 2), 2, 1, 599, 1, 500),  # two words of queries; half of the last block has a page
         ((1, 1, 2, 5, 1), 4, 4, 5, 1, 21),
         ((1, 2, 1, 9, 2), 1, 2, 5, 3, 20),  # up to three pages at a place
+        ((1, 2, 1, 130, 1), 2, 1, 259, 2, 300),  # the same, of several blocks and units a thread
     ],
 )
 def test_kernel_is_the_reference(
