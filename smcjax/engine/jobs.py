@@ -132,7 +132,7 @@ class BatchJobs:
         return Job(read, (1,), (params, state, jax.ShapeDtypeStruct((lanes,), jnp.int32)))
 
     def moving(self, old_size: int, size: int) -> dict[Any, Job]:
-        """The program that moves the groups of one batch into another, likewise."""
+        """The program that moves groups from `old_size` lanes into a batch of `size`, by the key it is called by."""
         _, state = self.state(old_size)
         sources = jax.ShapeDtypeStruct((size,), jnp.int32)
 
