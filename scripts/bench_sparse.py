@@ -54,6 +54,7 @@ from smcjax.engine.loading import check_pages, make_decoder
 from smcjax.engine.memory import device_memory
 from smcjax.engine.programs import Programs, compile_together, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
+from smcjax.markdown import table
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
 from smcjax.model.nsa import NSA
@@ -436,12 +437,11 @@ def write(args: argparse.Namespace, reached: Sequence[float], lines: list[dict],
     args.json.write_text(json.dumps(about | found, indent=1))
 
 
-def table(lines: Sequence[dict], first: str) -> str:
+def markdown(lines: Sequence[dict], first: str) -> str:
     """A row a line; speedups are over the row `first` of the same context and requests."""
-    rows = [
-        "| | T | requests | ms | tokens a round | tokens/s | × | unique, MB | of roofline | issued, MB | of roofline |",
-        "|---" * 11 + "|",
-    ]
+    heads = ["", "T", "requests", "ms", "tokens a round", "tokens/s", "×"]
+    heads += ["unique, MB", "of roofline", "issued, MB", "of roofline"]
+    rows = []
     for line in lines:
         alike = [one for one in lines if (one["context"], one["requests"]) == (line["context"], line["requests"])]
         base = next((one for one in alike if one["name"] == first), None)
@@ -456,8 +456,8 @@ def table(lines: Sequence[dict], first: str) -> str:
             *(f"{line['unique_bytes'] / 1e6:,.0f}", f"{100 * line['unique_fraction']:.0f}%"),
             *(f"{line['issued_bytes'] / 1e6:,.0f}", f"{100 * line['issued_fraction']:.0f}%"),
         )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return table(heads, rows)
 
 
 def routing(lines: Sequence[dict], layers: int) -> list[str]:
@@ -555,7 +555,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = ALONE.name if args.benchmark in ("cycles", "particles") else lines[0]["name"]
     print(f"{lines[0]['device']}, {lines[0]['bandwidth'] / 1e9:,.0f} GB/s; {shapes[1]} → {shapes[0]}, random weights")
     print(f"Acceptance is {args.source}: {', '.join(f'{x:.2f}' for x in reached[: args.gamma])}.\n")
-    print(table(lines, first))
+    print(markdown(lines, first))
     for one in skipped:
         print(f"\nLeft out: {one['name']}, T = {one['context']:,}, {one['requests']} requests: {one['why']}")
     if args.benchmark == "verify":

@@ -19,6 +19,7 @@ from smcjax.bench.accuracy import Evaluation, evaluate
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
 from smcjax.engine.sampling_params import SamplingParams
+from smcjax.markdown import table
 from smcjax.model.hub import bundled_model
 from smcjax.sparse import SparseVerification
 from smcjax.tasks.intervals import clustered_difference_interval
@@ -147,11 +148,9 @@ def compare(
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    lines = [
-        "| decoder | accuracy, 95% interval | minus the first row (paired, points) | tokens a cycle | tokens/s here "
-        "| device-seconds a question | drafts accepted a cycle | mean ESS | mean log Ẑ |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["decoder", "accuracy, 95% interval", "minus the first row (paired, points)", "tokens a cycle"]
+    heads += ["tokens/s here", "device-seconds a question", "drafts accepted a cycle", "mean ESS", "mean log Ẑ"]
+    lines = []
     for number, row in enumerate(rows):
         ends = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
         difference = "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends) if number else "–"
@@ -169,5 +168,5 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['device_seconds_per_question']:.3f}",
             *others,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines)
