@@ -26,6 +26,7 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
 from smcjax.engine.fingerprints import fingerprints
 from smcjax.engine.llm import LLM
+from smcjax.engine.loading import usual_page_size
 from smcjax.engine.memory import buckets
 from smcjax.engine.requests import Prompt
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
@@ -119,12 +120,14 @@ class Profiler:
     def __init__(self, plan: Plan, models: dict[str, Any], on_progress: Callable[[str], None] = lambda _: None) -> None:
         self.plan, self._heard = plan, on_progress
         self._began = time.perf_counter()
-        own = {name: models[name] for name in ("page_size", "num_pages") if name in models}
         first: Decoding = next((one for one in plan.strategies if one.drafts), plan.strategies[0])
         # It holds the weights, and answers nothing.
         self._base = LLM(**{**models, "num_pages": 2}, decoding=_plain(first), max_num_seqs=1, compile_at_start=False)
         try:
             self._max_model_len = self._longest(models.get("max_model_len"))
+            own: dict[str, Any] = {name: models.get(name) for name in ("page_size", "num_pages")}
+            if own["page_size"] is None:  # one for all strategies, as an engine has where they take turns
+                own["page_size"] = usual_page_size(plan.strategies, self._base.models, self._base._implementation)
         except BaseException:
             self._base.close()
             raise
@@ -176,7 +179,7 @@ class Profiler:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             settings={
                 "dtype": models.target.dtype,
-                "page_size": self._base.page_size,
+                "page_size": self._own["page_size"],
                 "implementation": self._base._implementation,
                 "prompts": len(prompts),
                 "max_tokens": self.plan.max_tokens,

@@ -129,7 +129,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_parallel_options(group)
     group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
-    group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16, see LLM)")
+    group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16; or 128, see LLM)")
     group.add_argument("--num-pages", type=whole(2, 1 << 30), metavar="P", help="KV pages (default: by memory)")
     group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
 

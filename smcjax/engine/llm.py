@@ -32,6 +32,7 @@ from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.intake import Intake
 from smcjax.engine.loading import (
+    USUAL_PAGE_SIZE,
     Models,
     load_models,
     make_decoder,
@@ -229,8 +230,10 @@ class LLM:
         self.owns_models = share is None
         self._kv_fraction = kv_fraction
         self.max_num_seqs = max_num_seqs
+        # Blocks that pages of 16 would cut are cut by 128 as well.
+        checked_size = USUAL_PAGE_SIZE if page_size is None else page_size
         if share is not None:
-            self.models: Models = models_for(self.decoding, share.models, page_size)
+            self.models: Models = models_for(self.decoding, share.models, checked_size)
         else:
             parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
             self.models = load_models(
@@ -243,7 +246,7 @@ class LLM:
                 draft_drop_layers=draft_drop_layers,
                 quantization=quantization,
                 draft_quantization=draft_quantization,
-                page_size=page_size,
+                page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
                 accepts=lambda proposer: self.decoding.check_draft(
                     str(proposer), full_support=proposer.full_support, branches=proposer.branches
@@ -256,8 +259,9 @@ class LLM:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
             if self._planned is not None:
                 self._planned.check(self.models)
-            usual = usual_page_size(self.decoding, self.models.target, implementation)
-            self.page_size = page_size or usual
+            decodings = (self.decoding,) if self._planned is None else self._planned.strategies
+            usual = usual_page_size(decodings, self.models, implementation)
+            self.page_size = usual if page_size is None else page_size
             self.footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
             if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":

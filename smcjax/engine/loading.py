@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ from smcjax.smc import SMCDecoder
 from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 
+USUAL_PAGE_SIZE = 16  # tokens
+KERNEL_PAGE_SIZE = 128  # with the eight compressed tokens by which kernels of groups find them
+
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
     SMC: SMCDecoder,
     Rejection: RejectionDecoder,
@@ -57,7 +60,7 @@ def make_decoder(
     target: ModelConfig,
     draft: Proposer | ModelConfig | None,
     max_model_len: int,
-    page_size: int = 16,
+    page_size: int = USUAL_PAGE_SIZE,
     implementation: str = "auto",
 ) -> Decoder[Any, Any, Any]:
     """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`."""
@@ -254,17 +257,23 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
     return models
 
 
-def usual_page_size(decoding: Decoding, target: ModelConfig, implementation: str) -> int:
-    """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16."""
-    sparse = decoding.speculation.sparse
+def usual_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:
+    """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16.
+
+    One of the `decodings` that reads in groups suffices, since decoders that take turns share their pages. 128 is
+    taken only where it cuts no block of either model.
+    """
+    kinds = (decoding.speculation.sparse for decoding in decodings)
     with implementations(implementation):
-        if sparse is None or not sparse.is_grouped or not uses_kernels():
-            return 16
+        if not uses_kernels() or not any(sparse is not None and sparse.is_grouped for sparse in kinds):
+            return USUAL_PAGE_SIZE
     try:
-        check_pages(target, 128)
-    except ValueError:  # blocks that it would cut
-        return 16
-    return 128
+        for config in (models.target, models.draft):
+            if config is not None:
+                check_pages(config, KERNEL_PAGE_SIZE)
+    except ValueError:
+        return USUAL_PAGE_SIZE
+    return KERNEL_PAGE_SIZE
 
 
 def scores_bytes(

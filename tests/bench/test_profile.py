@@ -12,7 +12,7 @@ from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench import profile
 from smcjax.bench.profile import Plan, Profiler, strategies
 from smcjax.engine.fingerprints import fingerprints
-from smcjax.planner import Cell, Planner
+from smcjax.planner import Cell, Measured, Planner
 from tests.checkpoints import Pair, write_pair
 
 SMALL = Plan((Autoregressive(), Rejection(2)), loads=(1, 2), contexts=(8,), cycles=2, windows=2, max_tokens=12)
@@ -70,6 +70,7 @@ def test_measuring(pair: Pair) -> None:
         made = profiler.measure(["a", "bc"])
         whose = fingerprints(profiler._base.models)
     assert (made.device, made.model, made.draft) == (whose.device, whose.model, whose.draft)
+    assert made.settings["page_size"] == 4
     assert [one.decoding for one in made.strategies] == list(SMALL.strategies)
     alone, drafting = made.strategies
     assert alone.prompts == (1.0, 1.0)
@@ -80,6 +81,22 @@ def test_measuring(pair: Pair) -> None:
     assert len(heard) == 2 * 2
     assert "[2/2] rejection by token, K=2: 1 running, 8 tokens:" in heard[2]
     assert len(Planner(made).rank("exact", 2, 8)) == 2
+
+
+def test_all_strategies_have_pages_of_one_size(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says how large they are: what is usual for all of them, and what the profile says."""
+    asked = []
+    monkeypatch.setattr(profile, "usual_page_size", lambda decodings, *_: asked.append(decodings) or 8)
+    seen = []
+
+    def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:
+        seen.append(profiler._own["page_size"])
+        return Measured(decoding, 1.0, cells=(Cell(1, 8, 1.0),))
+
+    monkeypatch.setattr(Profiler, "_strategy", measured)
+    with Profiler(SMALL, models(pair, page_size=None)) as profiler:
+        assert profiler.measure(["a"]).settings["page_size"] == 8
+    assert (asked, seen) == ([SMALL.strategies], [8, 8])
 
 
 @pytest.mark.slow

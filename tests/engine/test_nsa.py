@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,19 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
 
 
 @pytest.mark.parametrize("missing", ["target", "draft"])
-def test_pages_that_cut_blocks_are_refused_before_weights_are_read(tmp_path: Path, missing: str) -> None:
-    plain, sparse = (write_model(tmp_path / name, 272, 1, **of) for name, of in (("plain", {}), ("sparse", OF_SPARSE)))
+@pytest.mark.parametrize(("block", "page_size", "seen"), [(8, 12, 12), (24, None, 16)])
+def test_pages_that_cut_blocks_are_refused_before_weights_are_read(
+    tmp_path: Path, missing: str, block: int, page_size: int | None, seen: int
+) -> None:
+    layers = {"layers": (LayerSpec(dataclasses.replace(SPARSE, block_size=block)),)}
+    plain, sparse = (write_model(tmp_path / name, 272, 1, **of) for name, of in (("plain", {}), ("sparse", layers)))
     pair = Pair(sparse, plain) if missing == "target" else Pair(plain, sparse)
     for path in (plain, sparse):  # which to read would fail
         (weights,) = Path(path).glob("*.safetensors")
         weights.write_bytes(bytes(weights.stat().st_size))
-    with pytest.raises(ValueError, match=r"page_size must be a multiple or a divisor of 8, the block of .*, got 12\."):
-        smc_llm(pair, SMC, page_size=12)
+    said = rf"page_size must be a multiple or a divisor of {block}, the block of .*, got {seen}\."
+    with pytest.raises(ValueError, match=said):
+        smc_llm(pair, SMC, page_size=page_size)
 
 
 @pytest.mark.parametrize(
