@@ -62,7 +62,7 @@ class Verification:
         self.layer, self.pages = layer, requests * (per_row - tail + of_request * tail)
         self.number = 0  # of arrays drawn
         heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
-        self.kind = NSA(kv="shared", phi="mean", num_blocks=layer.num_blocks, window=layer.window)
+        self.kind = NSA(kv="shared", num_blocks=layer.num_blocks, window=layer.window)
         config = SimpleNamespace(hidden_size=heads * dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
         shapes = self.kind.param_shapes(config, jnp.bfloat16)
         self.weights = {name: 0.02 * self.normal(*of.shape) for name, of in shapes.items()}
