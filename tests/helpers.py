@@ -43,21 +43,24 @@ def model_config(**values: Any) -> ModelConfig:
 
 
 def tiny_params(config: ModelConfig, seed: int, sharpness: float = 1.5) -> Params:
-    """Random weights whose next-token laws differ clearly between contexts and between seeds."""
-    params = init_params(config, jax.random.key(seed))
-    assert params.lm_head is not None
-    return dataclasses.replace(params, lm_head=jnp.asarray(np.asarray(params.lm_head) * np.float32(sharpness)))
+    """Random weights whose next-token laws differ clearly between contexts and between seeds; the same in a trace."""
+    with jax.ensure_compile_time_eval():
+        params = init_params(config, jax.random.key(seed))
+        assert params.lm_head is not None
+        return dataclasses.replace(params, lm_head=jnp.asarray(np.asarray(params.lm_head) * np.float32(sharpness)))
 
 
 def noisy_params(config: ModelConfig) -> Params:
-    """Random weights in which norms and biases differ from 1 and 0 too."""
-    params = init_params(config, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [
-        jnp.asarray(np.asarray(x) + np.float32(0.2) * normal(key, x.shape)) for x, key in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(tree, noisy)
+    """Random weights in which norms and biases differ from 1 and 0 too; the same in a trace."""
+    with jax.ensure_compile_time_eval():
+        params = init_params(config, jax.random.key(0))
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        noisy = [
+            jnp.asarray(np.asarray(x) + np.float32(0.2) * normal(key, x.shape))
+            for x, key in zip(leaves, keys, strict=True)
+        ]
+        return jax.tree.unflatten(tree, noisy)
 
 
 @dataclasses.dataclass(frozen=True)
