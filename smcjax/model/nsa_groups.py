@@ -175,24 +175,30 @@ def takes_compressed(kind: Blocks, page_size: int) -> bool:
     return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
 
 
+def keeps_scores(
+    kind: Blocks, *, size: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
+) -> bool:
+    """True where a kernel attends to compressed tokens in pages for groups of `size` and keeps their scores."""
+    if not (uses_kernels() and kind.score == "prob" and takes_compressed(kind, page_size)):
+        return False
+    per_page = page_size // kind.kernel_stride
+    return supports(
+        size=size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        sets=num_kv_heads,
+        page_size=per_page,
+        unit=math.gcd(per_page, MOST_UNIT),
+        dtype=dtype,
+    )
+
+
 def routes_by_kernel(kind: Blocks, q: Float[Array, "R T H D"], compressed: Pair, view: BatchView | TreeView) -> bool:
     """True where a kernel attends to compressed tokens in pages and keeps what ranks blocks (`Weighed`)."""
-    if not (kind.score == "prob" and takes_compressed(kind, view.page_size)):
-        return False
-    _, per_page, kv_heads, _ = compressed[0].shape
-    return (
-        uses_kernels()
-        and supports(
-            size=_groups(view).size,
-            num_heads=q.shape[2],
-            num_kv_heads=kv_heads,
-            head_dim=q.shape[3],
-            sets=kv_heads,
-            page_size=per_page,
-            unit=math.gcd(per_page, MOST_UNIT),
-            dtype=q.dtype,
-        )
-        and q.dtype == compressed[0].dtype == compressed[1].dtype
+    shape = {"num_heads": q.shape[2], "num_kv_heads": compressed[0].shape[2], "head_dim": q.shape[3]}
+    return q.dtype == compressed[0].dtype == compressed[1].dtype and keeps_scores(
+        kind, size=_groups(view).size, **shape, page_size=view.page_size, dtype=q.dtype
     )
 
 

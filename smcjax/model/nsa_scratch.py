@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from smcjax.model.config import ModelConfig
 from smcjax.model.nsa import NSA
-from smcjax.model.nsa_groups import MOST_UNIT, takes_compressed
-from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.grouped_attention_sm90 import supports
+from smcjax.model.nsa_groups import keeps_scores
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.shared_attention import padded
 from smcjax.sparse import SparseVerification
@@ -28,25 +24,21 @@ def kept_scores_bytes(
     They are [requests · g, Hkv, rows, slots] in f32: a query head's for every slot of compressed tokens, in rows of
     whole tiles of a group. Each request has `queries` that are verified together. 0 where no kernel keeps scores.
     """
-    if sparse is None or not sparse.is_grouped or not uses_kernels():
+    if sparse is None or not sparse.is_grouped:
         return 0
     heads, size = padded(config.num_heads // config.num_kv_heads), min(sparse.queries, queries)
     most_slots = 0
     for kind in config.selecting.values():
-        if not isinstance(kind, NSA) or kind.score != "prob" or not takes_compressed(kind, page_size):
-            continue
-        per_page = page_size // kind.kernel_stride
-        if supports(
+        if isinstance(kind, NSA) and keeps_scores(
+            kind,
             size=size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            sets=config.num_kv_heads,
-            page_size=per_page,
-            unit=math.gcd(per_page, MOST_UNIT),
+            page_size=page_size,
             dtype=config.dtype,
         ):
-            most_slots = max(most_slots, -(-max_model_len // page_size) * per_page)
+            most_slots = max(most_slots, -(-max_model_len // page_size) * (page_size // kind.kernel_stride))
     groups = requests * -(-queries // size)
     rows = -(-size * heads // QUERIES) * QUERIES
     return 4 * groups * config.num_kv_heads * rows * most_slots
