@@ -71,7 +71,7 @@ class Population:
         self.selected = by_column.reshape(columns, rows, *by_column.shape[1:]).swapaxes(0, 1)  # [N, T, S, blocks]
 
     def view(self, sparse: SparseVerification) -> BatchView:
-        """What a forward over the new tokens sees."""
+        """Makes the view of a forward over the new tokens."""
         rows = self.table.shape[0]
         written = np.take_along_axis(self.table, self.positions // self.layer.page_size, axis=1)
         ends = np.full(rows, self.context)
@@ -94,7 +94,7 @@ class Population:
         return positions + layer.kv_heads * compressed
 
     def reads(self, sparse: SparseVerification) -> Reads:
-        """What a layer that selects reads by its tasks."""
+        """Counts what a layer that selects reads by its tasks."""
         layer = self.layer
         of_pages = jnp.zeros((1, layer.page_size, layer.kv_heads, layer.dim), jnp.bfloat16)
         of_tokens = of_pages[:, : layer.compressed_page]

@@ -67,7 +67,7 @@ class Models:
         return Spread(self.parallel, self.target_config, draft, by_peers=self.collectives != "xla")
 
     def collectives_of(self, implementation: str) -> str | None:
-        """What devices sum and gather by: "peers", wherever these take it, or "xla"; None on one device."""
+        """Names how devices sum and gather: "peers", wherever these take it, or "xla"; None on one device."""
         if self.spread is None:
             return None
         return "peers" if self.spread.has_peers(implementation) else "xla"

@@ -138,7 +138,7 @@ def tasks_of_blocks_mosaic(
 def _by_thread(
     x: Int[Array, "G pages N *rest"], blocks: int, parts: int, in_page: int
 ) -> Int[Array, "G _ N *rest 128"]:
-    """What stands at the units of each thread, one after the other, from what stands at pages."""
+    """Lays out by thread what stands at pages: that of each thread's units, one after the other."""
     each = -(-blocks // WARPGROUP) * parts
     unit = np.arange(each)[:, None] + each * np.arange(WARPGROUP)
     return jnp.moveaxis(x[:, np.minimum(unit // in_page, x.shape[1] - 1)], 2, -1)

@@ -12,20 +12,9 @@ from smcjax.engine.loading import Models, usual_page_size
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.nsa import NSA
 from smcjax.sparse import SparseVerification
+from tests.helpers import tiny_config
 
-DENSE = ModelConfig(
-    vocab_size=64,
-    hidden_size=256,
-    intermediate_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    tie_embeddings=True,
-    dtype="bfloat16",
-    max_position_embeddings=1024,
-)
+DENSE = tiny_config(64, dtype="bfloat16")
 
 
 def sparse(**options: Any) -> ModelConfig:

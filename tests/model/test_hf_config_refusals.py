@@ -1,4 +1,4 @@
-"""What a config.json is refused for: a sentence that names the key and shows its value, for any value at all."""
+"""A config.json is refused by a sentence that names the key and shows its value, for any value at all."""
 
 from __future__ import annotations
 

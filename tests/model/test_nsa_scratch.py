@@ -44,7 +44,7 @@ def arrays(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("heads", "size"), [(32, 9), (32, 64), (40, 4), (8, 2)])
 def test_scores_are_those_of_the_launch(heads: int, size: int) -> None:
-    """Of groups of one tile and of several, of heads that are padded, and of more places than queries."""
+    """Cases have groups of one tile and of several, heads that are padded, and more places than queries."""
     config = config_of(heads)
     kind: Any = config.layer(0).attention
     numbers = [
