@@ -147,8 +147,8 @@ class Autoregressive(Decoding):
 
     Attributes:
         sparse: by its `schedule` layers of a sparse target take the blocks of earlier ones behind the prompt. Groups of
-            one query, "merged" ones, compute the same by the kernel of groups where it applies. None: every layer
-            selects.
+            one query, "merged" ones, compute the same by kernels, which an engine takes for None where they apply; with
+            None every layer selects.
     """
 
     name = "autoregressive"
@@ -201,7 +201,7 @@ class SMC(Decoding):
             by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
             the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
-            None: each query by itself.
+            None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
         vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
             has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".
@@ -398,7 +398,8 @@ class Rejection(Decoding):
         order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
             the law is the same.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
-            approximate modes are not exact. None: each query by itself.
+            approximate modes are not exact. None: each query by itself, which an engine does in groups of 16,
+            "merged", where kernels do that.
     """
 
     name = "rejection"

@@ -40,6 +40,7 @@ from smcjax.engine.loading import (
     prepared_models,
     scores_bytes,
     usual_page_size,
+    usual_reading,
 )
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
@@ -257,7 +258,9 @@ class LLM:
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
-            if self._planned is not None:
+            if self._planned is None:
+                self.decoding = usual_reading(self.decoding, self.models, page_size, implementation)
+            else:
                 self._planned.check(self.models)
             decodings = (self.decoding,) if self._planned is None else self._planned.strategies
             usual = usual_page_size(decodings, self.models, implementation)

@@ -33,6 +33,7 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
+from smcjax.model.nsa_groups import reads_by_kernels
 from smcjax.model.nsa_scratch import kept_scores_bytes
 from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
@@ -42,7 +43,7 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import KERNEL_GROUP, SparseVerification
 from smcjax.tokenizer import Tokenizer
 
 USUAL_PAGE_SIZE = 16  # tokens
@@ -255,6 +256,28 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
         of = models.proposes
         decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
     return models
+
+
+def usual_reading(decoding: Decoding, models: Models, page_size: int | None, implementation: str) -> Decoding:
+    """The decoder as it reads a sparse target where nobody says how: in groups if kernels can, to the same result.
+
+    With `page_size` None pages are those that `usual_page_size` says for such groups.
+    """
+    target = models.local_target
+    kinds: Any = target.selecting.values()
+    queries = decoding.speculation.rows * decoding.speculation.scored
+    if decoding.speculation.sparse is not None or not kinds:
+        return decoding
+    kind_of_decoder: Any = decoding
+    grouped: Decoding = dataclasses.replace(
+        kind_of_decoder, sparse=SparseVerification("merged", min(queries, KERNEL_GROUP))
+    )
+    size = usual_page_size([grouped], models, implementation) if page_size is None else page_size
+    group = grouped.speculation.sparse
+    assert group is not None
+    with implementations(implementation):
+        by_kernels = all(reads_by_kernels(kind, target, group.queries, size, target.dtype) for kind in kinds)
+    return grouped if by_kernels else decoding
 
 
 def usual_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from smcjax.model.attention import HeadShape
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention import divisor_of
 from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
@@ -69,6 +70,8 @@ class Blocks(Protocol):
     def compressed_rope(self) -> str: ...
     @property
     def score(self) -> str: ...
+    @property
+    def share(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
     def ranking(self, blocks: int) -> Ranking | None: ...
 
@@ -171,8 +174,8 @@ class Grouped:
 
 def takes_compressed(kind: Blocks, page_size: int) -> bool:
     """True where a layer that does not select has compressed tokens in the launch of its other branches."""
-    per_page = page_size // kind.kernel_stride
-    return kind.compressed_rope != "none" and per_page % LEAST_UNIT == 0  # "none": of other queries
+    fits = page_size % (kind.kernel_stride * LEAST_UNIT) == 0
+    return kind.compressed_rope != "none" and fits  # "none": of other queries
 
 
 def keeps_scores(
@@ -191,6 +194,16 @@ def keeps_scores(
         page_size=per_page,
         unit=math.gcd(per_page, MOST_UNIT),
         dtype=dtype,
+    )
+
+
+def reads_by_kernels(kind: Blocks, config: HeadShape, size: int, page_size: int, dtype: Any) -> bool:
+    """True where kernels rank the blocks of groups of `size` queries, and attend to all branches for them."""
+    shape = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    sets = config.num_kv_heads if kind.share == "group" else config.num_heads
+    unit = math.gcd(kind.block_size, page_size, MOST_UNIT)
+    return keeps_scores(kind, size=size, **shape, page_size=page_size, dtype=dtype) and supports(
+        size=size, **shape, sets=sets, page_size=page_size, unit=unit, dtype=dtype
     )
 
 
