@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
-from smcjax.model.seen import ByRow, by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import (
     HeadNorms,
@@ -181,6 +181,7 @@ class _Softmax:
     scale: float | None
     kv_pairs: ClassVar[int] = 1
     selects: ClassVar[bool] = False
+    first: ClassVar[int] = 0  # position that is seen
 
     by_query_head: ClassVar[Collection[str]] = ()
 
@@ -191,15 +192,15 @@ class _Softmax:
         return self
 
     def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
-        return sees(slot, position, self.window)
+        return sees(slot, position, self.window, self.first)
 
     def cache(self, config: HeadShape) -> CacheSpec:
         array = PageArray(config.num_kv_heads, config.head_dim)
         return CacheSpec({"keys": array, "values": array})
 
     def least_read(self, context: int, first: int = 0) -> dict[str, int]:
-        start = 0 if self.window is None else max(0, context - self.window)
-        return dict.fromkeys(("keys", "values"), max(0, context - max(start, first)))
+        start = 0 if self.window is None else context - self.window
+        return dict.fromkeys(("keys", "values"), max(0, context - max(start, first, self.first)))
 
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> Plan:
         return plan_sharing(
@@ -214,7 +215,7 @@ class _Softmax:
 
     def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
         shape = _shape_of(config, columns, page_size, dtype)
-        return attends_by_kernels(window=self.window, scale=self.scale, **shape)
+        return attends_by_kernels(window=self.window, scale=self.scale, first=self.first, **shape)
 
     def dense(self, projection: Projection, positions: Int[Array, "R T"]) -> Float[Array, "R T H D"]:
         visible = self._visible(positions[:, None, :], positions[:, :, None])
@@ -240,6 +241,7 @@ class _Softmax:
             sharing=plan,
             window=self.window,
             scale=self.scale,
+            first=self.first,
         )
         return attended, cache, None
 
@@ -292,35 +294,12 @@ class SlidingWindow(_Softmax):
 
 @dataclasses.dataclass(frozen=True)
 class AfterFirst(Full):
-    """Causal attention to every position but the first, whose slot holds any finite numbers; by plain XLA."""
+    """Causal attention to every position but the first, whose slot holds any finite numbers. Nothing is planned."""
 
-    def _visible(self, slot: Int[Array, "*slots"], position: Int[Array, "*queries"]) -> Bool[Array, "*shape"]:
-        return super()._visible(slot, position) & (slot > 0)
-
-    def least_read(self, context: int, first: int = 0) -> dict[str, int]:
-        return super().least_read(context, max(first, 1))
+    first: ClassVar[int] = 1
 
     def plan(self, config: HeadShape, view: BatchView, *, columns: int, dtype: Any) -> None:
         return None
-
-    def by_kernels(self, config: HeadShape, *, columns: int, page_size: int, dtype: Any) -> bool:
-        return False
-
-    def __call__(
-        self, projection: Projection, cache: LayerCache, plan: Plan, view: BatchView, earlier: Selection = None
-    ) -> tuple[Float[Array, "R T H D"], LayerCache, None]:
-        q, cache = self.write(projection, cache, view)
-        rows, table_width = view.block_table.shape
-        slots = jnp.arange(table_width * view.page_size)
-        # Stale slots and the trash page may hold NaN, and 0 · NaN is NaN.
-        held = (slots < view.lengths[:, None])[..., None, None]
-        keys, values = (
-            ByRow(jnp.where(held, cache[name][view.block_table].reshape(rows, len(slots), *cache[name].shape[2:]), 0))
-            for name in ("keys", "values")
-        )
-        scores = scaled_scores(grouped(q, keys.shape[2]), keys, self.scale)
-        visible = self._visible(slots, view.positions[:, :, None, None, None])
-        return masked_softmax(scores, values, visible)[1].reshape(q.shape), cache, None
 
 
 FULL = Full()

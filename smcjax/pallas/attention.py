@@ -19,10 +19,17 @@ from smcjax.numerics import product_precision
 LOWEST = -1e30  # a score of no weight; finite, so that a query that sees nothing gives no ∞ − ∞
 
 
-def sees(slot: Int[Array, "*slots"], position: Int[Array, "*queries"], window: int | None) -> Bool[Array, "*shape"]:
-    """True where a query at `position` sees `slot`: one of the last `window` up to its own, or any of them (None)."""
+def sees(
+    slot: Int[Array, "*slots"], position: Int[Array, "*queries"], window: int | None, first: int = 0
+) -> Bool[Array, "*shape"]:
+    """True where a query at `position` sees `slot`: one of the last `window` up to its own, or any of them (None).
+
+    Slots before `first` are seen by none.
+    """
     before = slot <= position
-    return before if window is None else before & (slot > position - window)
+    if window is not None:
+        before &= slot > position - window
+    return before & (slot >= first) if first else before
 
 
 def divisor_of(scale: float | None, dim: int) -> float:
@@ -60,8 +67,9 @@ def paged_attention_reference(
     *,
     window: int | None = None,
     scale: float | None = None,
+    first: int = 0,
 ) -> Float[Array, "R T H D"]:
-    """Attends from query (r, t) to slots …positions[r, t], all or the last `window`, of row r's pages.
+    """Attends from query (r, t) to slots `first`…positions[r, t], all or the last `window`, of row r's pages.
 
     `lengths` is how many slots of each row hold KV; what a query at or beyond it returns means nothing. Gathers each
     row's pages, padding included, and attends densely. Values from `lengths` on are zeroed, because a
@@ -75,4 +83,4 @@ def paged_attention_reference(
     slot = jnp.arange(slots)
     written = slot < lengths[:, None]
     v = jnp.where(written[:, :, None, None], v, 0)
-    return attention(q, k, v, sees(slot, positions[:, :, None], window), scale=scale)
+    return attention(q, k, v, sees(slot, positions[:, :, None], window, first), scale=scale)

@@ -36,8 +36,9 @@ def blockwise_paged_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    first: int = 0,
 ) -> Float[Array, "R T H D"]:
-    """Attends from query (r, t) to slots …positions[r, t], all or the last `window`, of row r's pages.
+    """Attends from query (r, t) to slots `first`…positions[r, t], all or the last `window`, of row r's pages.
 
     The first `lengths[r]` slots hold KV, none where a row reads nothing. `positions` ascend in a row.
 
@@ -67,7 +68,7 @@ def blockwise_paged_attention(
         # A stale slot may hold another request's NaN, and 0 · NaN is NaN.
         values = jnp.where((slot < lengths[:, None])[:, None, :, None], values, 0)
         scores = jnp.einsum("rhqd,rhsd->rhqs", q, keys, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(sees(slot, position, window), scores, -jnp.inf)
+        scores = jnp.where(sees(slot, position, window, first), scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         kept, weights = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
         new = jnp.einsum("rhqs,rhsd->rhqd", weights.astype(values.dtype), values, precision=precision)
@@ -76,10 +77,10 @@ def blockwise_paged_attention(
     of_query = (rows, kv_heads, columns * group)
     empty = (jnp.zeros((*of_query, dim), jnp.float32), jnp.full(of_query, LOWEST), jnp.zeros(of_query))
     ends = jnp.max(jnp.minimum(lengths, positions[:, -1] + 1))
-    blocks, first = jnp.maximum(1, -(-ends // size)), jnp.int32(0)
+    blocks, start = jnp.maximum(1, -(-ends // size)), jnp.int32(0)
     if window is not None:
         begins = jnp.min(jnp.where(lengths > 0, positions[:, 0] + 1 - window, ends))
-        first = jnp.clip(begins // size, 0, blocks - 1)
-    out, _, mass = jax.lax.fori_loop(first, blocks, attend, empty)
+        start = jnp.clip(begins // size, 0, blocks - 1)
+    out, _, mass = jax.lax.fori_loop(start, blocks, attend, empty)
     out = (out / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(value_pages.dtype)
     return out.reshape(rows, kv_heads, columns, group, dim).transpose(0, 2, 1, 3, 4).reshape(rows, columns, heads, dim)

@@ -36,16 +36,18 @@ def paged_attention_xla(
     sharing: Sharing | None = None,
     window: int | None = None,
     scale: float | None = None,
+    first: int = 0,
 ) -> Float[Array, "R T H D"]:
     """Attends from query (r, t) to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
 
-    With a `window` only to the last that many of them. Scores are multiplied by `scale` (None: 1/√D).
+    With a `window` only to the last that many of them, and to none before `first`, whose slots hold finite numbers.
+    Scores are multiplied by `scale` (None: 1/√D).
     `sharing`, the plan that `plan_sharing` made of this block table, lets a kernel read what rows share once. What a
     query at or beyond `lengths` returns means nothing. On a CPU blocks of slots are read one by one, as many as the
     lengths and the window need; elsewhere whole tables at once.
     """
     compute = blockwise_paged_attention if on_cpu() else paged_attention_reference
-    return compute(q, key_pages, value_pages, block_table, positions, lengths, window=window, scale=scale)
+    return compute(q, key_pages, value_pages, block_table, positions, lengths, window=window, scale=scale, first=first)
 
 
 def plan_sharing(
@@ -84,9 +86,9 @@ def plan_sharing(
     )
 
 
-def attends_by_kernels(*, window: int | None = None, scale: float | None = None, **shape: Any) -> bool:
+def attends_by_kernels(*, window: int | None = None, scale: float | None = None, first: int = 0, **shape: Any) -> bool:
     """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
-    applies = supports(**shape) or shared_attention_supports(rows=1, **shape)
+    applies = supports(**shape) or (not first and shared_attention_supports(rows=1, **shape))
     return uses_kernels() and is_usual(window, scale, shape["head_dim"]) and applies
 
 
@@ -133,10 +135,11 @@ def _supports_tasks(
     sharing: Sharing | None = None,
     window: int | None = None,
     scale: float | None = None,
+    first: int = 0,
     **others: Any,
 ) -> bool:
     shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
-    if shape is None or sharing is None or not shared_attention_supports(rows=sharing.rows, **shape):
+    if first or shape is None or sharing is None or not shared_attention_supports(rows=sharing.rows, **shape):
         return False
     return supports_plan(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
 
@@ -148,9 +151,11 @@ def _run_rows(
     block_table: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    *,
+    first: int = 0,
     **supported: Any,
 ) -> jax.Array:
-    return paged_attention_mosaic(q, key_pages, value_pages, block_table, positions, lengths)
+    return paged_attention_mosaic(q, key_pages, value_pages, block_table, positions, lengths, first=first)
 
 
 def _run_tasks(

@@ -61,6 +61,7 @@ def _kernel(
     merged: Ref,  # [2] barriers of all warpgroups
     tuning: Tuning,
     product: Product,
+    unseen: int,
 ) -> None:
     _, columns, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
@@ -122,7 +123,8 @@ def _kernel(
             query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + index * chunk
             # Query i is column i // G, so it sees key ≤ first + i // G, that is (key − first)·G ≤ i.
-            s = jnp.where(((key - first) * group <= query) & (key < length), s, MASKED)
+            seen = ((key - first) * group <= query) & (key < length)
+            s = jnp.where(seen & (key >= unseen) if unseen else seen, s, MASKED)
         new_m = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - new_m)
         p = jnp.exp2(s - across(new_m, s.shape))
@@ -146,7 +148,11 @@ def _kernel(
     )
     # The chunks that every query sees whole need no mask: those that end at or before `first`.
     clear = lax.clamp(start, lax.div(lax.min(first + 1, length), chunk), lax.max(start, stop))
-    carry = lax.fori_loop(start, clear, functools.partial(step, masked=False), carry)
+    begin = start
+    if unseen:  # and those behind the slots that none of them sees
+        begin = lax.clamp(start, jnp.int32(-(-unseen // chunk)), lax.max(start, stop))
+        carry, clear = lax.fori_loop(start, begin, functools.partial(step, masked=True), carry), lax.max(begin, clear)
+    carry = lax.fori_loop(begin, clear, functools.partial(step, masked=False), carry)
     acc, m, mass = lax.fori_loop(clear, stop, functools.partial(step, masked=True), carry)
 
     def finish(acc: jax.Array, m: jax.Array, mass: jax.Array) -> None:
@@ -226,7 +232,7 @@ def default_tuning(*, rows: int, kv_heads: int, dim: int, slots: int) -> Tuning:
     return Tuning(splits=splits, warpgroups=warpgroups, chunk=64, stages=stages)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "tuning"))
+@functools.partial(jax.jit, static_argnames=("first", "interpret", "tuning"))
 def paged_attention_mosaic(
     q: Float[Array, "R T H D"],
     key_pages: Float[Array, "P B Hkv D"],
@@ -235,14 +241,16 @@ def paged_attention_mosaic(
     positions: Int[Array, "R T"],
     lengths: Int[Array, " R"] | None = None,
     *,
+    first: int = 0,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> Float[Array, "R T H D"]:
-    """Attention of T new tokens a row over pages: query (r, t) sees slots 0…positions[r, t] of row r's table.
+    """Attention of T new tokens a row over pages: query (r, t) sees slots `first`…positions[r, t] of row r's table.
 
-    A row's positions are consecutive and increasing. `lengths` is how many slots of each row hold KV, by default up
-    to its last position; slots from there on, and pages named beyond it, may hold anything. What a query at or beyond
-    it returns means nothing, but is finite. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
+    A row's positions are consecutive and increasing. Slots before `first` hold finite numbers. `lengths` is how many
+    slots of each row hold KV, by default up to its last position; slots from there on, and pages named beyond it, may
+    hold anything. What a query at or beyond it, or before `first`, returns means nothing, but is finite. `interpret` is
+    `plgpu.InterpretGPUParams()` to run on a CPU.
 
     A jit of its own, so that a model's layers trace and lower the kernel once.
     """
@@ -283,7 +291,7 @@ def paged_attention_mosaic(
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),
         "merged": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
     }
-    body = functools.partial(_kernel, tuning=tuning, product=product_of(bool(interpret)))
+    body = functools.partial(_kernel, tuning=tuning, product=product_of(bool(interpret)), unseen=first)
     outputs = plgpu.kernel(
         body,
         out_type=out_type,

@@ -14,7 +14,7 @@ from smcjax.pallas.blockwise_attention import block_slots, blockwise_paged_atten
 from smcjax.pallas.paged_attention import paged_attention
 
 H, HKV, D = 9, 3, 64  # SmolLM2-135M
-_static = ("window", "scale")
+_static = ("window", "scale", "first")
 _dense = jax.jit(paged_attention_reference, static_argnames=_static)
 _blockwise = jax.jit(blockwise_paged_attention, static_argnames=_static)
 
@@ -65,6 +65,17 @@ def test_windows_equal_the_dense_reference(rows: int, columns: int, window: int)
     if window < 300:
         wider = np.asarray(_blockwise(**inputs, scale=1 / 14, window=window + 1))
         assert np.abs(wider - want).max() > 1e-4, "control: a slot more matters"
+
+
+@pytest.mark.parametrize("first", [1, 70])
+def test_slots_before_the_first_are_not_seen(first: int) -> None:
+    """One of the first block, and more than a block; a query that sees none is left out, as it means nothing."""
+    inputs = case(4, 3, 16, [3, 4, 72, 300], table_slots=513)
+    got, want = (np.asarray(compute(**inputs, first=first)) for compute in (_blockwise, _dense))
+    seen = np.asarray(inputs["positions"]) >= first
+    np.testing.assert_allclose(got[seen], want[seen], atol=3e-6)
+    assert np.isfinite(got).all()
+    assert np.abs(np.asarray(_blockwise(**inputs)) - want)[seen].max() > 1e-4, "control: those slots matter"
 
 
 def test_is_what_a_cpu_runs() -> None:

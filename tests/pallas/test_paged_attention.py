@@ -64,16 +64,18 @@ def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [1, 2, 9])
+@pytest.mark.parametrize(("columns", "first"), [(1, 0), (2, 0), (9, 0), (1, 1)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_on_the_gpu(columns: int, dim: int) -> None:
+def test_on_the_gpu(columns: int, dim: int, first: int) -> None:
     """The compiled kernel, through the wrapper that chooses it, on lengths from one slot to many chunks."""
     assert uses_kernels()
     poisoned, clean = case([9, 64, 65, 333], columns=columns, kv_heads=2, page_size=16, dim=dim)
+    if first:
+        poisoned, clean = loud_start(poisoned), loud_start(clean)
     clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
     lengths = poisoned["positions"][:, -1] + 1
-    got = paged_attention(**poisoned, lengths=lengths)
-    want = paged_attention_reference(**clean, lengths=lengths)
+    got = paged_attention(**poisoned, lengths=lengths, first=first)
+    want = paged_attention_reference(**clean, lengths=lengths, first=first)
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
 
 
@@ -98,7 +100,7 @@ LLAMA = {"rows": 8, "columns": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim"
 
 def kernel_of(*, planned: bool, kv_dtype: Any = None, **other: Any) -> str | None:
     """The kernel that Llama's attention over a wide table runs in, or such a variant of it; None: plain XLA."""
-    how = {name: other.pop(name) for name in ("window", "scale") if name in other}
+    how = {name: other.pop(name) for name in ("window", "scale", "first") if name in other}
     shape = {**LLAMA, "dtype": jnp.bfloat16, **other}
     rows, columns, heads, kv_heads, dim, page_size, dtype = shape.values()
     table, lengths = jnp.zeros((rows, 256), jnp.int32), jnp.zeros(rows, jnp.int32)
@@ -122,6 +124,7 @@ def test_kernels_take_what_is_on_their_list(planned: bool) -> None:
     taken = "_run_tasks" if planned else "_run_rows"
     assert kernel_of(planned=planned) == taken
     assert kernel_of(planned=planned, scale=1 / np.sqrt(128)) == taken, "the usual scale by its number"
+    assert kernel_of(planned=planned, first=1) == "_run_rows", "no plan knows of slots that are not seen"
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -222,6 +225,25 @@ def test_rows_and_heads() -> None:
     check(*case([65, 330], columns=3, kv_heads=2), Tuning(warpgroups=2, stages=2))
 
 
+@pytest.mark.parametrize("tuning", [Tuning(stages=2), Tuning(splits=2, warpgroups=2, stages=2)], ids=str)
+def test_slots_before_the_first_are_not_seen(tuning: Tuning) -> None:
+    """One slot, with a key that would take all of the weight: in the first chunk of one worker alone."""
+    poisoned, clean = (loud_start(each) for each in case([330], columns=3, kv_heads=2))
+    reference = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    reference["lengths"] = reference["positions"][:, -1] + 1
+    want, with_it = (np.asarray(paged_attention_reference(**reference, first=first)) for first in (1, 0))
+    got = paged_attention_mosaic(**poisoned, first=1, tuning=tuning, interpret=INTERPRET)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1.5e-2)
+    assert np.abs(with_it - want).max() > 0.5
+
+
+def loud_start(inputs: Case) -> Case:
+    """The case with keys of slot 0 along the sum of each head's queries, eightfold."""
+    q, keys, page = inputs["q"], inputs["key_pages"], inputs["block_table"][:, 0]
+    of_heads = q.reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3]).astype(jnp.float32).sum((1, 3))
+    return {**inputs, "key_pages": keys.at[page, 0].set((8 * of_heads).astype(keys.dtype))}
+
+
 @pytest.mark.slow
 def test_shared_pages() -> None:
     poisoned, clean = case([100, 100])
@@ -278,7 +300,11 @@ def test_tunings_lower_for_cuda(tuning: Tuning) -> None:
     lower_for_cuda({"R": 8, "T": 1, "H": 32, "Hkv": 8, "D": 64, "B": 16, "M": 64}, tuning)
 
 
-def lower_for_cuda(sizes: dict[str, int], tuning: Tuning | None) -> None:
+def test_lowers_for_cuda_without_the_first_slot() -> None:
+    lower_for_cuda({"R": 8, "T": 1, "H": 32, "Hkv": 8, "D": 128, "B": 128, "M": 512}, None, first=1)
+
+
+def lower_for_cuda(sizes: dict[str, int], tuning: Tuning | None, first: int = 0) -> None:
     def struct(dtype: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([{**sizes, "P": 512}[axis] for axis in axes], dtype)
 
@@ -289,7 +315,7 @@ def lower_for_cuda(sizes: dict[str, int], tuning: Tuning | None) -> None:
         struct(jnp.int32, "R", "M"),
         struct(jnp.int32, "R", "T"),
     )
-    attend = jax.jit(lambda *inputs: paged_attention_mosaic(*inputs, tuning=tuning))
+    attend = jax.jit(lambda *inputs: paged_attention_mosaic(*inputs, first=first, tuning=tuning))
     assert "mosaic_gpu" in attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
