@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -89,8 +90,7 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
 
     def rows_after(self, info: I) -> RowsAfter:
         """Reads one group's entry of a cycle's `Info`, as host arrays."""
-        n = len(info.length)
-        return RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
+        return _going_on(len(info.length))
 
     def history(self, prompt_length: int) -> CycleHistory | None:
         """A follower of one group's cycles; None for decoders whose rows are no population."""
@@ -111,3 +111,12 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         population.
         """
         return Report()
+
+
+@functools.cache
+def _going_on(n: int) -> RowsAfter:
+    """n rows that all go on as they are. Shared, and so read-only."""
+    rows = RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
+    for array in rows:
+        array.setflags(write=False)
+    return rows

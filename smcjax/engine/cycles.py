@@ -26,7 +26,7 @@ def later_cycle(request: Request, index: int, info: Any, rows: RowsAfter) -> Cyc
     """
     lengths = np.asarray(info.length - len(request.token_ids), np.int32)
     blocks = [_up_to_stop(block, request.stop_ids) for block in info.tokens.tolist()]
-    return Cycle(index, blocks, lengths, rows.ancestors, rows.finished)
+    return Cycle(index, blocks, lengths, rows.ancestors.copy(), rows.finished.copy())
 
 
 def _up_to_stop(block: list[int], stop_ids: tuple[int, ...]) -> list[int]:

@@ -376,11 +376,12 @@ class Engine:
             self.seconds_waited += time.perf_counter() - began
             if reported.kind == "cycle" and self._turns is not None:
                 self._turns.heard(reported.by, value, [index for index, _ in reported.groups])
+            leaves, tree = jax.tree.flatten(value)
             for index, running in reported.groups:
                 if reported.kind == "population":
                     outputs.append(self._output(running, value))
                     continue
-                self._follow(reported, running, jax.tree.map(lambda leaf, i=index: leaf[i], value))
+                self._follow(reported, running, jax.tree.unflatten(tree, [leaf[index] for leaf in leaves]))
         for output in outputs:
             self._count(output)
         return outputs
@@ -433,6 +434,7 @@ class Engine:
             preemptions=running.preemptions,
             aborted=running.aborted,
             refused=running.refused,
+            text_of=None if running.certain is None else running.certain.text_of,
         )
         output = running.completed(output, int(population.selected[0]))
         if output.smc is not None and output.smc.warning is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,18 +54,19 @@ def assemble(
     preemptions: int,
     aborted: bool = False,
     refused: str | None = None,
+    text_of: Callable[[Sequence[int]], str | None] | None = None,
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
 
     `cycles_by` says how many of these each decoder had.
     One that was `refused` when it had been admitted has that as its error, and no answer.
+    `text_of` gives the text of an answer where that is known already, else None.
     """
     population = jax.tree.map(lambda leaf: leaf[0], population)
     start = len(request.token_ids)
     selected = int(population.selected)
     sequences = [
-        [int(token) for token in population.tokens[row, start : population.length[row]]]
-        for row in range(len(population.tokens))
+        population.tokens[row, start : population.length[row]].tolist() for row in range(len(population.tokens))
     ]
     error = refused or (_NO_WEIGHT if population.failed else None)
     elected = None
@@ -76,7 +77,7 @@ def assemble(
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:
-        completion = _completion(request, sequences[selected], tokenizer)
+        completion = _completion(request, sequences[selected], tokenizer, text_of)
     if aborted and error is None:
         completion = dataclasses.replace(completion, finish_reason="abort")
     if request.params.logprobs is not None and completion.finish_reason != "error":
@@ -190,12 +191,19 @@ def _reason(request: Request, token_ids: list[int]) -> str:
     return "stop" if token_ids and token_ids[-1] in request.stop_ids else "length"
 
 
-def _completion(request: Request, token_ids: list[int], tokenizer: Tokenizer | None) -> CompletionOutput:
+def _completion(
+    request: Request,
+    token_ids: list[int],
+    tokenizer: Tokenizer | None,
+    text_of: Callable[[Sequence[int]], str | None] | None = None,
+) -> CompletionOutput:
     reason = _reason(request, token_ids)
     if tokenizer is None:
         return CompletionOutput(0, "", token_ids, reason)
     shown = token_ids[:-1] if reason == "stop" else token_ids
-    text = answer_text(tokenizer, request.token_ids, shown)
+    text = None if text_of is None else text_of(shown)
+    if text is None:
+        text = answer_text(tokenizer, request.token_ids, shown)
     stops = request.params.stop_strings
     cut = first_stop(text, stops)
     if cut is None:

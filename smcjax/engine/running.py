@@ -157,7 +157,7 @@ class Running:
         rows = self.decoder.rows_after(value)
         lengths = value.length - len(self.request.token_ids)
         said = self.certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
-        return (*said, int(np.argmax(rows.alive)))
+        return (*said, 0 if len(lengths) == 1 else int(np.argmax(rows.alive)))
 
     def _cycle(self, kind: str, value: Any) -> Cycle | None:
         """The cycle, for a reader who follows them and has not heard of it before."""

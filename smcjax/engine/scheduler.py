@@ -219,6 +219,8 @@ class Scheduler:
         groups = list(groups)
         joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)
         by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
+        if by_report >= 0:  # as most of the time: nobody asks by how much they suffice
+            return by_report
         by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
         return max(by_report, by_ceiling)
 

@@ -94,6 +94,21 @@ class StablePrefixStream:
         """The text that was handed out so far."""
         return "".join(self._said)
 
+    def text_of(self, shown: Sequence[int]) -> str | None:
+        """The text of a whole answer of these tokens, with stop strings as they are in it.
+
+        None where that is not to be had from what has been decoded: the answer begins otherwise, or a stop string ended
+        the decoding.
+        """
+        decoded = self.token_ids + self._held
+        if decoded and decoded[-1] in self._request.stop_ids:
+            decoded.pop()
+        if self._text is None or self._stopped or list(shown[: len(decoded)]) != decoded:
+            return None
+        text = self._text.copy()
+        added = [text.feed(token) for token in shown[len(decoded) :]]
+        return "".join([*self._said, self._open, *added, text.rest()])
+
     def begin(self, first: np.ndarray) -> tuple[str, list[int]]:
         """Begins with the rows' first tokens [N]; returns as `advance` does.
 

@@ -71,6 +71,8 @@ class AnswerText:
 
     def _beyond(self, text: str) -> str:
         """Returns the end of the window's `text`, beyond what is known of it."""
+        if text.startswith(self._known):
+            return text[len(self._known) :]
         return text[_shared(self._known, text) :]
 
     def _shorten(self) -> None:

@@ -64,6 +64,9 @@ def test_what_was_said_stays_said(
             assert answer.startswith(together) or (whole + "\ufffd").startswith(together)
             assert "\ufffd" not in together or "\ufffd" in whole[: len(together)]
     output = _completion(request(*stops), rows[selected], BYTES)
+    assert _completion(request(*stops), rows[selected], BYTES, certain.text_of) == output
+    assert stops or certain.text_of(rows[selected]) == BYTES.decode(rows[selected])
+    assert certain.text_of([98, *rows[selected]]) is None, "that answer begins otherwise"
     said.append(certain.rest(output.text, output.token_ids))
     assert "".join(text for text, _ in said) == output.text
     assert [token for _, tokens in said for token in tokens] == output.token_ids

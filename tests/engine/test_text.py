@@ -101,6 +101,8 @@ def test_streamed_is_whole(case: tuple[str, list[int], list[int]], data: st.Data
         assert whole.startswith(text)
         assert first_stop(text, stops) is None
     output = _completion(request, answer, tokenizer)
+    assert _completion(request, answer, tokenizer, certain.text_of) == output
+    assert stops or certain.text_of(answer) == whole, "it was to be had from what has been decoded"
     said.append(certain.rest(output.text, output.token_ids))
     assert "".join(text for text, _ in said) == output.text
     assert [token for _, tokens in said for token in tokens] == output.token_ids
