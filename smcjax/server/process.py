@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import os
 import signal
@@ -92,9 +93,16 @@ class Server(uvicorn.Server):
         return over or (self._served.draining and not self._served.in_flight)
 
 
+def keep_what_is_loaded() -> None:
+    """Leaves what has been loaded out of collections of garbage from now on: all threads stand still for these."""
+    gc.collect()
+    gc.freeze()
+
+
 def serve(served: Served, listening: socket.socket) -> None:
     """Serves until a signal has drained it, and closes the models. Call it in the main thread."""
     signal.set_wakeup_fd(-1)  # `smcjax.cli.process` ends others at a Ctrl-C
+    keep_what_is_loaded()
     print(f"smcjax: serving {', '.join(served.models.names)} at {address_of(listening)}/v1", file=sys.stderr)
     Server(served).run(sockets=[listening])
     served.forms.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import pytest
 from smcjax.cli.main import main
 from smcjax.cli.serve import decoding_of
 from smcjax.decoders import SMC, Autoregressive, Rejection
+from smcjax.server.process import keep_what_is_loaded
 from tests.checkpoints import Pair, write_pair
 
 ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -28,9 +30,9 @@ import sys, time
 from smcjax.cli import process
 from smcjax.engine.engine import Engine
 step = Engine.step
-def slow(engine):
+def slow(engine, *args):
     time.sleep(0.01)
-    return step(engine)
+    return step(engine, *args)
 Engine.step = slow
 sys.argv = ["smcjax", *sys.argv[1:]]
 sys.exit(process.main())
@@ -96,6 +98,16 @@ def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]
     except SystemExit as ended:
         code = int(ended.code or 0)
     return code, capfd.readouterr().err.strip().split("\n")[-1]
+
+
+def test_collections_leave_out_what_is_loaded() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        keep_what_is_loaded()
+        assert gc.get_freeze_count() > frozen + 10_000
+        assert not gc.get_objects()[10_000:], "what is left to go through"
+    finally:
+        gc.unfreeze()
 
 
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
