@@ -2,6 +2,9 @@
 
 Readers and the thread meet in a queue of requests that arrive, and in the `LLM`'s list of those that nobody reads any
 more. The thread looks into both before every step, so coming and leaving wait for no step.
+
+What a step has for readers is handed out when the next one is enqueued: event loops and the thread share one
+interpreter, and loops find it free while the thread waits for the device, which waits for neither.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class AsyncLLM:
         self._arriving: deque[_Inbox] = deque()
         self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in
         self._busy = False  # whether the engine has more to do
+        self._news: list[tuple[_Inbox, list[StreamChunk] | RequestsLost]] = []  # for readers, to be handed out
         self._starting = threading.Lock()  # held for moments only
         self._thread: threading.Thread | None = None  # there while there is anything to do
         self._closed = self._draining = False
@@ -172,6 +176,7 @@ class AsyncLLM:
                 try:
                     self._round()
                 except BaseException as error:  # whatever it is, nobody may wait for ever
+                    self._hand_out()
                     self._end_all(error)
         finally:
             atexit.unregister(self._stop)
@@ -184,32 +189,35 @@ class AsyncLLM:
             return self._thread is None
 
     def _round(self) -> None:
-        """One step, and what it has for the readers."""
+        """One step, in which readers get what there is from the last one."""
         self._busy = False  # also where what follows fails: nothing is in flight then
-        news: list[tuple[_Inbox, list[StreamChunk] | RequestsLost]] = []
+        ended = False
         with self.llm.turn:
             self._take_in()
             if self._closed:
                 raise _closed()
             engine = self.llm.engine
             if engine.busy:
-                self.llm.advance(engine)
+                self.llm.advance(engine, self._hand_out)
             self._busy = engine.busy
             for name, inbox in list(self._inboxes.items()):
                 chunks = engine.chunks(name)
                 if chunks:
-                    news.append((inbox, chunks))
+                    self._news.append((inbox, chunks))
                 if chunks and chunks[-1].finished:
                     engine.forget(name)
                 elif not engine.follows(name):  # left by its reader, or gone with somebody else's step that failed
-                    news.append((inbox, RequestsLost({name})))
+                    self._news.append((inbox, RequestsLost({name})))
                 else:
                     continue
+                ended = True
                 del self._inboxes[name]
-        self._hand_out(news)
+        if ended or self._arriving or not self._busy:  # the next step may compile first, or there is none
+            self._hand_out()
 
-    def _hand_out(self, news: Sequence[tuple[_Inbox, list[StreamChunk] | RequestsLost]]) -> None:
+    def _hand_out(self) -> None:
         """Gives readers what there is for them, each event loop woken once."""
+        news, self._news = self._news, []
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, list[StreamChunk] | RequestsLost]]] = {}
         for inbox, item in news:
             by_loop.setdefault(inbox.loop, []).append((inbox, item))

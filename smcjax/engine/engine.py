@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -210,11 +210,16 @@ class Engine:
                 self._compile(self._scheduler.sizes, program, shown(stack, use_tqdm))
 
     @whole
-    def step(self) -> list[RequestOutput]:
-        """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended."""
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
+        """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended.
+
+        `meanwhile` is called while the device works on what has been enqueued: before its results are waited for.
+        """
         self._round += 1
         schedule = self._scheduler.schedule()
         self._enqueue(schedule)
+        if meanwhile is not None:
+            meanwhile()
         return self._collect(self._round if schedule.idle else self._round - self._lag)
 
     def reset(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -504,10 +504,13 @@ class LLM:
         finally:  # also of an interruption, after which nobody waits for them
             claim.close()
 
-    def advance(self, engine: Engine) -> None:
-        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`."""
+    def advance(self, engine: Engine, meanwhile: Callable[[], None] | None = None) -> None:
+        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`.
+
+        `meanwhile`: see `Engine.step`.
+        """
         self.let_go()
-        for output in engine.step():
+        for output in engine.step(meanwhile):
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -289,14 +289,42 @@ def test_news_wake_each_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None
     inboxes = [loops[at].run_until_complete(inbox(name)) for name, at in zip("abcd", (0, 1, 0, 2), strict=True)]
     loops[2].close()
     given_up: list[str] = []
-    served: Any = SimpleNamespace(llm=SimpleNamespace(give_up=given_up.extend))
     news: Any = [(one, [one.request.request_id]) for one in inboxes]
-    AsyncLLM._hand_out(served, news)
+    served: Any = SimpleNamespace(llm=SimpleNamespace(give_up=given_up.extend), _news=news)
+    AsyncLLM._hand_out(served)
+    AsyncLLM._hand_out(served)  # what has been handed out is gone
     assert woken == loops
     assert given_up == ["d"]
     assert [one.loop.run_until_complete(one.get()) for one in inboxes[:3]] == [["a"], ["b"], ["c"]]
     for loop in loops:
         loop.close()
+
+
+def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there for them is handed out behind the next cycle's enqueueing, and before anybody waits for that."""
+    happened: list[str] = []
+
+    def noted(owner: Any, name: str, event: str, counts: Callable[[Any], bool] = lambda _: True) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            if counts(args[0]):
+                happened.append(event)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    monkeypatch.setattr(async_llm, "LLM", lambda: llm)
+    noted(llm.engine.runner, "step", "enqueue")
+    noted(llm.engine, "_collect", "wait")
+    noted(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))
+    served = AsyncLLM()
+    output = asyncio.run(read(served, seed=8))
+    asyncio.run(served.drain())
+    *early, last = [at for at, event in enumerate(happened) if event == "hand out"]
+    assert len(early) >= output.metrics.cycles / 2, "one a cycle that brings anything"
+    assert {(happened[at - 1], happened[at + 1]) for at in early} == {("enqueue", "wait")}
+    assert happened[last - 1] == "wait", "the end is not kept until there is something else to do"
 
 
 class Uncopyable(Exception):

@@ -105,11 +105,11 @@ def http(server: Running) -> Iterator[httpx.Client]:
 @contextlib.contextmanager
 def slow_steps() -> Iterator[None]:
     """Every engine step takes a twentieth of a second longer."""
-    step: Callable[[Engine], Any] = Engine.step
+    step: Callable[..., Any] = Engine.step
 
-    def slow(engine: Engine) -> Any:
+    def slow(engine: Engine, *args: Any) -> Any:
         time.sleep(0.05)
-        return step(engine)
+        return step(engine, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "step", slow)
