@@ -20,6 +20,7 @@ logger = logging.getLogger("smcjax")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1  # after which a client that was turned away may come again
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # one for all: `json.dumps` makes one each time
 OBJECTS = ("smc", "stream_options")  # fields of a request that are objects
 
 
@@ -62,7 +63,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def dumps(content: Any) -> str:
     """JSON on one line, in ASCII: no character of it can be mistaken for a line's end or fail to be encoded."""
-    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(content)
 
 
 def refusal(error: Exception, known: frozenset[str] | None = None) -> APIError:
