@@ -197,6 +197,7 @@ class Engine:
             "steps": self._round,
             "compilations": len(self.runner.programs),
             "compile_seconds": self.runner.programs.seconds,
+            "waited_seconds": self.seconds_waited,
             **self.totals,
             **({} if self._turns is None else {"strategy_switches": self._turns.switches}),
         }
