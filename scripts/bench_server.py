@@ -1,7 +1,7 @@
 """Output tokens/s of `smcjax serve` at many concurrent streams, over those of the engine alone, on random weights.
 
     python scripts/bench_server.py                                    # 1B and 8B shapes, 32 streams, one GPU
-    python scripts/bench_server.py --target-shape tiny-target --draft-shape tiny-draft --max-tokens 64   # on a CPU
+    python scripts/bench_server.py --target-shape tiny-target --draft-shape tiny-draft --stand-in 5   # on a CPU
 
 Writes the pair, with a tokenizer of single bytes, into a temporary directory, or into `--directory` to stay, where it
 is found the next time. A process of its own answers the prompts by `LLM.generate`; then `smcjax serve`, in another, is
@@ -35,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import stand_in_device
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import decoders, models, pre_tokenizers
@@ -52,7 +53,7 @@ OPTIONS = {"alone": "--decoding autoregressive", "smc": "--decoding smc -N 8 -K 
 WAIT = 900.0  # seconds for the server to be there
 WRITTEN_LAST = "tokenizer_config.json"  # of a model
 KEYS = ("output_throughput", "first_ms", "token_ms", "waiting")
-MOST = 4  # rounds, for each that is to count
+MOST = 4  # rounds for each that is to count, and for the one to warm up
 
 Round = dict[str, Any]  # the figures of one: the client's, or those of them that the engine has, and the engine's own
 
@@ -67,10 +68,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decoders", nargs="+", choices=DECODERS, default=list(DECODERS))
     parser.add_argument("--directory", help="where the pair is written and stays, or is already")
+    parser.add_argument(
+        "--stand-in", type=float, metavar="MS", help="on a CPU: of a cycle, by scripts/stand_in_device.py"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # a process of our own: the directory of the pair
     args = parser.parse_args()
     if args.engine:
+        if args.stand_in is not None:
+            stand_in_device.install(args.stand_in / 1e3)
         print(json.dumps({name: engine_alone(args, name) for name in args.decoders}))
         return
     with contextlib.ExitStack() as stack:
@@ -110,7 +116,7 @@ def counted(rounds: int, one: Callable[[int], Round], figures_now: Callable[[], 
     RuntimeError if rounds go on compiling.
     """
     found: list[Round] = []
-    for number in range(1 + MOST * rounds):
+    for number in range(MOST * (1 + rounds)):
         before, began = figures_now(), time.perf_counter()
         result = one(number)
         seconds, after = time.perf_counter() - began, figures_now()
@@ -124,7 +130,7 @@ def counted(rounds: int, one: Callable[[int], Round], figures_now: Callable[[], 
         print(f"round {number}: {said}", file=sys.stderr, flush=True)
         if len(found) == rounds:
             return found
-    raise RuntimeError(f"of {1 + MOST * rounds} rounds fewer than {rounds} had nothing to compile.")
+    raise RuntimeError(f"of {MOST * (1 + rounds)} rounds fewer than {rounds} had nothing to compile.")
 
 
 def write_model(directory: Path, shape: str, seed: int) -> None:
@@ -192,7 +198,10 @@ def through_server(args: argparse.Namespace, name: str, directory: str) -> list[
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "smcjax", "serve", "--port", str(port), "--no-compile-at-start"]
+    smcjax = [sys.executable, "-m", "smcjax"]
+    if args.stand_in is not None:
+        smcjax = [sys.executable, stand_in_device.__file__, str(args.stand_in)]
+    command = [*smcjax, "serve", "--port", str(port), "--no-compile-at-start"]
     command += OPTIONS[name].split()
     command += ["--model", os.path.join(directory, "target"), "--draft-model", os.path.join(directory, "draft")]
     command += ["--max-num-seqs", str(args.streams), "--max-model-len", str(longest(args))]
