@@ -4,7 +4,8 @@ Readers and the thread meet in a queue of requests that arrive, and in the `LLM`
 more. The thread looks into both before every step, so coming and leaving wait for no step.
 
 What a step has for readers is handed out when the next one is enqueued: event loops and the thread share one
-interpreter, and loops find it free while the thread waits for the device, which waits for neither.
+interpreter, and loops find it free while the thread waits for the device, which waits for neither. It is handed out at
+once where a request has ended, or has come, for which the next step may compile.
 """
 
 from __future__ import annotations
