@@ -68,7 +68,11 @@ def paged_hidden_states(
     reads nothing: its states mean nothing. `watch` is that of `hidden_states`.
     """
     view = dataclasses.replace(view, lengths=view.written())
-    kinds, layers = attention_kinds(config), list(cache.layers)
+    kinds = attention_kinds(config)
+    if view.copies is not None and any(kind.selects for kind in kinds):
+        # Once for all layers: each would launch copies of its own for arrays that its kernels do not write.
+        cache, view = cache.copy_pages(view.copies), dataclasses.replace(view, copies=None)
+    layers = list(cache.layers)
     plan_of = dict(zip(kinds, plans or [None] * len(kinds), strict=True))
     sources, selected = selecting_layers(config, view.sparse), dict[int, Selection]()
 
