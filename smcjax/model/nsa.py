@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from smcjax.kv import TRASH, CacheSpec, LayerCache, PageArray, page_of
+from smcjax.kv import CacheSpec, LayerCache, PageArray
 from smcjax.matmul import sum_over_neighbours
 from smcjax.model.attention import HeadShape, Projection, Selection, Weights, write_pair
-from smcjax.model.nsa_compression import COMPRESSIONS, compress, compression_shapes
+from smcjax.model.nsa_births import COMPRESSED, Bearing
+from smcjax.model.nsa_compression import COMPRESSIONS, compression_shapes
 from smcjax.model.nsa_groups import (
     nodes_by_groups,
     nodes_routed,
@@ -38,11 +39,10 @@ from smcjax.model.nsa_groups import (
 from smcjax.model.nsa_routing import Branches, Entries, Routed, Routing, compressed_of
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas import copy_pages, rotate
+from smcjax.pallas import copy_pages
 from smcjax.pallas.attention import sees
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
-COMPRESSED = ("compressed_keys", "compressed_values")
 CHOICES = {
     "phi": COMPRESSIONS,
     "kv": ("per_branch", "shared"),
@@ -56,7 +56,7 @@ LEAST |= {"init_blocks": 0, "local_blocks": 0}
 
 
 @dataclasses.dataclass(frozen=True)
-class NSA(Routing):
+class NSA(Bearing, Routing):
     """Native Sparse Attention. The defaults are the paper's; where it is silent, or public code disagrees, ours.
 
     Positions of a row's new tokens are consecutive, but for nodes of a tree. Raises ValueError for options that are
@@ -194,8 +194,8 @@ class NSA(Routing):
             array = array.reshape(rows, count + parts - 1, stride, *array.shape[2:])
             return jnp.concatenate([array[:, part : part + count] for part in range(parts)], axis=2)
 
-        raw = {name: covered(arrays[self._source(name)]) for name in ("keys", "values")}
-        keys, values = self._compressed(projection, raw, starts)
+        raw = {name: covered(arrays[self.source(name)]) for name in ("keys", "values")}
+        keys, values = self.compressed(projection, raw, starts)
         compressed = (x.astype(projection.qkv.dtype) for x in (keys, values))
         return Entries(*self.pairs(arrays), *compressed)
 
@@ -243,7 +243,7 @@ class NSA(Routing):
         self, projection: Projection, cache: LayerCache, view: BatchView
     ) -> tuple[Float[Array, "R T H D"], LayerCache]:
         """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear."""
-        size, table, is_pair = view.page_size, view.block_table, self.kv == "shared"
+        is_pair = self.kv == "shared"
         if view.copies is not None:
             others = {name: copy_pages(cache[name], view.copies) for name in (COMPRESSED if is_pair else cache)}
             cache = cache | others
@@ -253,19 +253,7 @@ class NSA(Routing):
             q = projection.heads()[0]
             for name, x in self._new_arrays(projection).items():
                 cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
-
-        starts, born = self._births(view)
-        covered, home = starts[..., None] + jnp.arange(self.kernel_size), self._home(starts)
-
-        def pages_of(positions: jax.Array) -> jax.Array:
-            return page_of(table, positions.reshape(table.shape[0], -1), size).reshape(positions.shape)
-
-        of_covered, pages = pages_of(covered), jnp.where(born, pages_of(home), TRASH)
-        raw = {name: cache[self._source(name)][of_covered, covered % size] for name in ("keys", "values")}
-        slots = home % size // self.kernel_stride
-        for name, made in zip(COMPRESSED, self._compressed(projection, raw, starts), strict=True):
-            cache[name] = cache[name].at[pages, slots].set(made.astype(cache[name].dtype))
-        return q, cache
+        return q, self.bear(projection, cache, view)
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
@@ -309,9 +297,9 @@ class NSA(Routing):
         scratch = view.put(scratch, self._new_arrays(projection))
         starts = view.positions - (self.kernel_size - 1)
         covered = starts[..., None] + jnp.arange(self.kernel_size)
-        sources = {name: self._source(name) for name in ("keys", "values")}
+        sources = {name: self.source(name) for name in ("keys", "values")}
         raw = {name: view.at(cache[source], scratch[source], covered) for name, source in sources.items()}
-        made = self._compressed(projection, raw, starts)
+        made = self.compressed(projection, raw, starts)
         return view.put(scratch, dict(zip(COMPRESSED, made, strict=True)))
 
     def read_paths(self, cache: LayerCache, scratch: LayerCache, view: TreeView) -> Entries[ByPath]:
@@ -320,10 +308,6 @@ class NSA(Routing):
         tokens = (by_path(view, *arrays) for arrays in zip(self.pairs(cache), self.pairs(scratch), strict=True))
         compressed = (by_path(view, cache[name], scratch[name], **entries) for name in COMPRESSED)
         return Entries(*tokens, *compressed)
-
-    def _source(self, name: str) -> str:
-        """The array of keys or values that is compressed."""
-        return name if self.kv == "shared" else f"raw_{name}"
 
     def _new_arrays(self, projection: Projection) -> dict[str, Float[Array, "R T Hkv D"]]:
         """Keys and values of new tokens as pages hold them, by name."""
@@ -346,41 +330,6 @@ class NSA(Routing):
         own = "window_" if self.kv == "per_branch" else ""
         return arrays["keys"], arrays["values"], arrays[f"{own}keys"], arrays[f"{own}values"]
 
-    def _home(self, starts: Any) -> Any:
-        """The position in whose page a compressed token lies that begins at `starts`: its last."""
-        return starts + self.kernel_size - 1
-
-    def _births(self, view: BatchView) -> tuple[Int[Array, "R N"], Bool[Array, "R N"]]:
-        """First positions of the compressed tokens that the new tokens can bear, and which of them they do."""
-        size, stride, columns = self.kernel_size, self.kernel_stride, view.positions.shape[1]
-        first = view.positions[:, :1]
-        column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)
-        ends = first + column
-        pages = jnp.take_along_axis(view.write_pages, jnp.minimum(column, columns - 1), axis=1)
-        return ends - (size - 1), (column < columns) & (ends >= size - 1) & (pages != TRASH)
-
-    def _compressed(
-        self, projection: Projection, raw: dict[str, Float[Array, "R N l Hkv D"]], starts: Int[Array, "_ N"]
-    ) -> tuple[Float[Array, "R N Hkv D"], Float[Array, "R N Hkv D"]]:
-        """Compressed keys and values, f32, of stored ones that begin at positions `starts`."""
-        assert projection.weights is not None
-        keys, values = (raw[name].astype(jnp.float32) for name in ("keys", "values"))
-        if self.kv == "shared" and self.compressed_rope != "token":
-            keys = self._unrotated(projection, keys, starts)
-        keys = compress(self.phi, projection.weights, "k", keys)
-        if self.compressed_rope == "block":
-            keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
-        return keys, compress(self.phi, projection.weights, "v", values)
-
-    def _unrotated(
-        self, projection: Projection, keys: Float[Array, "R N l Hkv D"], starts: Int[Array, "_ N"]
-    ) -> Float[Array, "R N l Hkv D"]:
-        """Stored keys as they were before they were rotated."""
-        rows, number, size, *head = keys.shape
-        positions = (starts[..., None] + jnp.arange(size)).reshape(starts.shape[0], -1)
-        cos, sin = _over(projection.angles(positions), rows)
-        return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
-
     def read(self, cache: LayerCache, view: BatchView) -> Entries[ByRow]:
         """Each row's pages in the order of positions; values that are not there yet are 0."""
         size, table = view.page_size, view.block_table
@@ -388,7 +337,7 @@ class NSA(Routing):
         slots = jnp.arange(width * size)
         array = self.compressed_array()
         starts = jnp.arange(max(1, array.count(width * size))) * self.kernel_stride
-        home, ends = jnp.minimum(self._home(starts), width * size - 1), array.ends(len(starts))
+        home, ends = jnp.minimum(self.home(starts), width * size - 1), array.ends(len(starts))
         found = {
             name: pages[table].reshape(rows, -1, *pages.shape[2:])
             for name, pages in cache.items()
@@ -457,9 +406,3 @@ def is_grouped(view: BatchView | TreeView) -> bool:
 def _taken(output: Float[Array, "R T H D"], selected: Selection, pages: tuple[jax.Array, ...]) -> Routed:
     """A layer's routing by an earlier one, from the output of its own compressed branch."""
     return Routed(grouped(output.astype(pages[0].dtype), pages[0].shape[2]), None, selected)
-
-
-def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of one row for all."""
-    cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
-    return cos, sin

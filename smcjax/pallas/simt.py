@@ -136,6 +136,10 @@ def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
     return mu.c(x, kind or (f32() if isinstance(x, float) else i32()))
 
 
+def _is_bfloat16(ref: Any) -> bool:
+    return bool(ir.MemRefType(ref.type).element_type == ir.BF16Type.get())
+
+
 def _operation(of_integers: Callable[..., ir.Value] | None, of_floats: Callable[..., ir.Value] | None = None) -> Any:
     def apply(self: _Word, other: Any) -> _Word:
         operation = of_floats if self.value.type == f32() else of_integers
@@ -196,8 +200,8 @@ class _OnGPU:
         """e to the power of x: the bits that XLA's own programs have, to 2 units in the last place."""
         return _Word(mu.inline_ptx(EXP, x.value, result_types=f32()))
 
-    def multiply_add(self, a: Word, b: float, c: Word) -> Word:
-        """a · b + c, rounded once."""
+    def multiply_add(self, a: Word, b: Any, c: Word) -> Word:
+        """a · b + c, rounded once; b a word or a number."""
         terms = a.value, _value(b, f32()), c.value
         return _Word(mu.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", *terms, result_types=f32()))
 
@@ -227,14 +231,22 @@ class _OnGPU:
         return _Word(nvvm.shfl_sync(every, x.value, mu.c(distance, i32()), mu.c(0, i32()), nvvm.ShflKind.up))
 
     def load(self, ref: Any, index: Word) -> Word:
+        """A word, or a number of bfloat16 made one of f32."""
         space, address, size = self._address(ref, index)
+        if _is_bfloat16(ref):
+            half = mu.inline_ptx(f"ld.{space}.u16 $0, [$1];", address, result_types=i32(), has_side_effects=True)
+            return _Word(arith.bitcast(f32(), arith.shli(half, mu.c(16, i32()))))
         assert size == 4, "words only"
         kind = f32() if ir.MemRefType(ref.type).element_type == f32() else i32()
         return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=kind, has_side_effects=True))
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
+        """Stores a word, a bool of a comparison, or a number of f32 rounded to bfloat16."""
         space, address, size = self._address(ref, index)
         value = x.value if x.value.type in (i32(), f32()) else arith.extui(i32(), x.value)
+        if _is_bfloat16(ref):
+            terms = (mu.c(0.0, f32()), value)  # of a pair the second is the lower half
+            value = mu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", *terms, result_types=i32())
         mu.inline_ptx(
             f"st.{space}.b{8 * size} [$0], $1;",
             address,
@@ -252,6 +264,16 @@ class _OnGPU:
         found = mu.inline_ptx(load, address, result_types=[kind] * 4, has_side_effects=True)
         return [_Word(value) for value in found]
 
+    def load8(self, ref: Any, index: Word) -> list[Word]:
+        """Eight numbers of bfloat16 from `index` on, a multiple of 8, made f32."""
+        space, address, _ = self._address(ref, index)
+        assert _is_bfloat16(ref), "bfloat16 only"
+        load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+        pairs = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
+        upper = mu.c(-(1 << 16), i32())
+        halves = [half for pair in pairs for half in (arith.shli(pair, mu.c(16, i32())), arith.andi(pair, upper))]
+        return [_Word(arith.bitcast(f32(), half)) for half in halves]
+
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """Stores four words from `index` on, a multiple of 4, in SMEM."""
         space, address, _ = self._address(ref, index)
@@ -262,6 +284,16 @@ class _OnGPU:
             predicate=None if only is None else only.value,
             has_side_effects=True,
         )
+
+    def store8(self, ref: Any, index: Word, words: list[Word]) -> None:
+        """Stores eight numbers of f32, rounded to bfloat16, from `index` on, a multiple of 8."""
+        space, address, _ = self._address(ref, index)
+        assert _is_bfloat16(ref), "bfloat16 only"
+        rounded = [
+            mu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", upper.value, lower.value, result_types=i32())
+            for lower, upper in zip(words[::2], words[1::2], strict=True)
+        ]
+        mu.inline_ptx(f"st.{space}.v4.b32 [$0], {{$1, $2, $3, $4}};", address, *rounded, has_side_effects=True)
 
     def synchronize(self) -> None:
         """Waits for the warpgroup; what any thread of it stored in SMEM is seen by all."""
@@ -304,8 +336,8 @@ class _Interpreted:
     def exp(self, x: Word) -> Word:
         return jnp.exp(x)
 
-    def multiply_add(self, a: Word, b: float, c: Word) -> Word:
-        return a * jnp.float32(b) + c
+    def multiply_add(self, a: Word, b: Any, c: Word) -> Word:
+        return a * jnp.asarray(b, jnp.float32) + c
 
     def bits(self, x: Word) -> Word:
         return lax.bitcast_convert_type(x, jnp.int32)
@@ -329,10 +361,14 @@ class _Interpreted:
         return jnp.where(self.index % WARP >= distance, x[jnp.maximum(self.index - distance, 0)], x)
 
     def load(self, ref: Any, index: Word) -> Word:
-        return ref[...].reshape(-1)[index]
+        found = ref[...].reshape(-1)[index]
+        return found.astype(jnp.float32) if ref.dtype == jnp.bfloat16 else found
 
     def load4(self, ref: Any, index: Word) -> list[Word]:
         return [self.load(ref, index + i) for i in range(4)]
+
+    def load8(self, ref: Any, index: Word) -> list[Word]:
+        return list(ref[...].reshape(-1)[index[:, None] + jnp.arange(8)].astype(jnp.float32).T)
 
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """At once: SMEM is the warpgroup's own."""
@@ -341,9 +377,13 @@ class _Interpreted:
         ref[...] = flat.reshape(ref.shape)
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
-        """One element after the other: other warpgroups may be storing to other elements at the same time."""
+        """One element after the other, but for SMEM: other warpgroups may be storing to other elements meanwhile."""
         index, x = jnp.broadcast_to(index, WARPGROUP), jnp.broadcast_to(x, WARPGROUP).astype(ref.dtype)
         only = jnp.broadcast_to(True if only is None else only, WARPGROUP)
+        if getattr(jax.typeof(ref), "memory_space", None) == plgpu.MemorySpace.SMEM:
+            flat = ref[...].reshape(-1).at[jnp.where(only, index, ref.size)].set(x, mode="drop")
+            ref[...] = flat.reshape(ref.shape)
+            return
         # Neighbours that store to one place store the same: the last of them will do.
         again = jnp.logical_and(index[:-1] == index[1:], only[1:])
         only = jnp.logical_and(only, jnp.append(jnp.logical_not(again), True))
@@ -352,6 +392,16 @@ class _Interpreted:
             @pl.when(only[i])
             def _store() -> None:
                 ref[jnp.unravel_index(index[i], ref.shape)] = x[i]
+
+        lax.fori_loop(0, WARPGROUP, one, None)
+
+    def store8(self, ref: Any, index: Word, words: list[Word]) -> None:
+        """One run of eight after the other, each within a row of the array, as in `store`."""
+        index, runs = jnp.broadcast_to(index, WARPGROUP), jnp.stack(words, axis=1).astype(ref.dtype)
+
+        def one(i: jax.Array, carry: None) -> None:
+            *place, first = jnp.unravel_index(index[i], ref.shape)
+            ref[(*place, pl.ds(first, 8))] = runs[i]
 
         lax.fori_loop(0, WARPGROUP, one, None)
 

@@ -151,8 +151,8 @@ def test_greedy_chains_of_any_quality_are_the_targets(kind: NSA, page_size: int)
 class DraftsBearNothing(NSA):
     """Verification writes no compressed token that ends in a draft."""
 
-    def _births(self, view: BatchView) -> tuple[Int[Array, "R N"], Any]:
-        starts, born = super()._births(view)
+    def births(self, view: BatchView) -> tuple[Int[Array, "R N"], Any]:
+        starts, born = super().births(view)
         drafted = starts + self.kernel_size - 1 > view.positions[:, :1]
         return starts, born & ~(drafted & (view.positions.shape[1] == BLOCK))
 

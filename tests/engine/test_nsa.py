@@ -68,7 +68,7 @@ def test_control_compressed_tokens_where_they_begin_spoil_cached_prefixes(
         return np.array([output.outputs[0].logprobs for output in outputs])
 
     strict = logprobs(80, caching=True)
-    monkeypatch.setattr(NSA, "_home", lambda kind, starts: starts)
+    monkeypatch.setattr(NSA, "home", lambda kind, starts: starts)
     np.testing.assert_allclose(logprobs(81, caching=False), strict, atol=1e-5)
     assert np.abs(logprobs(82, caching=True) - strict).max() > 1e-3
 

@@ -1,0 +1,123 @@
+"""How Native Sparse Attention bears compressed tokens: of which stored positions, by which rotations, in which pages.
+
+    token i = φ(stored_{i·d} … stored_{i·d + l − 1})        born by a forward that writes position i·d + l − 1
+
+φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A forward
+over pages bears few tokens, one of sixteen positions: two kernels make and write them where there are some
+(`smcjax.pallas.births`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.kv import TRASH, LayerCache, page_of
+from smcjax.model.attention import Projection
+from smcjax.model.nsa_compression import compress
+from smcjax.model.view import BatchView
+from smcjax.pallas import rotate, uses_kernels
+from smcjax.pallas.births import Births, bear, supports_births
+
+COMPRESSED = ("compressed_keys", "compressed_values")
+
+
+class Bearing:
+    """Births by the options that `smcjax.model.nsa.NSA` explains and checks."""
+
+    kernel_size: int
+    kernel_stride: int
+    phi: str
+    kv: str
+    compressed_rope: str
+
+    def source(self, name: str) -> str:
+        """The array of keys or values that is compressed."""
+        return name if self.kv == "shared" else f"raw_{name}"
+
+    def home(self, starts: Any) -> Any:
+        """The position in whose page a compressed token lies that begins at `starts`: its last."""
+        return starts + self.kernel_size - 1
+
+    def births(self, view: BatchView) -> tuple[Int[Array, "R N"], Bool[Array, "R N"]]:
+        """First positions of the compressed tokens that the new tokens can bear, and which of them they do."""
+        size, stride, columns = self.kernel_size, self.kernel_stride, view.positions.shape[1]
+        first = view.positions[:, :1]
+        column = (size - 1 - first) % stride + stride * jnp.arange((columns - 1) // stride + 1)
+        ends = first + column
+        pages = jnp.take_along_axis(view.write_pages, jnp.minimum(column, columns - 1), axis=1)
+        return ends - (size - 1), (column < columns) & (ends >= size - 1) & (pages != TRASH)
+
+    def bear(self, projection: Projection, cache: LayerCache, view: BatchView) -> LayerCache:
+        """The layer's pages, whose new tokens are written, with the compressed ones that these bear."""
+        assert projection.weights is not None
+        size, table = view.page_size, view.block_table
+        starts, born = self.births(view)
+        covered, home = starts[..., None] + jnp.arange(self.kernel_size), self.home(starts)
+
+        def pages_of(positions: jax.Array) -> jax.Array:
+            return page_of(table, positions.reshape(table.shape[0], -1), size).reshape(positions.shape)
+
+        of_covered, pages, slots = pages_of(covered), pages_of(home), home % size // self.kernel_stride
+        stored = cache[self.source("keys")], cache[self.source("values")]
+        compressed = cache[COMPRESSED[0]], cache[COMPRESSED[1]]
+        weights = {name: of for name, of in projection.weights.items() if name.startswith(("position_", "phi_"))}
+        if uses_kernels() and supports_births(self.phi, starts.size, weights=weights, pools=(*stored, *compressed)):
+            births = Births(
+                covered=(of_covered * size + covered % size).reshape(-1, self.kernel_size),
+                home=(pages * compressed[0].shape[1] + slots).reshape(-1),
+                is_born=born.reshape(-1),
+                turned=_flat(projection.angles(self._positions(starts))) if self._unrotates else None,
+                begins=_flat(projection.angles(starts)) if self.compressed_rope == "block" else None,
+            )
+            made = bear(self.phi, weights, stored, compressed, births)
+            return {**cache, **dict(zip(COMPRESSED, made, strict=True))}
+        raw = {name: cache[self.source(name)][of_covered, covered % size] for name in ("keys", "values")}
+        pages = jnp.where(born, pages, TRASH)
+        new = zip(COMPRESSED, self.compressed(projection, raw, starts), strict=True)
+        return {**cache, **{name: cache[name].at[pages, slots].set(x.astype(cache[name].dtype)) for name, x in new}}
+
+    def compressed(
+        self, projection: Projection, raw: dict[str, Float[Array, "R N l Hkv D"]], starts: Int[Array, "_ N"]
+    ) -> tuple[Float[Array, "R N Hkv D"], Float[Array, "R N Hkv D"]]:
+        """Compressed keys and values, f32, of stored ones that begin at positions `starts`."""
+        assert projection.weights is not None
+        keys, values = (raw[name].astype(jnp.float32) for name in ("keys", "values"))
+        if self._unrotates:
+            keys = self._unrotated(projection, keys, starts)
+        keys = compress(self.phi, projection.weights, "k", keys)
+        if self.compressed_rope == "block":
+            keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
+        return keys, compress(self.phi, projection.weights, "v", values)
+
+    @property
+    def _unrotates(self) -> bool:
+        """True where stored keys are rotated and φ is to read them unrotated."""
+        return self.kv == "shared" and self.compressed_rope != "token"
+
+    def _positions(self, starts: Int[Array, "_ N"]) -> Int[Array, "_ N·l"]:
+        """The positions that compressed tokens stand for, one token after the other."""
+        return (starts[..., None] + jnp.arange(self.kernel_size)).reshape(starts.shape[0], -1)
+
+    def _unrotated(
+        self, projection: Projection, keys: Float[Array, "R N l Hkv D"], starts: Int[Array, "_ N"]
+    ) -> Float[Array, "R N l Hkv D"]:
+        """Stored keys as they were before they were rotated."""
+        rows, number, size, *head = keys.shape
+        cos, sin = _over(projection.angles(self._positions(starts)), rows)
+        return rotate(keys.reshape(rows, -1, *head), cos, -sin).reshape(rows, number, size, *head)
+
+
+def _over(angles: tuple[jax.Array, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of one row for all."""
+    cos, sin = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in angles)
+    return cos, sin
+
+
+def _flat(angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of all rows, one after the other."""
+    cos, sin = (x.reshape(-1, x.shape[-1]) for x in angles)
+    return cos, sin

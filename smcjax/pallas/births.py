@@ -1,0 +1,255 @@
+"""Compressed tokens made of stored keys and values and written to their pages, in two launches: Mosaic GPU (Hopper).
+
+    x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
+    hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
+    pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
+
+A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A block of 128 threads multiplies 256
+columns of one head's with up to eight tokens: each lane holds eight numbers of every token and eight of a row at a
+time, and 32 sums of 32 lanes are made by exchanging halves, so that each lane ends with one. A second launch adds up
+the blocks' parts, token by token. Blocks whose tokens are not born read and write nothing.
+
+Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.model.nsa_births`, which is the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.pallas import simt
+from smcjax.pallas.few_products import COLUMNS, row_products, together_of
+from smcjax.pallas.simt import WARP, Ref, Threads, Word
+
+MOST_BIRTHS = 16  # of a launch: more of them keep tensor cores busy
+KINDS = ("mlp", "linear")
+
+Pair = tuple[jax.Array, jax.Array]
+Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]  # cosines and sines, f32
+
+
+class Births(NamedTuple):
+    """N tokens that a forward may bear, for all of a model's layers."""
+
+    covered: Int[Array, "N l"]  # page · B + slot of each position that a token stands for
+    home: Int[Array, " N"]  # page · B/d + slot of the token itself
+    is_born: Bool[Array, " N"]  # what is not born is not written
+    turned: Angles | None  # of covered positions [N, l], where stored keys are rotated and are to be rotated back
+    begins: Angles | None  # [N], by which made keys are rotated
+
+
+class Sizes(NamedTuple):
+    """Letters of `bear`."""
+
+    number: int  # N
+    size: int  # l
+    heads: int  # Hkv
+    dim: int  # D
+
+    @property
+    def splits(self) -> int:
+        """Parts of a product, of 256 columns each."""
+        return self.size * self.dim // COLUMNS
+
+
+def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
+    """True where the kernels make `number` tokens of stored keys and values, and write compressed ones: all `pools`."""
+    if phi not in KINDS or not 0 < number <= MOST_BIRTHS:
+        return False
+    _, size, dim = weights["position_k"].shape
+    arrays = (*pools, *weights.values())
+    return (
+        dim in (64, 128)
+        and size * dim % COLUMNS == 0
+        and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
+    )
+
+
+def _multiply(
+    t: Threads,
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
+    position: Ref,  # [Hkv, l, D] bf16
+    weights: Ref,  # [Hkv, D, l·D] bf16
+    covered: Ref,  # [N, l] int32
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32
+    first: Word,
+    head: Word,
+    split: Word,
+    together: int,
+    sizes: Sizes,
+) -> None:
+    """Leaves what 256 columns of one head's weights make of `together` tokens, the `first` and those behind it."""
+    *turned, parts = refs
+    (number, size, heads, dim), splits, half = sizes, sizes.splits, sizes.dim // 2
+    lane = t.index % WARP
+    at, d = split * (COLUMNS // dim) + lane * 8 // dim, lane * 8 % dim
+    added, tokens = t.load8(position, (head * size + at) * dim + d), []
+    for i in range(together):
+        place = t.minimum(first + i, number - 1) * size + at
+        begin = (t.load(covered, place) * heads + head) * dim
+        x = t.load8(pool, begin + d)
+        if turned:
+            other = t.load8(pool, begin + (d + half) % dim)
+            place = place * half + d % half
+            cos, sin = (t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned)
+            sin = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
+            x = [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, sin, strict=True)]
+        tokens.append([a + b for a, b in zip(x, added, strict=True)])
+
+    begin = head * dim * (size * dim) + split * COLUMNS + lane * 8
+
+    def row(index: Word) -> list[Word]:
+        found: list[Word] = t.load8(weights, begin + index * (size * dim))
+        return found
+
+    for which, output, total, is_one in row_products(t, tokens, row, dim):
+        token = first + which
+        place = ((token * heads + head) * splits + split) * dim + output
+        t.store(parts, place, total, only=(token < number) & is_one)
+
+
+def _conclude(
+    t: Threads,
+    parts: Ref,  # [N, Hkv, splits, D] f32 GMEM, as all but the last two
+    pages: Ref,  # [P, B/d, Hkv, D] bf16
+    *refs: Ref,  # of an MLP: b₁ [Hkv, D], W₂ [Hkv, D, D], b₂ [Hkv, D] bf16; where keys are rotated: cosines, sines
+    # [N, D/2] f32; SMEM: [D] f32, [D] f32
+    birth: Word,
+    head: Word,
+    home: Word,
+    rotates: bool,
+    sizes: Sizes,
+) -> None:
+    """Makes one token's numbers of one head of their parts, and writes them."""
+    *others, hidden, made = refs
+    angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
+    heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
+    output = t.index % dim
+    begin = (birth * heads + head) * (splits * dim) + output
+    x = functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
+    if mlp:
+        bias, weights, out_bias = mlp
+        x = x + t.load(bias, head * dim + output)
+        t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
+        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
+        x = t.load(out_bias, head * dim + output)
+        t.synchronize()
+        for i, row in enumerate(rows):
+            inputs = t.load4(hidden, t.constant(8 * i)) + t.load4(hidden, t.constant(8 * i + 4))
+            for a, b in zip(inputs, row, strict=True):
+                x = t.multiply_add(a, b, x)
+    if angles:
+        t.store(made, output, x)
+        t.synchronize()
+        other = t.load(made, (output + half) % dim)
+        cos, sin = (t.load(ref, birth * half + output % half) for ref in angles)
+        x = x * cos + other * t.where(output < half, t.constant(0.0) - sin, sin)
+    t.store(pages, (home * heads + head) * dim + output, x)
+
+
+@functools.partial(jax.jit, static_argnames=("phi", "interpret"))
+def bear(
+    phi: str,
+    weights: Mapping[str, jax.Array],
+    stored: Pair,
+    compressed: Pair,
+    births: Births,
+    *,
+    interpret: Any = None,
+) -> tuple[Float[Array, "P per_page Hkv D"], Float[Array, "P per_page Hkv D"]]:
+    """Returns pages of compressed keys and values with the tokens that are born written, in place.
+
+    For what `supports_births` accepts. A jit of its own, so that a model's layers trace and lower the kernels once.
+
+    Args:
+        phi: "mlp" or "linear".
+        weights: φ's, as `smcjax.model.nsa_compression.compression_shapes` names them.
+        stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
+        compressed: pages of compressed ones, [P, B/d, Hkv, D].
+        births: what is born, of which, and where.
+        interpret: `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    number, size = births.covered.shape
+    heads, dim = stored[0].shape[2:]
+    sizes, inside = Sizes(number, size, heads, dim), interpret is not None
+    together = together_of(number)
+    chunks = -(-number // together)
+    is_born = births.is_born.astype(jnp.int32)
+    any_born = jnp.pad(is_born, (0, chunks * together - number)).reshape(chunks, together).max(axis=1)
+    first = "" if phi == "linear" else "_in"
+    matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
+    turned = births.turned or ()
+
+    def multiplies(*refs: Ref) -> None:
+        keys, values, k_position, v_position, k_weights, v_weights, covered, any_born, *turned, k_parts, v_parts = refs
+        chunk, head, split, of = (lax.axis_index(name) for name in ("chunk", "head", "split", "of"))
+        there = any_born[chunk] > 0
+        for which, terms in enumerate(
+            [
+                (keys, k_position, k_weights, covered, *turned, k_parts),
+                (values, v_position, v_weights, covered, v_parts),
+            ]
+        ):
+
+            def program(t: Threads, *args: Any) -> None:
+                *refs, first, head, split = args
+                _multiply(t, *refs, first=first, head=head, split=split, together=together, sizes=sizes)
+
+            @pl.when(jnp.logical_and(there, of == which))
+            def _go(terms: tuple[Ref, ...] = terms) -> None:
+                simt.run(program, *terms, chunk * together, head, split, interpret=inside)
+
+    part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
+    parts = plgpu.kernel(
+        multiplies,
+        out_type=(part, part),
+        grid=(chunks, 2, heads, sizes.splits),
+        grid_names=("chunk", "of", "head", "split"),
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="compress",
+    )(*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, any_born, *turned)
+
+    begins = births.begins or ()
+    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
+    mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
+
+    def concludes(*refs: Ref, hidden: Ref, made: Ref) -> None:
+        (k_parts, v_parts, is_born, home), refs = refs[:4], refs[4:]
+        k_mlp, v_mlp, refs = refs[: len(names)], refs[len(names) : 2 * len(names)], refs[2 * len(names) :]
+        *angles, keys, values = refs
+        birth, head, of = (lax.axis_index(name) for name in ("birth", "head", "of"))
+        at, there = home[birth], is_born[birth] > 0
+        for which, terms in enumerate([(k_parts, keys, *k_mlp, *angles), (v_parts, values, *v_mlp)]):
+            rotates = which == 0 and len(angles) > 0
+
+            def program(t: Threads, *args: Any, rotates: bool = rotates) -> None:
+                *refs, birth, head, at = args
+                _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
+
+            @pl.when(jnp.logical_and(there, of == which))
+            def _go(program: Any = program, terms: tuple[Ref, ...] = terms) -> None:
+                simt.run(program, *terms, hidden, made, birth, head, at, interpret=inside)
+
+    # References, so that the kernel's results are its operands' buffers.
+    refs = [jax.new_ref(pool) for pool in compressed]
+    plgpu.kernel(
+        concludes,
+        out_type=(),
+        grid=(number, 2, heads),
+        grid_names=("birth", "of", "head"),
+        scratch_types={"hidden": plgpu.SMEM((dim,), jnp.float32), "made": plgpu.SMEM((dim,), jnp.float32)},
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="write_compressed",
+    )(*parts, is_born, births.home, *mlps[0], *mlps[1], *begins, *refs)
+    keys, values = (jax.freeze(ref) for ref in refs)
+    return keys, values

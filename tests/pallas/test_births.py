@@ -1,0 +1,182 @@
+"""Compressed tokens that kernels make and write: those of XLA's way, from pages whose unused slots are NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.kv import TRASH, LayerCache
+from smcjax.model import nsa_births
+from smcjax.model.attention import Projection
+from smcjax.model.config import Rope
+from smcjax.model.decoder import rope_angles
+from smcjax.model.nsa import NSA
+from smcjax.model.view import BatchView
+from smcjax.pallas.births import bear, supports_births
+from smcjax.pallas.dispatch import implementations
+
+INTERPRET = plgpu.InterpretGPUParams()
+SMALL = {"kernel_size": 8, "kernel_stride": 4, "block_size": 8, "window": 8, "num_blocks": 3}
+SHORT = SMALL | {"kernel_size": 4}
+
+
+class Case(NamedTuple):
+    """Rows whose first new tokens stand at `starts`, each of `columns`; of the last row nothing is written."""
+
+    kind: NSA
+    starts: tuple[int, ...]
+    columns: int = 3
+    page_size: int = 8
+    heads: int = 1
+    dim: int = 64
+    table: int = 3  # pages of a row
+
+    @property
+    def view(self) -> BatchView:
+        rows, size = len(self.starts), self.page_size
+        table = 1 + np.random.default_rng(3).permutation(rows * self.table).reshape(rows, -1)
+        positions = np.array(self.starts)[:, None] + np.arange(self.columns)
+        written = np.take_along_axis(table, positions // size, axis=1)
+        written[-1] = TRASH
+        ends = np.where(written[:, -1] == TRASH, 0, positions[:, -1] + 1)
+        numbers = (jnp.asarray(x, jnp.int32) for x in (positions, positions, table, written, ends, ends))
+        return BatchView(*numbers, page_size=size)
+
+    def drawn(self, seed: int = 0) -> tuple[LayerCache, Projection]:
+        """Pages with NaN where no row has a token yet, and a projection that has weights and angles alone."""
+        rng, view = np.random.default_rng(seed), self.view
+
+        def normal(shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape) * scale, jnp.bfloat16)
+
+        config: Any = dataclasses.make_dataclass("Config", ["hidden_size", "num_heads", "num_kv_heads", "head_dim"])(
+            64, self.heads, self.heads, self.dim
+        )
+        cache = {}
+        for name, array in self.kind.cache(config).arrays.items():
+            entries = array.entries(self.page_size)
+            pages = normal((1 + len(self.starts) * self.table, entries, self.heads, self.dim))
+            slots = np.arange(entries) * array.stride
+            for row, length in zip(view.block_table, np.array(self.starts) + self.columns, strict=True):
+                for place, page in enumerate(row):
+                    pages = pages.at[page, place * self.page_size + slots >= length].set(jnp.nan)
+            cache[name] = pages
+        shapes = self.kind.param_shapes(config, jnp.bfloat16)
+        weights = {name: normal(of.shape, of.shape[-1] ** -0.5) for name, of in shapes.items()}
+        angles = functools.partial(rope_angles, Rope(100.0), self.dim)
+        qkv = jnp.zeros((*view.positions.shape, 3 * self.heads, self.dim), jnp.bfloat16)
+        return cache, Projection(qkv, *angles(view.positions), self.heads, None, None, qkv[..., 0, :], weights, angles)
+
+
+CASES = {
+    "mlp": Case(NSA(kv="shared", **SMALL), (9, 3, 5, 13)),  # the second bears at its first end, the third none
+    "two chunks": Case(NSA(kv="shared", phi="linear", **SHORT), (3, 3, 4, 7, 3, 3, 6, 8, 5, 3), 1),  # one bears nothing
+    "two of a row": Case(NSA(kv="per_branch", **SHORT), (6, 0), 5, heads=2),
+    "wide": Case(NSA(kv="shared", compressed_rope="none", phi="linear", **SHORT), (4, 12), 4, dim=128),
+    "token": Case(NSA(kv="shared", compressed_rope="token", **SMALL), (4, 12), 4, page_size=2, table=8),
+}
+
+
+def by_kernels(case: Case, monkeypatch: pytest.MonkeyPatch, cache: LayerCache, projection: Projection) -> LayerCache:
+    monkeypatch.setattr(nsa_births, "bear", functools.partial(bear, interpret=INTERPRET))
+    with implementations("mosaic"):
+        return case.kind.bear(projection, cache, case.view)
+
+
+def by_xla(case: Case, cache: LayerCache, projection: Projection) -> LayerCache:
+    with implementations("xla"):
+        return case.kind.bear(projection, cache, case.view)
+
+
+def away(a: LayerCache, b: LayerCache) -> float:
+    """The largest difference of compressed tokens, those of the trash page left out; NaN is NaN's like."""
+    found = 0.0
+    for name in nsa_births.COMPRESSED:
+        one, other = (np.asarray(x[name], np.float32)[1:] for x in (a, b))
+        np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+        found = max(found, float(np.nanmax(np.abs(one - other))))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_bear_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else stays. Controls: positions' vectors and keys' rotation that are another's are seen."""
+    case = CASES[name]
+    cache, projection = case.drawn()
+    want = by_xla(case, cache, projection)
+    got = by_kernels(case, monkeypatch, cache, projection)
+    least = 2**-7  # a number of bfloat16 below 4 and its neighbour
+    assert away(want, cache) > 0.3
+    assert away(got, want) <= least
+    for array in set(cache) - set(nsa_births.COMPRESSED):
+        np.testing.assert_array_equal(*(np.asarray(x[array], np.float32) for x in (got, cache)))
+    assert projection.weights is not None
+    moved = {of: jnp.roll(projection.weights[of], 1, axis=1) for of in ("position_k", "position_v")}
+    late = dataclasses.replace(projection, weights={**projection.weights, **moved})
+    assert away(want, by_xla(case, cache, late)) > 4 * least
+    if case.kind.compressed_rope != "token":
+        turned = dataclasses.replace(projection, angles=functools.partial(rope_angles, Rope(7.0), case.dim))
+        assert away(want, by_xla(case, cache, turned)) > 4 * least
+
+
+def test_supports_what_fits() -> None:
+    """Few tokens, of φ that multiplies by a matrix, of bfloat16, in heads of 64 or 128."""
+
+    def takes(case: Case, number: int = 8, **changed: Any) -> bool:
+        cache, projection = case.drawn()
+        weights = {name: of for name, of in (projection.weights or {}).items() if name.startswith(("phi", "position"))}
+        weights |= {name: of.astype(changed.get(name, of.dtype)) for name, of in weights.items()}
+        return supports_births(case.kind.phi, number, weights=weights, pools=tuple(cache.values()))
+
+    assert takes(CASES["mlp"])
+    assert takes(CASES["mlp"], 16)
+    assert takes(CASES["wide"])
+    assert not takes(CASES["mlp"], 17)
+    assert not takes(CASES["mlp"], phi_v_in=jnp.float32)
+    assert not takes(CASES["mlp"]._replace(dim=32))
+    assert not takes(CASES["mlp"]._replace(kind=NSA(kv="shared", phi="mean", **SMALL)))
+    small: Any = SMALL | {"kernel_size": 2, "kernel_stride": 2}
+    assert not takes(CASES["mlp"]._replace(kind=NSA(kv="shared", **small)))
+
+
+@pytest.mark.parametrize("requests", [1, 16])
+def test_lowers_for_cuda(requests: int) -> None:
+    """Two launches and no scatter, at an 8B model's shapes."""
+    case = Case(NSA(kv="shared"), (4000,) * requests, 9, 128, 8, 128, 32)
+    cache, projection = jax.eval_shape(lambda: case.drawn()[0]), case._replace(starts=(9,), table=1, heads=8).drawn()[1]
+    view = case.view
+
+    def run(cache: Any, weights: Any) -> Any:
+        return case.kind.bear(dataclasses.replace(projection, weights=weights), cache, view)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), projection.weights)
+    with implementations("mosaic"):
+        text = jax.jit(run, donate_argnums=0).trace(cache, shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "scatter" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 3, 8, 16])
+def test_bears_what_xla_does_on_a_gpu(requests: int) -> None:
+    """At an 8B model's shapes; some requests bear a token."""
+    starts = tuple(int(at) for at in 1000 + 105 * np.arange(requests - 1))
+    case = Case(NSA(kv="shared"), (1015, *starts), 9, 128, 8, 128, 24)  # of a row alone nothing is written
+    case = case if requests > 1 else case._replace(starts=(1015, 1000))
+    cache, projection = case.drawn()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name: str, cache: LayerCache, weights: Any) -> LayerCache:
+        with implementations(name):
+            return case.kind.bear(dataclasses.replace(projection, weights=weights), cache, case.view)
+
+    got, want = (run(name, cache, projection.weights) for name in ("auto", "xla"))
+    assert away(want, cache) > 0.3
+    assert away(got, want) <= 2**-7
