@@ -228,7 +228,7 @@ class NSA(Bearing, Routing):
         selected = earlier if routed is None else routed.selected
         compressed = compressed_of(cache) if routed is None else None
         outputs = rows_by_groups(self, q, pages, compressed, view, selected, last)
-        routed = routed or _taken(outputs[2], selected, pages)
+        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, selected)
         return self.put_together(projection, routed, *outputs[:2]), cache
 
     def takes_together(self, view: BatchView | TreeView, earlier: Selection) -> bool:
@@ -283,7 +283,7 @@ class NSA(Bearing, Routing):
         selected = earlier if routed is None else routed.selected
         compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
         outputs = nodes_by_groups(self, q, pages, own, compressed, view, selected)
-        routed = routed or _taken(outputs[2], selected, pages)
+        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, selected)
         return self.put_together(projection, routed, *outputs[:2]), scratch
 
     def tree_written(
@@ -401,8 +401,3 @@ class SharedNSA(NSA):
 def is_grouped(view: BatchView | TreeView) -> bool:
     """True where the view's queries read selected blocks together."""
     return view.sparse is not None and view.sparse.is_grouped
-
-
-def _taken(output: Float[Array, "R T H D"], selected: Selection, pages: tuple[jax.Array, ...]) -> Routed:
-    """A layer's routing by an earlier one, from the output of its own compressed branch."""
-    return Routed(grouped(output.astype(pages[0].dtype), pages[0].shape[2]), None, selected)

@@ -25,6 +25,7 @@ from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
 from smcjax.pallas.block_ranking import Ranking
+from smcjax.pallas.gates import gated_sum
 
 
 class Entries[T](NamedTuple):
@@ -41,7 +42,7 @@ class Entries[T](NamedTuple):
 class Routed(NamedTuple):
     """The output of a layer's compressed branch, and the blocks that its weights rank and select."""
 
-    output: Float[Array, "R T Hkv G D"]
+    output: Float[Array, "R T Hkv G D"]  # f32 where a kernel has made it
     scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
     selected: Bool[Array, "R T S blocks"]
 
@@ -53,9 +54,12 @@ class Branches(NamedTuple):
     gates: Float[Array, "R T H 3"]
     scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
     selected: Bool[Array, "R T S blocks"]
+    total: Float[Array, "R T H D"] | None = None  # the layer's output, where kernels make it
 
     def gated(self) -> Float[Array, "R T H D"]:
         """The layer's output."""
+        if self.total is not None:
+            return self.total
         return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
 
 
@@ -106,7 +110,7 @@ class Routing:
         kv_heads = cache["keys"].shape[2]
         blocks = -(-view.block_table.shape[1] * view.page_size // self.block_size)
         scores = self.by_blocks(self._of_sets(grouped(weighed.weights, kv_heads)), blocks)
-        output = grouped(weighed.output.astype(cache["compressed_values"].dtype), kv_heads)
+        output = grouped(weighed.output, kv_heads)
         selected = self.select(scores, view.positions) if weighed.selected is None else weighed.selected
         return Routed(output, scores, selected)
 
@@ -185,11 +189,15 @@ class Routing:
 
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries."""
-        parts = [part.reshape(routed.output.shape).astype(routed.output.dtype) for part in (slc, win)]
-        outputs = jnp.stack([routed.output, *parts], axis=4)
-        outputs = outputs.reshape(*outputs.shape[:2], -1, *outputs.shape[4:])
+        dtype, shape = projection.qkv.dtype, projection.qkv.shape
+        parts = tuple(part.reshape(*shape[:2], -1, shape[3]) for part in (routed.output, slc, win))
+        outputs, total = jnp.stack([part.astype(dtype) for part in parts], axis=3), None
+        if self.gate == "x":
+            assert projection.weights is not None
+            of_gates = projection.x, projection.weights["gate"], projection.weights["gate_bias"], parts
+            total = gated_sum(*of_gates) if gated_sum.kernel_for(*of_gates) is not None else None
         gates = self.gates(projection, projection.unrotated()[0])
-        return Branches(outputs, gates, routed.scores, routed.selected)
+        return Branches(outputs, gates, routed.scores, routed.selected, total)
 
 
 def compressed_of(arrays: LayerCache) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,178 @@
+"""Gates of a sparse layer's branches and the sum that they weigh, in two launches: Mosaic GPU kernels (Hopper).
+
+    out_h = Σ_b sigmoid(w_hb · x + bias_hb) · part_bh          b: the branches, h: query heads
+
+Products with x of a few tokens are parts of 256 columns each (`few_products.py`), which the second launch adds up for
+each token, so that nothing but the result is written in between, and neither waits for XLA's five launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from smcjax.numerics import product_precision
+from smcjax.pallas import simt
+from smcjax.pallas.dispatch import Kernel, Op
+from smcjax.pallas.few_products import COLUMNS, row_products, together_of
+from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
+
+MOST_TOKENS = 128  # more keep tensor cores busy
+AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
+
+Parts = tuple[Float[Array, "R T H D"], ...]
+
+
+def gated_sum_reference(
+    x: Float[Array, "R T E"], gate: Float[Array, "H branches E"], bias: Float[Array, "H branches"], parts: Parts
+) -> Float[Array, "R T H D"]:
+    """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32."""
+    precision = product_precision(x.dtype)
+    logits = jnp.einsum("rte,hbe->rthb", x, gate, precision=precision, preferred_element_type=jnp.float32)
+    gates = jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+    outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
+    return jnp.sum(gates[..., None].astype(x.dtype) * outputs, axis=3)
+
+
+def _multiply(
+    t: Threads,
+    x: Ref,  # [N, E] bf16 GMEM, as all that follow
+    weights: Ref,  # [rows, E] bf16
+    sums: Ref,  # [N, E/256, rows] f32
+    first: Word,
+    split: Word,
+    *,
+    number: int,
+    width: int,
+    rows: int,
+    together: int,
+) -> None:
+    """Leaves the products of 256 columns with some tokens, the `first` and those behind it."""
+    column = split * COLUMNS + t.index % WARP * 8
+    tokens = [t.load8(x, t.minimum(first + i, number - 1) * width + column) for i in range(together)]
+
+    def row(index: Word) -> list[Word]:
+        found: list[Word] = t.load8(weights, index * width + column)
+        return found
+
+    for which, output, total, is_one in row_products(t, tokens, row, rows):
+        token = first + which
+        place = (token * (width // COLUMNS) + split) * rows + output
+        t.store(sums, place, total, only=(token < number) & is_one)
+
+
+def _weigh(
+    t: Threads,
+    sums: Ref,  # [N, splits, H · branches] f32 GMEM, as all but the last
+    bias: Ref,  # [H · branches] bf16
+    *refs: Ref,  # parts [N, H · D] f32, out [N, H · D] bf16; SMEM: gates [heads · branches] f32
+    token: Word,
+    share: Word,
+    splits: int,
+    heads: int,
+    dim: int,
+) -> None:
+    """Writes 1,024 numbers of a token, those of a few heads."""
+    *parts, out, gates = refs
+    here, branches = AT_ONCE // dim, len(parts)
+    index = t.minimum(t.index, here * branches - 1)
+    row = share * (here * branches) + index
+    terms = [t.load(sums, (token * splits + i) * (heads * branches) + row) for i in range(splits)]
+    begin = token * (heads * dim) + share * AT_ONCE + t.index * 8
+    found = [t.load4(part, begin) + t.load4(part, begin + 4) for part in parts]
+    logit = functools.reduce(lambda a, b: a + b, terms) + t.load(bias, row)
+    t.store(gates, index, t.constant(1.0) / (t.exp(t.constant(0.0) - logit) + 1.0))
+    t.synchronize()
+    head, total = t.index * 8 // dim, [t.constant(0.0)] * 8
+    for branch, numbers in enumerate(found):
+        weight = t.load(gates, head * branches + branch)
+        total = [t.multiply_add(one, weight, so_far) for one, so_far in zip(numbers, total, strict=True)]
+    t.store8(out, begin, total)
+
+
+def gated_sum_mosaic(
+    x: Float[Array, "R T E"],
+    gate: Float[Array, "H branches E"],
+    bias: Float[Array, "H branches"],
+    parts: Parts,
+    *,
+    interpret: Any = None,
+) -> Float[Array, "R T H D"]:
+    """Computes `gated_sum` by the kernels; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    flat = [part.reshape(-1, part.shape[2] * part.shape[3]) for part in parts]
+    found = _gated_sum(x.reshape(-1, x.shape[2]), gate, bias, flat, dim=parts[0].shape[3], interpret=interpret)
+    return found.reshape(parts[0].shape)
+
+
+@functools.partial(jax.jit, static_argnames=("dim", "interpret"))
+def _gated_sum(
+    x: Float[Array, "N E"],
+    gate: Float[Array, "H branches E"],
+    bias: Float[Array, "H branches"],
+    parts: list[Float[Array, "N HD"]],
+    *,
+    dim: int,
+    interpret: Any,
+) -> Float[Array, "N HD"]:
+    """A jit of its own, so that a model's layers trace and lower the kernels once."""
+    (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
+    together, rows, splits = together_of(number), heads * branches, width // COLUMNS
+    multiply = functools.partial(_multiply, number=number, width=width, rows=rows, together=together)
+
+    def products(x: Ref, weights: Ref, sums: Ref) -> None:
+        chunk, split = lax.axis_index("chunk"), lax.axis_index("split")
+        simt.run(multiply, x, weights, sums, chunk * together, split, interpret=inside)
+
+    sums = plgpu.kernel(
+        products,
+        out_type=jax.ShapeDtypeStruct((number, splits, rows), jnp.float32),
+        grid=(-(-number // together), splits),
+        grid_names=("chunk", "split"),
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="gates",
+    )(x, gate.reshape(rows, width))
+
+    def program(t: Threads, *args: Any) -> None:
+        *refs, token, share = args
+        _weigh(t, *refs, token=token, share=share, splits=splits, heads=heads, dim=dim)
+
+    def weigh(*refs: Ref, gates: Ref) -> None:
+        simt.run(program, *refs, gates, lax.axis_index("token"), lax.axis_index("share"), interpret=inside)
+
+    weighed: jax.Array = plgpu.kernel(
+        weigh,
+        out_type=jax.ShapeDtypeStruct((number, heads * dim), x.dtype),
+        grid=(number, heads * dim // AT_ONCE),
+        grid_names=("token", "share"),
+        scratch_types={"gates": plgpu.SMEM((AT_ONCE // dim * branches,), jnp.float32)},
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="gated_sum",
+    )(sums, bias.reshape(rows), *parts)
+    return weighed
+
+
+def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts) -> bool:
+    heads, branches, width = gate.shape
+    dim = parts[0].shape[3]
+    return (
+        x.dtype == gate.dtype == bias.dtype == jnp.bfloat16
+        and all(part.dtype == jnp.float32 for part in parts)
+        and x.shape[0] * x.shape[1] <= MOST_TOKENS
+        and width % COLUMNS == 0
+        and heads * branches % 4 == 0
+        and dim in (64, 128)
+        and heads * dim % AT_ONCE == 0
+        and AT_ONCE // dim * branches <= WARPGROUP
+    )
+
+
+gated_sum = Op(gated_sum_reference)
+gated_sum.register(Kernel("sm90", gated_sum_mosaic, _supports))

@@ -1,0 +1,72 @@
+"""Gates and the sum that they weigh, by kernels: what XLA computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.dispatch import implementations
+from smcjax.pallas.gates import gated_sum, gated_sum_mosaic, gated_sum_reference
+
+INTERPRET = plgpu.InterpretGPUParams()
+BRANCHES = 3
+
+
+def drawn(rows: int, columns: int, heads: int, dim: int, width: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float = 1.0, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+
+    parts = tuple(normal(rows, columns, heads, dim, dtype=jnp.float32) for _ in range(BRANCHES))
+    gate = normal(heads, BRANCHES, width, scale=2 * width**-0.5)
+    return normal(rows, columns, width), gate, normal(heads, BRANCHES), parts
+
+
+def in_f32(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
+    wide = jnp.float32
+    return gated_sum_reference(x.astype(wide), gate.astype(wide), bias.astype(wide), parts)
+
+
+def is_rounded(got: jax.Array, want: jax.Array) -> bool:
+    """True where bfloat16 numbers are those of f32, rounded once."""
+    return bool(jnp.all(jnp.abs(got.astype(jnp.float32) - want) <= jnp.abs(want) * 2**-8 + 1e-4))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 16, 64, 512), (2, 5, 8, 128, 256)])
+def test_kernels_weigh_as_xla_does(sizes: tuple[int, ...]) -> None:
+    """Of fewer tokens than a block takes, and of more. Controls: another token's gates; branches in another order."""
+    x, gate, bias, parts = drawn(*sizes)
+    got = gated_sum_mosaic(x, gate, bias, parts, interpret=INTERPRET)
+    assert got.dtype == jnp.bfloat16
+    assert is_rounded(got, in_f32(x, gate, bias, parts))
+    assert not is_rounded(got, in_f32(jnp.roll(x, 1, axis=1), gate, bias, parts))
+    assert not is_rounded(got, in_f32(x, gate, bias, parts[::-1]))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_lowers_for_cuda(rows: int) -> None:
+    """Two launches at an 8B model's shapes; more tokens than both are for go to XLA, as do parts of bfloat16."""
+    shapes = jax.eval_shape(lambda: drawn(rows, 9, 32, 128, 4096))
+    with implementations("mosaic"):
+        traced = jax.jit(gated_sum).trace(*shapes)
+        many = jax.eval_shape(lambda: drawn(15, 9, 32, 128, 4096))
+        assert gated_sum.kernel_for(*many) is None
+        x, gate, bias, parts = shapes
+        rounded = tuple(jax.ShapeDtypeStruct(part.shape, jnp.bfloat16) for part in parts)
+        assert gated_sum.kernel_for(x, gate, bias, rounded) is None
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 9), (8, 9), (8, 16)])
+def test_weighs_as_xla_does_on_a_gpu(tokens: tuple[int, int]) -> None:
+    """At an 8B model's shapes."""
+    arguments = drawn(*tokens, 32, 128, 4096)
+    assert gated_sum.kernel_for(*arguments) is not None
+    assert is_rounded(jax.jit(gated_sum)(*arguments), jax.jit(in_f32)(*arguments))
