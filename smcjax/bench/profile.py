@@ -26,10 +26,10 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
 from smcjax.engine.fingerprints import fingerprints
 from smcjax.engine.llm import LLM
-from smcjax.engine.loading import usual_page_size
 from smcjax.engine.memory import buckets
 from smcjax.engine.requests import Prompt
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.usual_reading import usual_page_size
 from smcjax.planner import Cell, Measured, Profile
 from smcjax.sparse import SparseVerification
 

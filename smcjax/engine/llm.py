@@ -39,8 +39,6 @@ from smcjax.engine.loading import (
     models_for,
     prepared_models,
     scores_bytes,
-    usual_page_size,
-    usual_reading,
 )
 from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.outputs import RequestOutput, StreamChunk
@@ -57,6 +55,7 @@ from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
+from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from smcjax.model.quantize import check_quantization

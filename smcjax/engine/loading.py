@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,19 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
-from smcjax.model.nsa_groups import reads_by_kernels
 from smcjax.model.nsa_scratch import kept_scores_bytes
 from smcjax.model.parallel import TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
 from smcjax.model.widening import widen_params
-from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.dispatch import implementations
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse import KERNEL_GROUP, SparseVerification
+from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 
 USUAL_PAGE_SIZE = 16  # tokens
-KERNEL_PAGE_SIZE = 128  # with the eight compressed tokens by which kernels of groups find them
 
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
     SMC: SMCDecoder,
@@ -256,47 +254,6 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
         of = models.proposes
         decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
     return models
-
-
-def usual_reading(decoding: Decoding, models: Models, page_size: int | None, implementation: str) -> Decoding:
-    """The decoder as it reads a sparse target where nobody says how: in groups if kernels can, to the same result.
-
-    With `page_size` None pages are those that `usual_page_size` says for such groups.
-    """
-    target = models.local_target
-    kinds: Any = target.selecting.values()
-    queries = decoding.speculation.rows * decoding.speculation.scored
-    if decoding.speculation.sparse is not None or not kinds:
-        return decoding
-    kind_of_decoder: Any = decoding
-    grouped: Decoding = dataclasses.replace(
-        kind_of_decoder, sparse=SparseVerification("merged", min(queries, KERNEL_GROUP))
-    )
-    size = usual_page_size([grouped], models, implementation) if page_size is None else page_size
-    group = grouped.speculation.sparse
-    assert group is not None
-    with implementations(implementation):
-        by_kernels = all(reads_by_kernels(kind, target, group.queries, size, target.dtype) for kind in kinds)
-    return grouped if by_kernels else decoding
-
-
-def usual_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:
-    """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16.
-
-    One of the `decodings` that reads in groups suffices, since decoders that take turns share their pages. 128 is
-    taken only where it cuts no block of either model.
-    """
-    kinds = (decoding.speculation.sparse for decoding in decodings)
-    with implementations(implementation):
-        if not uses_kernels() or not any(sparse is not None and sparse.is_grouped for sparse in kinds):
-            return USUAL_PAGE_SIZE
-    try:
-        for config in (models.target, models.draft):
-            if config is not None:
-                check_pages(config, KERNEL_PAGE_SIZE)
-    except ValueError:
-        return USUAL_PAGE_SIZE
-    return KERNEL_PAGE_SIZE
 
 
 def scores_bytes(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.engine.loading import Models, usual_page_size, usual_reading
+from smcjax.engine.loading import Models
+from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.nsa import NSA
 from smcjax.sparse import SparseVerification
