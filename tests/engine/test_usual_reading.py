@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from smcjax import LLM
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.loading import Models
 from smcjax.engine.usual_reading import usual_page_size, usual_reading
@@ -94,3 +95,16 @@ def test_what_is_asked_for_stays() -> None:
     for asked in (SparseVerification(), SparseVerification(schedule=2), SparseVerification("merged", 2)):
         decoding = Rejection(4, sparse=asked)
         assert usual_reading(decoding, models_of(sparse()), None, "mosaic") is decoding
+
+
+def test_an_engine_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels would: its decoder and its pages; asked otherwise, it does as it is told."""
+    monkeypatch.setattr("smcjax.engine.usual_reading.uses_kernels", lambda: True)
+    monkeypatch.setattr("smcjax.engine.usual_reading.reads_by_kernels", lambda *_: True)
+    fields: dict[str, Any] = {"num_pages": 9, "max_num_seqs": 1, "compile_at_start": False}
+    with LLM("recall", draft_model="recall-draft", decoding=Rejection(4), **fields) as llm:
+        assert llm.decoding == Rejection(4, sparse=SparseVerification("merged", 5))
+        assert llm.page_size == 128
+    with LLM("recall", decoding=Autoregressive(SparseVerification()), **fields, max_model_len=128) as llm:
+        assert llm.decoding == Autoregressive(SparseVerification())
+        assert llm.page_size == 16
