@@ -47,6 +47,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from smcjax.engine import programs  # noqa: E402
+from tests.interpreted import hand_arrays_over  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
@@ -54,6 +55,7 @@ from tests.weights import draw_on_the_host  # noqa: E402
 
 keep_free_memory()
 draw_on_the_host()
+hand_arrays_over()
 
 # JAX compiles within an example, so an example's time says nothing; examples are the same in every run.
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
