@@ -19,6 +19,11 @@ os.environ.setdefault("NPROC", "16")
 # No test asks the hub; those of downloads ask a server of their own, in a process of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Processes that tests start, pytest's workers among them, read modules as users' do: compiled once. Where Python is
+# told to write none (many containers tell it), each would compile those of JAX anew: two thirds of its start.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "modules"))
+
 # Most of the time of all tests is XLA's compiler, for hundreds of small programs that run few times. On a CPU its older
 # emitters of fusions compile a cycle of a tiny pair in a third of the time that those take which are MLIR pipelines.
 QUICK = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_parallel_codegen_split_count=1")
