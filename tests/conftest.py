@@ -55,6 +55,7 @@ from smcjax.engine import programs  # noqa: E402
 from tests.interpreted import hand_arrays_over  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
+from tests.passes import leave_llvm_passes_out  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
 from tests.weights import draw_on_the_host  # noqa: E402
 
@@ -109,7 +110,8 @@ COMPILED_AT_ONCE = {
     "server/test_models.py",
 }
 
-# On a CPU LLVM's passes are left out too, which take longer than what they save, but where a test computes for long.
+# On a CPU LLVM's passes are left out too, which take longer than what they save, but where a file computes for long.
+# A single test that does has them by `passes.py`.
 # Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
 WITH_LLVM_PASSES = {
     "engine/test_soak.py",
@@ -117,14 +119,10 @@ WITH_LLVM_PASSES = {
 }
 
 
-def _leave_llvm_passes_out(whether: bool) -> None:
-    jax.config.update("jax_disable_most_optimizations", whether and jax.default_backend() == "cpu")
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All compiled programs stay in pytest's cache, none in the user's."""
-    _leave_llvm_passes_out(True)  # of fixtures of the session as well, which are made before a file's
+    leave_llvm_passes_out(True)  # of fixtures of the session as well, which are made before a file's
     has_cache = request.config.pluginmanager.has_plugin("cacheprovider")
     place = request.config.cache.mkdir("smcjax") if has_cache else tmp_path_factory.mktemp("smcjax")
     os.environ["XDG_CACHE_HOME"] = str(place)
@@ -139,14 +137,14 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     before it depends on which test asks for them first.
     """
     file = request.path.relative_to(Path(__file__).parent)
-    _leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
+    leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     with (
         contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size(),
         contextlib.nullcontext() if file.as_posix() in COMPILED_AT_ONCE else lazily(),
     ):
         yield
-    _leave_llvm_passes_out(True)
+    leave_llvm_passes_out(True)
     programs._shared = shared
     jax.clear_caches()
     give_back()

@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 
 
 def answered(decoding: Decoding, draft: str | None = None) -> list[RequestOutput]:
-    shape = {"max_model_len": CONTEXT, "max_num_seqs": 16, "dtype": "float32"}
+    shape = {"max_model_len": CONTEXT, "max_num_seqs": 4, "dtype": "float32"}
     with LLM("recall", draft_model=draft, decoding=decoding, **shape) as llm:
         params = SamplingParams(max_tokens=GENERATED, temperature=0)
         first, *others = [{"prompt_token_ids": ids} for ids in prompts()]

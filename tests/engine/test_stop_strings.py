@@ -16,6 +16,7 @@ from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.engine.stopping import StopStrings
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
+from tests.passes import with_llvm_passes
 
 NEVER = "never there"
 
@@ -128,7 +129,8 @@ def shares(outputs: list[RequestOutput], weights: list[float]) -> dict[str, tupl
 def plainly(pair: Pair) -> dict[str, tuple[float, float]]:
     """Shares of the target alone."""
     params = [SamplingParams(seed=number, **FIELDS) for number in range(REQUESTS)]
-    with LLM(pair.target, decoding=Autoregressive(), max_model_len=48, max_num_seqs=64) as exact:
+    sizes: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 64}
+    with with_llvm_passes(), LLM(pair.target, decoding=Autoregressive(), **sizes) as exact:
         return shares(generate(exact, ["ab"] * REQUESTS, params), [1.0] * REQUESTS)
 
 
@@ -142,7 +144,7 @@ def test_the_law_of_the_answer(pair: Pair, plainly: dict[str, tuple[float, float
     params = [SamplingParams(seed=number, **FIELDS) for number in range(requests)]
     same = Pair(pair.target, pair.target)  # the draft differs by its temperature, so that no weight is extreme
     config = {"n_particles": 3, "gamma": 1, "trace": False, "draft_temperature": 1.25}
-    with smc_llm(same, config, max_num_seqs=64) as llm, contextlib.ExitStack() as stack:
+    with with_llvm_passes(), smc_llm(same, config, max_num_seqs=64) as llm, contextlib.ExitStack() as stack:
         if wrong:
             advance = StopStrings.advance
             patch = mock.patch.object(StopStrings, "advance", lambda rows, *of: (advance(rows, *of), any_row(rows))[1])
