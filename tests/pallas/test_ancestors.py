@@ -20,6 +20,8 @@ NEAR_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 METHODS = ("systematic", "stratified", "multinomial")
 THRESHOLD = 0.6
 
+# As one program: its single operations would be compiled one by one.
+_plan = jax.jit(plan_resampling.reference, static_argnames=("method", "threshold"))
 _ancestors = jax.jit(ancestors_mosaic, static_argnames=("below", "interpret"))
 
 
@@ -36,7 +38,7 @@ def populations(groups: int, n: int) -> tuple[jax.Array, jax.Array]:
 def check(groups: int, n: int, method: str, interpret: Any) -> None:
     log_weight, running = populations(groups, n)
     keys = jax.random.split(jax.random.key(1), groups)
-    want = plan_resampling.reference(keys, log_weight, running, method=method, threshold=THRESHOLD)
+    want = _plan(keys, log_weight, running, method=method, threshold=THRESHOLD)
     drawn = 1 if method == "systematic" else n
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (drawn,), jnp.float32))(keys)
     points = jax.vmap(functools.partial(positions, method, n=n))(uniforms)

@@ -37,6 +37,8 @@ class Batch(NamedTuple):
     length: Any
 
 
+_allocate, _rebind = jax.jit(allocate), jax.jit(rebind)
+_ancestors = jax.jit(jax.vmap(ancestors_from_counts))
 _make_room = jax.jit(make_room.reference, static_argnames=("page_size", "max_width", "group"))
 _fork = jax.jit(fork.reference, static_argnames=("group",))
 _our_make_room = jax.jit(make_room_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
@@ -47,14 +49,14 @@ def admitted(shape: Shape, rng: np.random.Generator, num_pages: int) -> Batch:
     """Prompts in pages that a group's rows share; the full pages of the first are those of the second group too."""
     rows, pages = shape.groups * shape.n, pages_for(shape.limit, shape.page_size)
     used = np.arange(pages) < pages_for(shape.prompt, shape.page_size)
-    pool, own = allocate(PagePool.create(num_pages), jnp.asarray(np.broadcast_to(used, (shape.groups, pages))))
+    pool, own = _allocate(PagePool.create(num_pages), jnp.asarray(np.broadcast_to(used, (shape.groups, pages))))
     first = np.asarray(own)
     named = first.copy()
     named[1:2, : shape.prompt // shape.page_size] = named[0, : shape.prompt // shape.page_size]
     table = np.repeat(named, shape.n, axis=0)
     before = np.full_like(table, TRASH)
     before[:: shape.n] = first
-    pool = rebind(pool, jnp.asarray(before), jnp.asarray(table))
+    pool = _rebind(pool, jnp.asarray(before), jnp.asarray(table))
     tokens = np.zeros((rows, shape.limit + shape.width), np.int32)
     tokens[:, : shape.prompt + 1] = np.repeat(rng.integers(0, 99, (shape.groups, shape.prompt + 1)), shape.n, axis=0)
     return Batch(pool, table, tokens, np.zeros(tokens.shape, np.float32), np.full(rows, shape.prompt + 1, np.int32))
@@ -95,7 +97,7 @@ def resample(batch: Batch, shape: Shape, rng: np.random.Generator, kernel: Any) 
     for group in np.flatnonzero(rng.random(shape.groups) < 0.8):
         drawn = rng.choice(shape.n, shape.n, p=rng.dirichlet(np.full(shape.n, 0.3)))
         counts[group] = np.bincount(drawn, minlength=shape.n)
-    within = np.asarray(jax.vmap(ancestors_from_counts)(jnp.asarray(counts)))
+    within = np.asarray(_ancestors(jnp.asarray(counts)))
     source = (within + np.arange(shape.groups)[:, None] * shape.n).reshape(-1).astype(np.int32)
     begin = np.full(len(source), shape.prompt, np.int32)
     moved = (batch.tokens, batch.logprobs)
@@ -107,7 +109,8 @@ def resample(batch: Batch, shape: Shape, rng: np.random.Generator, kernel: Any) 
         *args,
         group=shape.n,
     )
-    refcount, free, left, our_table, our_rows = ours
+    refcount, free, left, our_table, our_rows = jax.tree.map(np.asarray, ours)
+    pool, table, rows = jax.tree.map(np.asarray, (pool, table, rows))
     np.testing.assert_array_equal(our_table, table)
     np.testing.assert_array_equal(refcount, pool.refcount)
     assert int(left) == int(pool.num_free)

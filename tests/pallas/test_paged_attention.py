@@ -19,6 +19,9 @@ from smcjax.pallas.paged_attention_sm90 import Tuning, default_tuning, paged_att
 INTERPRET = plgpu.InterpretGPUParams()
 Case = dict[str, jax.Array]
 
+# As one program: its single operations would be compiled one by one.
+reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
+
 
 def case(
     lengths: list[int], *, columns: int = 1, kv_heads: int = 1, group: int = 4, page_size: int = 32, dim: int = 64
@@ -42,23 +45,24 @@ def case(
         "block_table": jnp.asarray(table, jnp.int32),
         "positions": jnp.asarray(positions, jnp.int32),
     }
-    k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
-    mask = jnp.asarray(used)[:, :, None, None]
-    poisoned, clean = (
-        {**inputs, "key_pages": jnp.where(mask, k, fill), "value_pages": jnp.where(mask, v, fill)}
-        for fill in (jnp.nan, 0.0)
-    )
+    k, v = (rng.normal(size=shape) for _ in range(2))
+    mask = used[:, :, None, None]
+
+    def pages(values: np.ndarray, fill: float) -> jax.Array:
+        return jnp.asarray(np.where(mask, values, fill), jnp.bfloat16)
+
+    poisoned, clean = ({**inputs, "key_pages": pages(k, fill), "value_pages": pages(v, fill)} for fill in (np.nan, 0.0))
     return poisoned, clean
 
 
 def check(poisoned: Case, clean: Case, tuning: Tuning) -> None:
     """The kernel in bf16 on poisoned pages against the plain version in f32 on clean ones."""
-    clean = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    clean = {name: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
     got = paged_attention_mosaic(**poisoned, tuning=tuning, interpret=INTERPRET)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(got, np.float32),
-        paged_attention_reference(**clean, lengths=clean["positions"][:, -1] + 1),
+        reference(**clean, lengths=np.asarray(clean["positions"])[:, -1] + 1),
         atol=1.5e-2,
     )
 

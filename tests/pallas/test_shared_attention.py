@@ -31,6 +31,10 @@ from tests.helpers import Ask, batch
 INTERPRET = plgpu.InterpretGPUParams()
 Case = dict[str, jax.Array]
 
+# As one program each: their single operations would be compiled one by one.
+plan = jax.jit(find_sharing, static_argnames=("rows", "queries", "page_size", "chunk", "tiles"))
+reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
+
 
 def case(
     lengths: list[int],
@@ -66,18 +70,19 @@ def case(
         "positions": jnp.asarray(positions, jnp.int32),
         "lengths": jnp.asarray(lengths, jnp.int32),
     }
-    k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
-    mask = jnp.asarray(used)[:, :, None, None]
-    poisoned, clean = (
-        {**inputs, "key_pages": jnp.where(mask, k, fill), "value_pages": jnp.where(mask, v, fill)}
-        for fill in (jnp.nan, 0.0)
-    )
+    k, v = (rng.normal(size=shape) for _ in range(2))
+    mask = used[:, :, None, None]
+
+    def pages(values: np.ndarray, fill: float) -> jax.Array:
+        return jnp.asarray(np.where(mask, values, fill), jnp.bfloat16)
+
+    poisoned, clean = ({**inputs, "key_pages": pages(k, fill), "value_pages": pages(v, fill)} for fill in (np.nan, 0.0))
     return poisoned, clean
 
 
 def want(clean: Case) -> np.ndarray:
-    inputs = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
-    return np.asarray(paged_attention_reference(**inputs))
+    inputs = {name: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    return np.asarray(reference(**inputs))
 
 
 def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int = 64) -> None:
@@ -90,10 +95,10 @@ def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int 
     _, columns, heads, _ = inputs["q"].shape
     _, page_size, kv_heads, _ = inputs["key_pages"].shape
     lengths = inputs["lengths"]
-    sharing = find_sharing(
+    sharing = plan(
         table,
         lengths,
-        jnp.maximum(lengths - columns, 0),
+        np.maximum(np.asarray(lengths) - columns, 0),
         rows=rows,
         queries=columns * padded(heads // kv_heads),
         page_size=page_size,
