@@ -19,6 +19,9 @@ from smcjax.pallas.grouped_attention_sm90 import grouped_scores_mosaic
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
+# As one program: its single operations would be compiled one by one.
+_span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))
+
 INTERPRET = plgpu.InterpretGPUParams()
 DIVISOR = 8.0
 
@@ -154,7 +157,7 @@ def test_ranks_what_kernels_keep() -> None:
     pool = jnp.asarray(rng.standard_normal((2, 9, 16, 2, 64)), jnp.bfloat16)
     table = jnp.asarray(np.tile(1 + rng.permutation(8), (1, 5, 1)), jnp.int32)
     _, low, high = positions_of(case)
-    tasks = span_tasks(low, high, table, groups, page_size=16, unit=16, sets=2, most_slots=128)
+    tasks = _span_tasks(low, high, table, groups, page_size=16, unit=16, sets=2, most_slots=128)
     tuning = Tuning(splits=(1,), subs=2, stages=2)
     options: Any = {"unit": 16, "slots": 128, "tuning": tuning, "interpret": INTERPRET}
     part, scores, products = grouped_scores_mosaic(q, *pool, tasks, groups, low, high, **options)

@@ -29,6 +29,13 @@ from smcjax.pallas.grouped_attention import (
 )
 from smcjax.pallas.query_groups import QueryGroups
 
+# As one program each: their single operations would be compiled one by one.
+_span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))
+_group_tasks = jax.jit(group_tasks, static_argnames=("groups", "page_size", "block_size", "most_blocks", "rows"))
+
+
+_grouped_attention = jax.jit(grouped_attention, static_argnums=4, static_argnames="unit")
+
 GOLDEN = Path(__file__).parents[1] / "data" / "nsa_golden" / "paged_rows.npz"
 HEADS, KV_HEADS, DIM = 4, 2, 4
 
@@ -291,9 +298,9 @@ def test_compressed_tokens_are_read_by_spans(group: int) -> None:
     def attended(ahead: int) -> Part:
         low, high = compressed_slots(jnp.asarray(positions + ahead), kernel_size=size, kernel_stride=stride)
         shape = {"page_size": page_size // stride, "unit": 2, "sets": KV_HEADS, "most_slots": pages * 4}
-        tasks = span_tasks(low, high, tables, groups, **shape)
+        tasks = _span_tasks(low, high, tables, groups, **shape)
         keys, values = map(jnp.asarray, pool)
-        return grouped_attention(jnp.asarray(q), keys, values, tasks, groups, low, high, unit=2)
+        return _grouped_attention(jnp.asarray(q), keys, values, tasks, groups, low, high, unit=2)
 
     visible = np.broadcast_to((ends <= positions[..., None])[:, :, None], (1, positions.size, KV_HEADS, len(ends)))
     want, _ = masked_attention(jnp.asarray(q), *(jnp.asarray(x)[None] for x in tokens), jnp.asarray(visible))
@@ -312,7 +319,7 @@ def test_spans_are_sets_of_units(case: Case) -> None:
     d = d._replace(low=np.maximum(d.high - 3 * unit + 1, 0), groups=QueryGroups(tuple(range(case.queries)), case.size))
     shape = {"page_size": case.page_size, "unit": unit, "sets": case.sets, "rows": case.rows}
     shape["most_slots"] = case.pages * case.page_size
-    tasks = span_tasks(*map(jnp.asarray, (d.low, d.high, d.table)), d.groups, **shape)
+    tasks = _span_tasks(*map(jnp.asarray, (d.low, d.high, d.table)), d.groups, **shape)
     want = alone(case, d._replace(selected=np.ones_like(d.selected)))
     np.testing.assert_allclose(attended(case, jax.tree.map(np.asarray, tasks), d).out, want.out, atol=1e-5)
     assert all((np.asarray(x) == np.asarray(x)[:, :, :1]).all() for x in tasks)
@@ -336,10 +343,10 @@ def test_golden_rows(size: int) -> None:
     shape = {"page_size": 8, "block_size": block, "rows": 4}
 
     def run(sets: np.ndarray, low: np.ndarray, most: int) -> tuple[np.ndarray, int]:
-        tasks = group_tasks(jnp.asarray(sets), jnp.asarray(a["table"][None]), groups, **shape, most_blocks=most)
+        tasks = _group_tasks(jnp.asarray(sets), jnp.asarray(a["table"][None]), groups, **shape, most_blocks=most)
         pages = (jnp.asarray(a[name]) for name in ("q", "pages_k", "pages_v"))
         q, keys, values = pages
-        part = grouped_attention(
+        part = _grouped_attention(
             q[None], keys, values, tasks, groups, jnp.asarray(low), jnp.asarray(high), unit=unit_slots(8, block)
         )
         return np.asarray(part.out[0]), int(tasks.number.sum())

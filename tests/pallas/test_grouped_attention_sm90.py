@@ -33,6 +33,10 @@ from smcjax.pallas.grouped_attention_sm90 import (
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_tuning import Tuning
 
+# As one program each: their single operations would be compiled one by one.
+_span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))
+_scores = jax.jit(grouped_scores_reference, static_argnames=("groups", "unit", "slots", "scale"))
+
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -268,12 +272,12 @@ def test_scores_are_kept(rows: int, interpret: Any) -> None:
     numbers = np.where(held[..., None, None], rng.standard_normal((2, *held.shape, 2, 64)), np.nan)
     pool = jnp.asarray(numbers, jnp.bfloat16)
     sizes = {"page_size": 16, "unit": 8, "sets": 2, "most_slots": 160}
-    tasks = span_tasks(low, high, table, groups, **sizes, rows=rows)
+    tasks = _span_tasks(low, high, table, groups, **sizes, rows=rows)
     arguments = (q, *pool, tasks, groups, low, high)
     tuning, slots = Tuning(splits=(2,), subs=2, stages=2), {"unit": 8, "slots": 160}
     part, scores, _ = grouped_scores_mosaic(*arguments, **slots, tuning=tuning, interpret=interpret)
-    exact = (x.astype(jnp.float32) for x in arguments[:3])
-    want, of_slots, _ = grouped_scores_reference(*exact, *arguments[3:], **slots)
+    exact = (np.asarray(x, np.float32) for x in arguments[:3])
+    want, of_slots, _ = _scores(*exact, *arguments[3:], **slots)
     assert error(Part(*map(np.asarray, part)), Part(*map(np.asarray, want))) <= 3 * 2**-9
     seen = np.broadcast_to(seen[:, :, None], scores.shape)
     got, of_slots = np.asarray(scores), np.asarray(of_slots)

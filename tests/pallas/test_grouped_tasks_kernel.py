@@ -16,6 +16,8 @@ from smcjax.pallas.grouped_attention import Tasks, group_tasks, span_tasks, task
 from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
 from smcjax.pallas.query_groups import QueryGroups
 
+# As one program: its single operations would be compiled one by one.
+_reference = jax.jit(tasks_of_blocks_reference, static_argnames=("width", "parts", "in_page"))
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -48,7 +50,7 @@ def test_kernel_is_the_reference(
         table = table[:, :1]
     arguments = (chosen, jnp.asarray(table, jnp.int32), members)
     sizes = {"width": width, "parts": parts, "in_page": in_page}
-    want = tasks_of_blocks_reference(*arguments, **sizes)
+    want = _reference(*arguments, **sizes)
     for got, of in zip(tasks_of_blocks_mosaic(*arguments, **sizes, interpret=INTERPRET), want, strict=True):
         np.testing.assert_array_equal(got, of)
     assert 0 < int(want.number.min()) <= width
