@@ -1,7 +1,10 @@
-"""Copies of KV pages in all layers of a model at once: one Mosaic GPU kernel (Hopper) instead of a scatter a pool.
+"""Copies of KV pages in many layers of a model at once: a Mosaic GPU kernel (Hopper) instead of a scatter a pool.
 
 One block a row and half page: its share of the row's page goes from the source to the target of every pool in turn,
 through a ring in shared memory, by TMA both ways. The reference is `copy_pages`, pool by pool.
+
+A launch copies in 16 pools at most: their descriptors are its parameters, by value, for which LLVM takes a time that
+goes by the square of their number (137 s for 192) and of which some 240 are all that fit.
 
 The copy engine takes at most 256 numbers along an axis, so entries that are wider (an EAGLE-3 head's features, as wide
 as its target) are seen as several heads of equal width, and of large ones a block copies fewer slots.
@@ -9,7 +12,7 @@ as its target) are seen as several heads of equal width, and of large ones a blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.kv_write import Copies, copy_pages
 
 Pools = tuple[Float[Array, "P B Hkv D"], ...]
+MOST_POOLS = 16  # of a launch
 IN_FLIGHT = 4  # copies of a block that are under way
 SLOTS = 8  # of a page, that a block copies at most
 WIDEST = 256  # numbers along an axis of one copy
@@ -83,11 +87,19 @@ def _kernel(source_ref: Ref, target_ref: Ref, *pools: Ref, buffer: Ref, ready: R
 
 def copy_all_pages_mosaic(pools: Pools, copies: Copies, *, interpret: Any = None) -> Pools:
     """Computes `copy_all_pages` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    pieces, (pages, page_size, *own) = pieces_of(pools[0]), pools[0].shape
-    if pieces is None:
+    if pieces_of(pools[0]) is None:
         raise ValueError(f"no kernel copies pages of {pools[0].dtype}{list(pools[0].shape)}")
+    groups = (pools[first : first + MOST_POOLS] for first in range(0, len(pools), MOST_POOLS))
+    return tuple(pool for group in groups for pool in _copied(group, copies, interpret=interpret))
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _copied(pools: Pools, copies: Copies, *, interpret: Any) -> Pools:
+    """The pools of one launch. A jit of its own, so that launches alike are traced and lowered once."""
+    pieces, (pages, page_size, *own) = pieces_of(pools[0]), pools[0].shape
+    assert pieces is not None
     slots, heads, width = pieces
-    refs: Sequence[Ref] = [jax.new_ref(pool.reshape(pages, page_size, heads, width)) for pool in pools]
+    refs = [jax.new_ref(pool.reshape(pages, page_size, heads, width)) for pool in pools]
     plgpu.kernel(
         _kernel,
         out_type=(),

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import Copies, copy_pages
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.page_copy import copy_all_pages, copy_all_pages_mosaic, pieces_of
+from smcjax.pallas.page_copy import MOST_POOLS, copy_all_pages, copy_all_pages_mosaic, pieces_of
 
 COPIES = Copies(jnp.asarray([3, 0, 3, 5]), jnp.asarray([7, 0, 8, 1]))  # two copies of page 3, a row without any
 
@@ -63,9 +63,21 @@ def test_is_one_kernel_in_place_and_only_where_asked() -> None:
         with implementations(implementation):
             return copy.trace(given).lower(lowering_platforms=("cuda",)).as_text()
 
-    assert text("mosaic").count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert text("mosaic").count("stablehlo.custom_call @mosaic_gpu") == 1, "one function, called for each 16 pools"
     assert "stablehlo.scatter" not in text("mosaic")
     assert text("xla").count('"stablehlo.scatter"') == 32
+
+
+def test_many_pools_are_copied_by_several_launches() -> None:
+    """Descriptors of 240 pools and more do not fit one launch, and compiling goes by the square of their number."""
+    copied = copy_all_pages_mosaic
+    given = (jax.ShapeDtypeStruct((600, 16, 8, 64), jnp.bfloat16),) * (3 * MOST_POOLS + 2)
+    text = (
+        jax.jit(lambda pools: copied(pools, COPIES), donate_argnums=0).trace(given).lower(lowering_platforms=("cuda",))
+    )
+    launches = [line for line in text.as_text().splitlines() if "custom_call @mosaic_gpu" in line]
+    assert [line.count("tensor<600x") // 2 for line in launches] == [MOST_POOLS, 2]
+    assert text.as_text().count("call @_copied") == 4
 
 
 def test_unlike_pools_are_copied_one_by_one() -> None:
