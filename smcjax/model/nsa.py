@@ -242,7 +242,10 @@ class NSA(Bearing, Routing):
     def written(
         self, projection: Projection, cache: LayerCache, view: BatchView
     ) -> tuple[Float[Array, "R T H D"], LayerCache]:
-        """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear."""
+        """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear.
+
+        The view's copies are made first, unless they have been for all layers (`smcjax.model.paged`).
+        """
         is_pair = self.kv == "shared"
         if view.copies is not None:
             others = {name: copy_pages(cache[name], view.copies) for name in (COMPRESSED if is_pair else cache)}

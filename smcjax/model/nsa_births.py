@@ -3,8 +3,8 @@
     token i = φ(stored_{i·d} … stored_{i·d + l − 1})        born by a forward that writes position i·d + l − 1
 
 φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A forward
-over pages bears few tokens, one of sixteen positions: two kernels make and write them where there are some
-(`smcjax.pallas.births`).
+over pages bears few tokens, one of sixteen positions by default: kernels make and write up to 16 of them where
+`supports_births` says so.
 """
 
 from __future__ import annotations

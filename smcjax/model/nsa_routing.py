@@ -42,7 +42,7 @@ class Entries[T](NamedTuple):
 class Routed(NamedTuple):
     """The output of a layer's compressed branch, and the blocks that its weights rank and select."""
 
-    output: Float[Array, "R T Hkv G D"]  # f32 where a kernel has made it
+    output: Float[Array, "R T Hkv G D"]  # f32 where groups have read it, else as entries are
     scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
     selected: Bool[Array, "R T S blocks"]
 
@@ -188,14 +188,18 @@ class Routing:
         return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
 
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
-        """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries."""
+        """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.
+
+        Kernels, of which no gradient is to be had, take parts in f32 alone: what `dense` is trained by has others.
+        """
         dtype, shape = projection.qkv.dtype, projection.qkv.shape
         parts = tuple(part.reshape(*shape[:2], -1, shape[3]) for part in (routed.output, slc, win))
         outputs, total = jnp.stack([part.astype(dtype) for part in parts], axis=3), None
         if self.gate == "x":
             assert projection.weights is not None
             of_gates = projection.x, projection.weights["gate"], projection.weights["gate_bias"], parts
-            total = gated_sum(*of_gates) if gated_sum.kernel_for(*of_gates) is not None else None
+            kernel = gated_sum.kernel_for(*of_gates)
+            total = None if kernel is None else kernel.run(*of_gates)
         gates = self.gates(projection, projection.unrotated()[0])
         return Branches(outputs, gates, routed.scores, routed.selected, total)
 

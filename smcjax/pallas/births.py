@@ -29,7 +29,7 @@ from smcjax.pallas import simt
 from smcjax.pallas.few_products import COLUMNS, row_products, together_of
 from smcjax.pallas.simt import WARP, Ref, Threads, Word
 
-MOST_BIRTHS = 16  # of a launch: more of them keep tensor cores busy
+MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
 KINDS = ("mlp", "linear")
 
 Pair = tuple[jax.Array, jax.Array]
@@ -37,7 +37,7 @@ Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]  # co
 
 
 class Births(NamedTuple):
-    """N tokens that a forward may bear, for all of a model's layers."""
+    """N tokens that a forward may bear; the same numbers in every layer of equal rotation, so XLA has them once."""
 
     covered: Int[Array, "N l"]  # page · B + slot of each position that a token stands for
     home: Int[Array, " N"]  # page · B/d + slot of the token itself
@@ -47,7 +47,7 @@ class Births(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Letters of `bear`."""
+    """Sizes of a launch."""
 
     number: int  # N
     size: int  # l
@@ -61,7 +61,10 @@ class Sizes(NamedTuple):
 
 
 def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
-    """True where the kernels make `number` tokens of stored keys and values, and write compressed ones: all `pools`."""
+    """True where the kernels take N = `number` births: φ a product, heads of 64 or 128, all arrays bfloat16.
+
+    `pools` are pages of stored and of compressed keys and values.
+    """
     if phi not in KINDS or not 0 < number <= MOST_BIRTHS:
         return False
     _, size, dim = weights["position_k"].shape

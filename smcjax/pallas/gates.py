@@ -3,7 +3,7 @@
     out_h = Σ_b sigmoid(w_hb · x + bias_hb) · part_bh          b: the branches, h: query heads
 
 Products with x of a few tokens are parts of 256 columns each (`few_products.py`), which the second launch adds up for
-each token, so that nothing but the result is written in between, and neither waits for XLA's five launches.
+each token: all that is written in between, a 256th of the operands of the products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_products import COLUMNS, row_products, together_of
 from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
 
-MOST_TOKENS = 128  # more keep tensor cores busy
+MOST_TOKENS = 128  # that it has been tried with
 AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
 
 Parts = tuple[Float[Array, "R T H D"], ...]
@@ -165,7 +165,7 @@ def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts) -> b
     return (
         x.dtype == gate.dtype == bias.dtype == jnp.bfloat16
         and all(part.dtype == jnp.float32 for part in parts)
-        and x.shape[0] * x.shape[1] <= MOST_TOKENS
+        and 0 < x.shape[0] * x.shape[1] <= MOST_TOKENS
         and width % COLUMNS == 0
         and heads * branches % 4 == 0
         and dim in (64, 128)

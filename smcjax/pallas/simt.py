@@ -377,7 +377,7 @@ class _Interpreted:
         ref[...] = flat.reshape(ref.shape)
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
-        """One element after the other, but for SMEM: other warpgroups may be storing to other elements meanwhile."""
+        """At once in SMEM, which is the warpgroup's own; elsewhere, where others store too, one after the other."""
         index, x = jnp.broadcast_to(index, WARPGROUP), jnp.broadcast_to(x, WARPGROUP).astype(ref.dtype)
         only = jnp.broadcast_to(True if only is None else only, WARPGROUP)
         if getattr(jax.typeof(ref), "memory_space", None) == plgpu.MemorySpace.SMEM:

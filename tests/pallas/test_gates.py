@@ -38,13 +38,18 @@ def is_rounded(got: jax.Array, want: jax.Array) -> bool:
     return bool(jnp.all(jnp.abs(got.astype(jnp.float32) - want) <= jnp.abs(want) * 2**-8 + 1e-4))
 
 
-def test_kernels_weigh_as_xla_does() -> None:
-    """Of more tokens than a block takes. Controls: another token's gates, and branches in another order."""
-    x, gate, bias, parts = drawn(2, 5, 8, 128, 512)
+@pytest.mark.parametrize("shape", [(2, 5, 8, 128, 512), (1, 1, 32, 64, 256)], ids=str)
+def test_kernels_weigh_as_xla_does(shape: tuple[int, int, int, int, int]) -> None:
+    """Of more tokens than a block takes, of more heads. Controls: other gates, branches in another order, roundings.
+
+    The last are XLA's, of gates and outputs before it multiplies them.
+    """
+    x, gate, bias, parts = drawn(*shape)
     got = gated_sum_mosaic(x, gate, bias, parts, interpret=INTERPRET)
     assert got.dtype == jnp.bfloat16
     assert is_rounded(got, in_f32(x, gate, bias, parts))
-    assert not is_rounded(got, in_f32(jnp.roll(x, 1, axis=1), gate, bias, parts))
+    assert not is_rounded(gated_sum_reference(x, gate, bias, parts), in_f32(x, gate, bias, parts))
+    assert not is_rounded(got, in_f32(jnp.roll(x, 1, axis=2), gate, bias, parts))
     assert not is_rounded(got, in_f32(x, gate, bias, parts[::-1]))
 
 
