@@ -5,7 +5,8 @@ more. The thread looks into both before every step, so coming and leaving wait f
 
 What a step has for readers is handed out when the next one is enqueued: event loops and the thread share one
 interpreter, and loops find it free while the thread waits for the device, which waits for neither. It is handed out at
-once where a request has ended, or has come, for which the next step may compile.
+once where a request has ended, where nothing is left to do, and where another thread waits for its turn of the engine;
+and before anything is compiled.
 """
 
 from __future__ import annotations
@@ -177,8 +178,10 @@ class AsyncLLM:
                 try:
                     self._round()
                 except BaseException as error:  # whatever it is, nobody may wait for ever
-                    self._hand_out()
-                    self._end_all(error)
+                    try:
+                        self._hand_out()
+                    finally:
+                        self._end_all(error)
         finally:
             atexit.unregister(self._stop)
 
@@ -190,7 +193,7 @@ class AsyncLLM:
             return self._thread is None
 
     def _round(self) -> None:
-        """One step, in which readers get what there is from the last one."""
+        """Takes one step, in which readers get what there is from the last one."""
         self._busy = False  # also where what follows fails: nothing is in flight then
         ended = False
         with self.llm.turn:
@@ -213,8 +216,8 @@ class AsyncLLM:
                     continue
                 ended = True
                 del self._inboxes[name]
-        if ended or self._arriving or not self._busy:  # the next step may compile first, or there is none
-            self._hand_out()
+            if ended or not self._busy or self.llm.turn.wanted:
+                self._hand_out()
 
     def _hand_out(self) -> None:
         """Gives readers what there is for them, each event loop woken once."""

@@ -104,6 +104,7 @@ class Engine:
         self._reported: deque[_Reported] = deque()
         self._choice = ProgramChoice()
         self._round = 0  # steps so far
+        self._meanwhile: Callable[[], None] | None = None  # of the step that is enqueueing
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.batch_cycles = Counter[Decoding]()  # of the whole batch, by the decoder that had them
         self.seconds_waited = 0.0  # for results that the device had not finished
@@ -214,11 +215,14 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
         """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended.
 
-        `meanwhile` is called while the device works on what has been enqueued: before its results are waited for.
+        `meanwhile` is called when what comes next is enqueued, before results are waited for, and before anything is
+        compiled. It may use nothing of the engine; what it raises ends all in flight.
         """
         self._round += 1
         schedule = self._scheduler.schedule()
+        self._meanwhile = meanwhile
         self._enqueue(schedule)
+        self._meanwhile = None
         if meanwhile is not None:
             meanwhile()
         return self._collect(self._round if schedule.idle else self._round - self._lag)
@@ -233,6 +237,7 @@ class Engine:
         self._streams.clear()
         self._reported.clear()
         self._outputs.clear()
+        self._meanwhile = None
         self.runner.discard()
         self.torn = False
 
@@ -339,9 +344,12 @@ class Engine:
 
         Sizes that are ready have all moves between them, so none of these waits for a compilation.
         """
+        others = self._scheduler.ready | ({self.runner.size} - {0})
+        if self._meanwhile is not None and self.runner.lacks(sizes, program, others):
+            self._meanwhile()
         began = time.perf_counter()
         try:
-            self.runner.compile(sizes, program, self._scheduler.ready | ({self.runner.size} - {0}), progress)
+            self.runner.compile(sizes, program, others, progress)
         finally:
             self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)

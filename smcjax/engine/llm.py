@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +54,7 @@ from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
+from smcjax.engine.turnstile import Turnstile
 from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host
@@ -224,7 +224,7 @@ class LLM:
         self._closed = False
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
-        self.turn = threading.RLock()  # of the engine, which one thread may use at a time
+        self.turn = Turnstile()  # of the engine, which one thread may use at a time
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
         self._implementation: str = implementation
         self.owns_models = share is None

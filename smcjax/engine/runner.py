@@ -294,18 +294,26 @@ class Runner:
         for size in sizes:
             if not self._is_compiled(size, program):
                 jobs |= self.jobs(size, program)
-        for size in sizes:
-            for other in {*sizes, *others} - {size}:
-                for move in ((other, size), (size, other)):
-                    if (move, "move") not in self.programs and (move, "move") not in jobs:
-                        jobs |= self._jobs.moving(*move)
+        for move in self._missing_moves(sizes, others):
+            jobs |= self._jobs.moving(*move)
         least, most = min(sizes), max(sizes)
         many = f"{least} to {most}" if least < most else f"{most}"
         self.programs.compile(f"for {many} request{'s' if most > 1 else ''} at a time", jobs, progress)
 
+    def lacks(self, sizes: Sequence[int], program: Any, others: Iterable[int] = ()) -> bool:
+        """True where `compile` would have something to do."""
+        compiled = all(self._is_compiled(size, program) for size in sizes)
+        return not compiled or bool(self._missing_moves(sizes, others))
+
     def jobs(self, size: int, program: Any) -> dict[Any, Job]:
         """The programs of this batch size, to be compiled, by the keys they are called by."""
         return self._jobs.of(size, program)
+
+    def _missing_moves(self, sizes: Sequence[int], others: Iterable[int]) -> list[tuple[int, int]]:
+        """Moves between any two of `sizes`, or one of them and one of `others`, that are not compiled."""
+        pairs = ((size, other) for size in sizes for other in {*sizes, *others} - {size})
+        moves = dict.fromkeys(move for size, other in pairs for move in ((other, size), (size, other)))
+        return [move for move in moves if (move, "move") not in self.programs]
 
     def _is_compiled(self, size: int, program: Any) -> bool:
         """True where all of `jobs` are there."""

@@ -213,8 +213,8 @@ class Scheduler:
     def _spare(self, groups: Iterable[Group]) -> int:
         """Pages that are left at least when these groups, and nobody else, have been through the next cycle.
 
-        Those that only the cache keeps are not among them. Groups that are not in their lanes yet count with all that
-        they take until then.
+        A result of 0 or more says that they suffice, not by how much. Those that only the cache keeps are not among
+        them. Groups that are not in their lanes yet count with all that they take until then.
         """
         groups = list(groups)
         joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import jax
 import pytest
 
-from smcjax import LLM, SMC, AsyncLLM, RequestOutput, SamplingParams, StreamChunk
+from smcjax import LLM, SMC, AsyncLLM, Autoregressive, RequestOutput, SamplingParams, StreamChunk
 from smcjax.engine import async_llm
 from smcjax.engine.engine import Engine
 from smcjax.errors import QueueFull, RequestsLost
@@ -300,24 +300,33 @@ def test_news_wake_each_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None
         loop.close()
 
 
-def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there for them is handed out behind the next cycle's enqueueing, and before anybody waits for that."""
-    happened: list[str] = []
+class Noted:
+    """Writes calls of methods down, in their order."""
 
-    def noted(owner: Any, name: str, event: str, counts: Callable[[Any], bool] = lambda _: True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.happened: list[str] = []
+        self._patch = monkeypatch
+
+    def calls(self, owner: Any, name: str, event: str, counts: Callable[[Any], bool] = lambda _: True) -> None:
+        """Calls of this method are `event`s from now on, where `counts` says so of the first argument."""
         method = getattr(owner, name)
 
         def call(*args: Any) -> Any:
             if counts(args[0]):
-                happened.append(event)
+                self.happened.append(event)
             return method(*args)
 
-        monkeypatch.setattr(owner, name, call)
+        self._patch.setattr(owner, name, call)
 
+
+def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there for them is handed out behind the next cycle's enqueueing, and before anybody waits for that."""
+    noted = Noted(monkeypatch)
+    happened = noted.happened
     monkeypatch.setattr(async_llm, "LLM", lambda: llm)
-    noted(llm.engine.runner, "step", "enqueue")
-    noted(llm.engine, "_collect", "wait")
-    noted(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))
+    noted.calls(llm.engine.runner, "step", "enqueue")
+    noted.calls(llm.engine, "_collect", "wait")
+    noted.calls(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))
     served = AsyncLLM()
     output = asyncio.run(read(served, seed=8))
     asyncio.run(served.drain())
@@ -325,6 +334,78 @@ def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.
     assert len(early) >= output.metrics.cycles / 2, "one a cycle that brings anything"
     assert {(happened[at - 1], happened[at + 1]) for at in early} == {("enqueue", "wait")}
     assert happened[last - 1] == "wait", "the end is not kept until there is something else to do"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_end_is_handed_out_at_once(llm: LLM, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another request goes on, behind whose next cycle all other chunks are handed out."""
+    noted = Noted(monkeypatch)
+    monkeypatch.setattr(async_llm, "LLM", lambda: llm)
+    monkeypatch.setattr(llm.engine, "_lag", int(overlap))
+    noted.calls(llm.engine.runner, "step", "enqueue")
+    noted.calls(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))
+    chunks_of = llm.engine.chunks
+
+    def chunks(name: str) -> list[StreamChunk]:
+        found = chunks_of(name)
+        if found and found[-1].finished:
+            noted.happened.append("an end")
+        return found
+
+    monkeypatch.setattr(llm.engine, "chunks", chunks)
+    served = AsyncLLM()
+
+    async def session() -> None:
+        with served.llm.turn:  # so that both begin together
+            reading = [asyncio.create_task(read(served, seed)) for seed in (1, 9)]
+            await all_come(served, 2)
+        await asyncio.gather(*reading)
+        await served.drain()
+
+    asyncio.run(session())
+    ended = noted.happened.index("an end")
+    after = noted.happened[ended + 1 :]
+    assert after[0] == "hand out"
+    assert after.count("enqueue") > 3, "the other one goes on"
+
+
+def test_nothing_is_kept_while_programs_are_compiled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for a lane comes, with programs of its own, while chunks of another are to be handed out."""
+    served = AsyncLLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4)
+    engine = served.llm.engine
+    monkeypatch.setattr(engine, "_lag", 1)
+    compile_programs, hand_out = engine.runner.programs.compile, AsyncLLM._hand_out
+    kept, handed = [], [0]  # chunks: those that wait while programs are compiled, and all that were handed out before
+    total = 0
+
+    def compiling(what: str, jobs: Any, *others: Any) -> None:
+        if jobs:
+            kept.append(len(served._news))
+            handed.append(total)
+        compile_programs(what, jobs, *others)
+
+    def handing(of: AsyncLLM) -> None:
+        nonlocal total
+        total += len(of._news)
+        hand_out(of)
+
+    monkeypatch.setattr(engine.runner.programs, "compile", compiling)
+    monkeypatch.setattr(AsyncLLM, "_hand_out", handing)
+
+    async def session() -> None:
+        async with served:
+            with served.llm.turn:
+                reading = [asyncio.create_task(read(served, seed)) for seed in (9, 1)]
+                await all_come(served, 2)
+                waiting = served.generate("ab", SamplingParams(seed=1, max_tokens=3, top_k=3))
+                waiting.start()
+            assert [chunk async for chunk in waiting][-1].finished
+            await asyncio.gather(*reading)
+
+    asyncio.run(session())
+    assert len(kept) > 1
+    assert set(kept) == {0}
+    assert max(handed) > 0, "chunks came before the last compilation"
 
 
 class Uncopyable(Exception):
@@ -399,29 +480,32 @@ def test_a_cancelled_close_still_closes(pair: Pair) -> None:
     asyncio.run(session())
 
 
-def test_others_get_their_turn_while_it_serves(pair: Pair) -> None:
-    """The thread that steps on and on hands the engine to whoever waits for it."""
+def test_others_get_their_turn_while_it_serves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants the engine during a step has it before the next step, though the thread that steps wants it too."""
+    happened: list[str] = []
+    collect, asked = Engine._collect, threading.Event()
+
+    def waited_for(engine: Engine, last: int) -> list[RequestOutput]:
+        happened.append("step")
+        if len(happened) == 3:
+            asked.set()
+            while not served.llm.turn.wanted:
+                time.sleep(0)
+        return collect(engine, last)
 
     async def session() -> None:
-        async with make(pair) as served:
-            await read(served, 9)
-            stop = asyncio.Event()
+        async with served:
+            reader = asyncio.create_task(read(served, 9))
+            await asyncio.to_thread(asked.wait, 60)
+            await served.metrics()
+            await reader
 
-            async def keep_busy() -> None:
-                while not stop.is_set():
-                    await read(served, 9)
-
-            busy = [asyncio.create_task(keep_busy()) for _ in range(3)]
-            waits = []
-            for _ in range(20):
-                began = time.perf_counter()
-                await served.metrics()
-                waits.append(time.perf_counter() - began)
-            stop.set()
-            await asyncio.gather(*busy)
-            assert sorted(waits)[10] < 0.5, waits
-
+    served = make(pair)
+    metrics = served.llm.metrics
+    monkeypatch.setattr(served.llm, "metrics", lambda: (happened.append("metrics"), metrics())[1])
+    monkeypatch.setattr(Engine, "_collect", waited_for)
     asyncio.run(session())
+    assert happened[:5] == ["step", "step", "step", "metrics", "step"]
 
 
 @pytest.mark.slow
