@@ -12,7 +12,11 @@ they may be, as random weights hardly ever end one.
 
     first token, ms    from a request's arrival, the mean of a round, by the process that answers: its own metrics
     then ms a token    from there to the request's end, over the tokens behind the first: a cycle, if each brings one
-    waiting            the part of a round in which the host had nothing to do but to wait for the device
+    waiting            the part of a round between asking for results of the device and having them, other threads'
+                       turns included
+
+The engine's first token is the first that is drawn, the server's the first that is certain. Under SMC these are far
+apart, so there "–" stands for the engine's.
 """
 
 from __future__ import annotations
@@ -98,7 +102,9 @@ def main() -> None:
         for who, found in zip(("engine", "server"), both, strict=True):
             share = found["output_throughput"] / both[0]["output_throughput"]
             cells = [f"{found['output_throughput']:,.0f}", f"{share:.1%}"]
-            cells += [f"{found['first_ms']:.0f}", f"{found['token_ms']:.2f}", f"{found['waiting']:.0%}"]
+            drawn = who == "engine" and isinstance(DECODERS[name], SMC)
+            cells += ["–" if drawn else f"{found['first_ms']:.0f}"]
+            cells += [f"{found['token_ms']:.2f}", f"{found['waiting']:.0%}"]
             print(row([DECODERS[name], who, *cells]))
     if args.json:
         print(json.dumps({"engine": alone, "server": served}))

@@ -27,7 +27,11 @@ _COUNTERS = {
     "prefix_cache_hits": ("smcjax_prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found cached"),
     "compilations": ("smcjax_compilations", None, "Compiled programs"),
     "compile_seconds": ("smcjax_compile_seconds", None, "Seconds spent compiling"),
-    "waited_seconds": ("smcjax_waited_seconds", None, "Seconds that the host waited for results of the device"),
+    "waited_seconds": (
+        "smcjax_waited_seconds",
+        None,
+        "Seconds between asking for results of the device and having them, other threads' turns included",
+    ),
 }
 _GAUGES = {
     "num_running": ("smcjax_requests_running", "vllm:num_requests_running", "Requests that run"),

@@ -58,8 +58,9 @@ class Gate:
         """Stands before each step of every engine, and is open afterwards."""
         step: Callable[..., Any] = Engine.step
 
-        def gated(engine: Engine, hand_out: Callable[[], None]) -> Any:
-            hand_out()  # what the last step has brought does not wait for this one
+        def gated(engine: Engine, hand_out: Callable[[], None] | None = None) -> Any:
+            if hand_out is not None:
+                hand_out()  # what the last step has brought does not wait for this one
             self.pass_one()
             return step(engine)
 

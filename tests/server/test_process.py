@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ import pytest
 from smcjax.cli.main import main
 from smcjax.cli.serve import decoding_of
 from smcjax.decoders import SMC, Autoregressive, Rejection
+from smcjax.server import process as process_module
 from smcjax.server.process import keep_what_is_loaded
 from tests.checkpoints import Pair, write_pair
 
@@ -108,6 +110,28 @@ def test_collections_leave_out_what_is_loaded() -> None:
         assert not gc.get_objects()[10_000:], "what is left to go through"
     finally:
         gc.unfreeze()
+
+
+def test_serving_begins_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded by then, and no request has come."""
+    happened: list[str] = []
+
+    async def close() -> None:
+        happened.append("close")
+
+    monkeypatch.setattr(process_module, "keep_what_is_loaded", lambda: happened.append("keep"))
+    monkeypatch.setattr(process_module.Server, "__init__", lambda *_: None)
+    monkeypatch.setattr(process_module.Server, "run", lambda *_, **__: happened.append("run"))
+    served: Any = SimpleNamespace(
+        models=SimpleNamespace(names=["a"], close=close), forms=SimpleNamespace(close=lambda: None)
+    )
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            process_module.serve(served, listening)
+    finally:
+        signal.set_wakeup_fd(wakeup)
+    assert happened == ["keep", "run", "close"]
 
 
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
