@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.memory import buckets
 from smcjax.engine.requests import Prompt
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.engine.usual_reading import usual_page_size
+from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.planner import Cell, Measured, Profile
 from smcjax.sparse import SparseVerification
 
@@ -118,16 +119,24 @@ class Profiler:
     """
 
     def __init__(self, plan: Plan, models: dict[str, Any], on_progress: Callable[[str], None] = lambda _: None) -> None:
-        self.plan, self._heard = plan, on_progress
+        self._heard = on_progress
         self._began = time.perf_counter()
         first: Decoding = next((one for one in plan.strategies if one.drafts), plan.strategies[0])
         # It holds the weights, and answers nothing.
         self._base = LLM(**{**models, "num_pages": 2}, decoding=_plain(first), max_num_seqs=1, compile_at_start=False)
         try:
+            # Said in the profile, as an engine whose decoders take turns reads as they say.
+            usual = functools.partial(
+                usual_reading,
+                models=self._base.models,
+                page_size=models.get("page_size"),
+                implementation=self._base._implementation,
+            )
+            self.plan = dataclasses.replace(plan, strategies=tuple(map(usual, plan.strategies)))
             self._max_model_len = self._longest(models.get("max_model_len"))
             own: dict[str, Any] = {name: models.get(name) for name in ("page_size", "num_pages")}
             if own["page_size"] is None:  # one for all strategies, as an engine has where they take turns
-                own["page_size"] = usual_page_size(plan.strategies, self._base.models, self._base._implementation)
+                own["page_size"] = usual_page_size(self.plan.strategies, self._base.models, self._base._implementation)
         except BaseException:
             self._base.close()
             raise

@@ -194,7 +194,9 @@ def add_decoding_options(
 def add_sparse_options(parser: argparse.ArgumentParser) -> None:
     """Declares how a target with Native Sparse Attention verifies."""
     group = parser.add_argument_group("verification by a sparse target")
-    group.add_argument("--sparse-mode", choices=MODES, help="how queries read selected blocks (per_query)")
+    group.add_argument(
+        "--sparse-mode", choices=MODES, help="how queries read selected blocks (merged by kernels, else per_query)"
+    )
     group.add_argument("--sparse-group", type=int, metavar="C", help="queries that read together (4)")
     group.add_argument("--sparse-order", choices=ORDERS, help="in which queries are neighbours (bfs)")
     group.add_argument(

@@ -128,3 +128,22 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_commit_is_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile.smcjax, "__file__", str(tmp_path / "smcjax" / "__init__.py"))
     assert profile._commit() is None
+
+
+def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says how: the profile says it of each, as engines by load read as it says."""
+    merged = SparseVerification("merged", 2)
+    monkeypatch.setattr(profile, "usual_reading", lambda decoding, **_: dataclasses.replace(decoding, sparse=merged))
+    read = []
+
+    def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:
+        read.append(decoding.speculation.sparse)
+        return Measured(decoding, 1.0, cells=(Cell(1, 8, 1.0),))
+
+    monkeypatch.setattr(Profiler, "_strategy", measured)
+    plan = dataclasses.replace(SMALL, strategies=(Rejection(2), Rejection(3)))
+    with Profiler(plan, models(pair)) as profiler:
+        assert [one.decoding for one in profiler.measure(["a"]).strategies] == [
+            Rejection(gamma, sparse=merged) for gamma in (2, 3)
+        ]
+    assert read == [merged, merged]
