@@ -377,13 +377,9 @@ class _Interpreted:
         ref[...] = flat.reshape(ref.shape)
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
-        """At once in SMEM, which is the warpgroup's own; elsewhere, where others store too, one after the other."""
+        """One element after the other: other warpgroups may be storing to other elements at the same time."""
         index, x = jnp.broadcast_to(index, WARPGROUP), jnp.broadcast_to(x, WARPGROUP).astype(ref.dtype)
         only = jnp.broadcast_to(True if only is None else only, WARPGROUP)
-        if getattr(jax.typeof(ref), "memory_space", None) == plgpu.MemorySpace.SMEM:
-            flat = ref[...].reshape(-1).at[jnp.where(only, index, ref.size)].set(x, mode="drop")
-            ref[...] = flat.reshape(ref.shape)
-            return
         # Neighbours that store to one place store the same: the last of them will do.
         again = jnp.logical_and(index[:-1] == index[1:], only[1:])
         only = jnp.logical_and(only, jnp.append(jnp.logical_not(again), True))
