@@ -21,11 +21,10 @@ from smcjax.model.attention import Projection
 from smcjax.model.nsa_groups import Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
-from smcjax.numerics import product_precision
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
 from smcjax.pallas.block_ranking import Ranking
-from smcjax.pallas.gates import gated_sum
+from smcjax.pallas.gates import gated_sum, sigmoid_gates, weighed_sum
 
 
 class Entries[T](NamedTuple):
@@ -60,7 +59,7 @@ class Branches(NamedTuple):
         """The layer's output."""
         if self.total is not None:
             return self.total
-        return jnp.sum(self.gates[..., None].astype(self.outputs.dtype) * self.outputs, axis=3)
+        return weighed_sum(self.gates, self.outputs)
 
 
 class Routing:
@@ -183,9 +182,7 @@ class Routing:
         assert projection.weights is not None
         gate, bias = projection.weights["gate"], projection.weights["gate_bias"]
         terms, source = ("rte,hbe->rthb", projection.x) if self.gate == "x" else ("rthd,hbd->rthb", q)
-        precision = product_precision(source.dtype)
-        logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
-        return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+        return sigmoid_gates(terms, source, gate, bias)
 
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.

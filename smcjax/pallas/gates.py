@@ -33,11 +33,22 @@ def gated_sum_reference(
     x: Float[Array, "R T E"], gate: Float[Array, "H branches E"], bias: Float[Array, "H branches"], parts: Parts
 ) -> Float[Array, "R T H D"]:
     """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32."""
-    precision = product_precision(x.dtype)
-    logits = jnp.einsum("rte,hbe->rthb", x, gate, precision=precision, preferred_element_type=jnp.float32)
-    gates = jax.nn.sigmoid(logits + bias.astype(jnp.float32))
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
-    return jnp.sum(gates[..., None].astype(x.dtype) * outputs, axis=3)
+    return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias), outputs)
+
+
+def sigmoid_gates(terms: str, source: jax.Array, gate: jax.Array, bias: jax.Array) -> Float[Array, "R T H branches"]:
+    """Sigmoids of a linear map, f32: the product `terms`, in `jnp.einsum`'s notation, and the bias."""
+    precision = product_precision(source.dtype)
+    logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
+    return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
+
+
+def weighed_sum(
+    gates: Float[Array, "R T H branches"], outputs: Float[Array, "R T H branches D"]
+) -> Float[Array, "R T H D"]:
+    """The sum of `outputs` times `gates`, in their dtype."""
+    return jnp.sum(gates[..., None].astype(outputs.dtype) * outputs, axis=3)
 
 
 def _multiply(

@@ -320,7 +320,7 @@ class Noted:
 
 
 def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there for them is handed out behind the next cycle's enqueueing, and before anybody waits for that."""
+    """Chunks are handed out when the next cycle is enqueued, and before anybody waits for that."""
     noted = Noted(monkeypatch)
     happened = noted.happened
     monkeypatch.setattr(async_llm, "LLM", lambda: llm)

@@ -40,7 +40,7 @@ def is_rounded(got: jax.Array, want: jax.Array) -> bool:
 
 @pytest.mark.parametrize("shape", [(2, 5, 8, 128, 512), (1, 1, 32, 64, 256)], ids=str)
 def test_kernels_weigh_as_xla_does(shape: tuple[int, int, int, int, int]) -> None:
-    """Of more tokens than a block takes, of more heads. Controls: other gates, branches in another order, roundings.
+    """Kernels take more tokens and heads than a block has. Controls: other gates, another order of branches, roundings.
 
     The last are XLA's, of gates and outputs before it multiplies them.
     """
