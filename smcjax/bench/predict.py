@@ -4,13 +4,15 @@
 
 A fraction is what a forward of this package reached of its weight stream on one device (docs/performance.md). A sum
 over n devices of b bytes takes latency + slope · bytes that a device sends, by two measured points at n = 2. These are
-b(n − 1) where devices write to each other (`smcjax.pallas.peers`), and b · 2(n − 1)/n of sums that are left to XLA.
-What more devices cost was not measured, so every time is a range, from a latency that stays to n − 1 of them.
+b(n − 1) where devices write to each other (`smcjax.pallas.peers`), with a latency for every slot that b bytes fill, and
+b · 2(n − 1)/n of sums that are left to XLA. What more devices cost was not measured, so every time is a range, from a
+latency that stays to n − 1 of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from smcjax.bench.roofline import Phase, cycle_phases
@@ -21,7 +23,7 @@ from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import fits, held_by_one
 from smcjax.model.params import num_params
-from smcjax.pallas.peers import MOST_DEVICES, MOST_PUSHED
+from smcjax.pallas.peers import MOST_DEVICES, MOST_PUSHED, PIECES
 
 MEMORY = {H100.kind: 80e9, H200.kind: 141e9}  # bytes, of the data sheets
 SIZES = (1, 2, 4, 8, 16)
@@ -31,40 +33,48 @@ TARGETS = ("llama-3.1-70b", "llama-3.1-405b")
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Measured on H200s: forwards (docs/performance.md, "Why", 2026-11-25), sums on two (docs/kernels.md, 2026-11-26).
+    """Measured on H200s: forwards (docs/performance.md, "Why", 2026-11-25), sums on two (docs/kernels.md, 2026-11-27).
 
     Attributes:
         draft: of the weight stream, that a draft step of the persistent kernel reaches: 515 of 694 µs.
         verify: that a verify of 72 rows reaches, all its kernels together: 3,127 of 4,703 µs.
         step: that a step of the target alone reaches, with all that is no stream.
         rest: seconds a cycle of sampling, weighing, resampling and pages.
-        sums: two sums over two devices, in a chain of products: bytes and seconds. The smaller one still had flags.
+        sums: two sums over two devices, in a chain of products: bytes and seconds.
         by_xla: bytes and seconds of two sums that are left to XLA.
+        peers: whether devices write to each other; otherwise all sums and gathers are left to XLA.
     """
 
     draft: float = 0.742
     verify: float = 0.665
     step: float = 0.760
     rest: float = 137e-6
-    sums: Points = ((8 * 8192 * 2, 4.7e-6), (72 * 8192 * 2, 8.6e-6))
-    by_xla: Points = ((8 * 8192 * 2, 13.9e-6), (72 * 8192 * 2, 24.0e-6))
+    sums: Points = ((8 * 8192 * 2, 4.5e-6), (72 * 8192 * 2, 8.6e-6))
+    by_xla: Points = ((8 * 8192 * 2, 13.4e-6), (72 * 8192 * 2, 23.3e-6))
+    peers: bool = True
 
     def sum_seconds(self, size: int, data: float) -> tuple[float, float]:
         """Least and most seconds of a sum of `data` bytes over `size` devices."""
-        if size > MOST_DEVICES or data * (size - 1) > MOST_PUSHED:
+        if not self._by_peers(size) or data * (size - 1) > MOST_PUSHED:
             return _seconds(self.by_xla, size, data * 2 * (size - 1) / size)
-        return _seconds(self.sums, size, data * (size - 1))
+        return _seconds(self.sums, size, data * (size - 1), calls=math.ceil(data / PIECES))
 
     def gather_seconds(self, size: int, data: float) -> tuple[float, float]:
         """Least and most seconds until each of `size` devices has all of `data` bytes that they hold together."""
-        return _seconds(self.by_xla if size > MOST_DEVICES else self.sums, size, data * (size - 1) / size)
+        sent = data * (size - 1) / size
+        if not self._by_peers(size):
+            return _seconds(self.by_xla, size, sent)
+        return _seconds(self.sums, size, sent, calls=math.ceil(data / size / PIECES))
+
+    def _by_peers(self, size: int) -> bool:
+        return self.peers and size <= MOST_DEVICES
 
 
-def _seconds(points: Points, size: int, sent: float) -> tuple[float, float]:
-    """By a line through two measured points: least with its latency once, most with that for each other device."""
+def _seconds(points: Points, size: int, sent: float, calls: int = 1) -> tuple[float, float]:
+    """By a line through two measured points: least with its latency a call, most with that for each other device."""
     (few, quick), (many, slow) = points
     slope = (slow - quick) / (many - few)
-    latency = quick - few * slope
+    latency = (quick - few * slope) * calls
     return (latency + sent * slope, latency * (size - 1) + sent * slope) if size > 1 else (0.0, 0.0)
 
 

@@ -77,6 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     predicted.add_argument("--draft-shape", choices=SHAPES, default="llama-3.2-1b", help="(llama-3.2-1b)")
     predicted.add_argument("-N", "--n-particles", type=ROWS, default=8, help="particles (8)")
     predicted.add_argument("--gammas", type=DRAFTS, nargs="+", default=[8, 16], metavar="K", help="draft tokens (8 16)")
+    predicted.add_argument(
+        "--collectives", choices=("auto", "xla"), default="auto", help="xla: all sums and gathers are XLA's (auto)"
+    )
     predicted.add_argument("--json", action="store_true", help="JSON last: a list of all predictions")
     add_debug_option(predicted)
     predicted.set_defaults(run=run_predict)
@@ -178,7 +181,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def run_predict(args: argparse.Namespace) -> int:
     """Prints one markdown table; runs nothing."""
-    from smcjax.bench.predict import SIZES, TARGETS, markdown, predictions
+    from smcjax.bench.predict import SIZES, TARGETS, Pieces, markdown, predictions
     from smcjax.device import H100, H200
 
     found = list(
@@ -189,6 +192,7 @@ def run_predict(args: argparse.Namespace) -> int:
             sizes=args.devices or SIZES,
             n_particles=args.n_particles,
             gammas=args.gammas,
+            pieces=Pieces(peers=args.collectives != "xla"),
         )
     )
     print(markdown(found))

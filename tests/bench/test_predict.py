@@ -8,12 +8,25 @@ import pytest
 
 from smcjax.bench.predict import TARGETS, Pieces, markdown, predict, predictions
 from smcjax.bench.shapes import SHAPES
-from smcjax.decoders import SMC, Autoregressive
+from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.device import H100, H200
+from smcjax.markdown import table
 from smcjax.pallas.peers import MOST_PUSHED
 
-SMALL, DRAFT = "llama-3.1-8b", "llama-3.2-1b"
+SMALL, DRAFT, LARGE = "llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b"
 DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
+MEASURED: list[tuple[str, int, Decoding, str, float]] = [  # ms, of docs/parallel.md, each with all of the draft
+    (LARGE, 2, SMC(8, 8), "peers", 27.84),
+    (LARGE, 2, SMC(8, 8), "XLA's", 30.93),
+    (LARGE, 2, SMC(8, 16), "XLA's", 39.15),
+    (LARGE, 2, Autoregressive(), "XLA's", 20.83),
+    (LARGE, 4, SMC(8, 8), "XLA's", 24.16),
+    (SMALL, 1, SMC(8, 8), "–", 10.48),
+    (SMALL, 1, Autoregressive(), "–", 4.00),
+    (SMALL, 2, SMC(8, 8), "peers", 9.36),
+    (SMALL, 2, SMC(8, 8), "XLA's", 10.68),
+    (SMALL, 2, Autoregressive(), "XLA's", 3.75),
+]
 
 
 def test_one_device_is_what_was_measured() -> None:
@@ -29,6 +42,8 @@ def test_sums_over_two_devices_are_the_measured_ones() -> None:
     pieces = Pieces()
     for data, seconds in pieces.sums:
         assert pieces.sum_seconds(2, data) == pytest.approx((seconds, seconds))
+    # 144 rows fill two slots, so a line through the smaller ones' times says 13.2 where 17.6 µs were measured.
+    assert pieces.sum_seconds(2, 144 * 8192 * 2) == pytest.approx((17.6e-6, 17.6e-6), rel=0.04)
     least, most = pieces.sum_seconds(8, pieces.sums[1][0])
     assert pieces.sums[1][1] < least < most
     for data, seconds in pieces.by_xla:
@@ -59,3 +74,15 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_the_page_shows_what_the_command_prints() -> None:
     assert markdown(list(predictions(H200))) in DOCS.read_text()
+
+
+def test_the_page_shows_how_far_predictions_are_from_what_was_measured() -> None:
+    rows = []
+    for target, size, decoding, collectives, measured in MEASURED:
+        said = predict(H200, target, DRAFT, size, decoding, Pieces(peers=collectives != "XLA's")).seconds
+        least, most = (1e3 * seconds for seconds in said)
+        times = f"{least:.2f}" if size < 3 else f"{least:.2f} to {most:.2f}"
+        errors = dict.fromkeys(f"{100 * (one / measured - 1):+.0f}%" for one in (least, most))
+        rows.append((target, f"{size}", f"{decoding}", collectives, f"{measured:.2f}", times, " to ".join(errors)))
+    heads = ("target", "devices", "decoder", "collectives", "measured, ms", "predicted, ms", "error")
+    assert table(heads, rows) in DOCS.read_text()

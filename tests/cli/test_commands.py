@@ -194,7 +194,14 @@ def test_bench_predict_prints_markdown_and_one_json_line(smcjax: Command) -> Non
         "| llama-3.1-70b, target alone",
         "| llama-3.1-70b, SMC, N=8, K=8",
     ]
-    assert [one["size"] for one in json.loads(lines[-1])] == [2, 2]
+    found = json.loads(lines[-1])
+    assert [one["size"] for one in found] == [2, 2]
+    of_two = ("--devices", "2", "--gammas", "8", "--json")
+    by_xla = json.loads(smcjax("bench", "predict", *of_two, "--collectives", "xla").out.splitlines()[-1])
+    for ours, theirs in zip(found, by_xla, strict=True):
+        assert ours.pop("sum_seconds") < theirs.pop("sum_seconds")
+        assert ours["seconds"] < theirs["seconds"]
+        assert ours["weight_seconds"] == theirs["weight_seconds"]
 
 
 @pytest.mark.parametrize(
