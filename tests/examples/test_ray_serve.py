@@ -1,4 +1,7 @@
-"""Two replicas on a CPU behind Ray Serve: prompts that begin alike meet, and a replica that dies costs no answer."""
+"""Two replicas behind Ray Serve: prompts that begin alike meet, and a replica that dies costs no answer.
+
+Each has two virtual devices of a CPU, and Ray believes that they are GPUs.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,16 @@ PROMPT = "Tom has 3 books and buys 2. How many books does Tom have?"
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
     environment = {"PYTHONPATH": f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}", "RAY_AUTH_MODE": "disabled"}
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+        resources = {"num_cpus": 2, "num_gpus": 4}
+        ray.init(**resources, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        arguments = "--decoding rejection -K 2 --max-num-seqs 2 --max-model-len 128"
-        serve.run(ray_serve.build(ray_serve.Options(replicas=2, arguments=arguments, affinity_tokens=4)))
+        arguments = "--decoding rejection -K 2 --max-num-seqs 2 --max-model-len 128 --tensor-parallel-size 2"
+        serve.run(ray_serve.build(ray_serve.Options(replicas=2, arguments=arguments, affinity_tokens=4, gpus=2)))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             yield client
         serve.shutdown()
@@ -64,6 +69,17 @@ def test_prompts_that_begin_alike_meet(client: httpx.Client) -> None:
     assert len(set.union(*whose.values())) == 2
     assert len({ask(client, [number + 5] * 9, max_tokens=1)[1] for number in range(8)}) == 2
     assert ask(client, [5, 6, 7, 8, 9], max_tokens=1)[1] == ask(client, [5, 6, 7, 8, 10, 11], max_tokens=1)[1]
+
+
+def test_each_has_devices_of_its_own(client: httpx.Client) -> None:
+    """Ray names a replica two GPUs that no other one has, and its server is told of these alone."""
+    servers = {ask(client, f"{number} towns", max_tokens=1)[1].split()[1] for number in range(8)}
+    seen = []
+    for server in servers:
+        settings = Path(f"/proc/{server}/environ").read_text().split("\0")
+        seen += [line.partition("=")[2].split(",") for line in settings if line.startswith("CUDA_VISIBLE_DEVICES=")]
+    assert [len(devices) for devices in seen] == [2, 2]
+    assert sorted(device for devices in seen for device in devices) == ["0", "1", "2", "3"]
 
 
 def test_a_stream_is_the_whole_and_errors_pass(client: httpx.Client) -> None:
