@@ -43,7 +43,7 @@ def fingerprint(config: Any, params: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
-    """The device's name, and the target's and the draft's fingerprints; None where nothing drafts."""
+    """The devices' name, and the target's and the draft's fingerprints; None where nothing drafts."""
 
     device: str
     model: str
@@ -51,7 +51,9 @@ class Fingerprints:
 
 
 def fingerprints(models: Models) -> Fingerprints:
-    """Makes the fingerprints of loaded models on the default device."""
-    proposer = models.proposer
+    """Makes the fingerprints of loaded models on the default device, or on those that hold them together."""
+    proposer, name = models.proposer, device_name()
+    if models.parallel is not None:
+        name = f"{models.parallel.size} × {name}{' that divide the draft' if models.draft_divided else ''}"
     draft = None if proposer is None else fingerprint(proposer, models.draft_params)
-    return Fingerprints(device_name(), fingerprint(models.target, models.target_params), draft)
+    return Fingerprints(name, fingerprint(models.target, models.target_params), draft)

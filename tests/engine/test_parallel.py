@@ -1,4 +1,4 @@
-"""Tensor parallelism: `parallel_laws.py` in a process that has eight devices; and refusals where there is one."""
+"""Tensor parallelism: the files of laws in a process that has eight devices; and refusals where there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from smcjax.model.config import LayerSpec
 from smcjax.model.parallel import check_split, devices_of_host, fits
 
 TESTS = Path(__file__).parents[1]
-LAWS = [str(TESTS / part / "parallel_laws.py") for part in ("model", "engine")]
+LAWS = [
+    str(TESTS / file) for file in ("model/parallel_laws.py", "engine/parallel_laws.py", "engine/parallel_turns_laws.py")
+]
 
 
 def test_laws_on_eight_virtual_devices() -> None:

@@ -98,7 +98,7 @@ def close(got: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_logits_are_those_of_one_device(family: str, size: int) -> None:
     config, params = model(**FAMILIES[family])
     want = logits(config, params, TOKENS)
