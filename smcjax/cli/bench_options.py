@@ -36,7 +36,7 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's weights (default: bfloat16)")
     parser.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's weights (default: bfloat16)")
     parser.add_argument("--target-layers", type=COUNT, metavar="L", help="of the target's layers, as many (all)")
-    add_parallel_options(parser)
+    add_parallel_options(parser, usual_draft="1")
     parser.add_argument(
         "--collectives",
         choices=("auto", "xla"),

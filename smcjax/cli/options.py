@@ -134,8 +134,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--admission", choices=ADMISSIONS, default="worst_case", help="(worst_case)")
 
 
-def add_parallel_options(parser: argparse._ActionsContainer) -> None:
-    """Adds options for several devices that hold a model together."""
+def add_parallel_options(parser: argparse._ActionsContainer, usual_draft: str = "what is quicker") -> None:
+    """Adds options for several devices that hold a model together; `usual_draft` says how the draft is otherwise."""
     devices = whole(1, 1 << 10)
     parser.add_argument(
         "--tensor-parallel-size", type=devices, default=1, metavar="n", help="devices that hold the target together (1)"
@@ -144,7 +144,7 @@ def add_parallel_options(parser: argparse._ActionsContainer) -> None:
         "--draft-tensor-parallel-size",
         type=devices,
         metavar="n",
-        help="the draft: 1, each of them has all of it, or as many (1)",
+        help=f"the draft: 1, each of them has all of it, or as many ({usual_draft})",
     )
 
 

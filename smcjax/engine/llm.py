@@ -105,8 +105,8 @@ class LLM:
         tensor_parallel_size: devices of this host that hold the target together, each a part of every layer; a number
             that divides the model's attention heads and intermediate size.
         draft_tensor_parallel_size: devices that hold a draft model together: 1, each of the target's then has all of
-            it, or as many as the target's, which then divide its layers. None: 1, or the target's number where the
-            draft shares its weights.
+            it, or as many as the target's, which then divide its layers. None: the target's number where the draft
+            shares its weights, and where two devices were quicker so (docs/parallel.md); else 1.
         seed: of requests that bring none.
         share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
             models then stay at their defaults. Close it after this one.
@@ -253,6 +253,7 @@ class LLM:
                 ),
                 parallel=parallel,
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
+                implementation=implementation,
             )
         try:
             if share is None:

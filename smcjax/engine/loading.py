@@ -290,6 +290,7 @@ def load_models(
     accepts: Callable[[Proposer], None] = lambda _: None,
     parallel: TensorParallel | None = None,
     draft_divided: bool | None = None,
+    implementation: str = "auto",
 ) -> Models:
     """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
 
@@ -297,10 +298,10 @@ def load_models(
     with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
     so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
     raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its devices hold
-    the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights. Raises
-    ValueError for a pair that is only half given, whose vocabularies differ or whose attention cannot use pages of
-    `page_size` tokens, and for a target that cannot be verified by `sparse`; CheckpointError for a directory that
-    cannot be used.
+    the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights, or that
+    programs of `implementation` are quicker with so (`Spread.divides`). Raises ValueError for a pair that is only half
+    given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a target that
+    cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
     """
     if draft_model is None and draft_drop_layers is not None:
         draft_model = model
@@ -367,6 +368,9 @@ def load_models(
             f"draft_tensor_parallel_size is 1 and the draft has the weights of the target, which {devices} devices "
             "hold together; omit it."
         )
+    if draft_divided is None and parallel is not None:
+        plain = draft_quantization is None
+        draft_divided = plain and Spread(parallel, target).divides(whole_draft, weights_dtype(dtype), implementation)
     draft_parallel = parallel if draft_divided or shared else None
     if draft_parallel is not None and not shared:
         draft_parallel = draft_parallel.by_layers

@@ -17,7 +17,13 @@ from smcjax.model.parallel import check_split, devices_of_host, fits
 
 TESTS = Path(__file__).parents[1]
 LAWS = [
-    str(TESTS / file) for file in ("model/parallel_laws.py", "engine/parallel_laws.py", "engine/parallel_turns_laws.py")
+    str(TESTS / file)
+    for file in (
+        "model/parallel_laws.py",
+        "engine/parallel_laws.py",
+        "engine/parallel_turns_laws.py",
+        "engine/parallel_drafts_laws.py",
+    )
 ]
 
 
