@@ -57,6 +57,7 @@ from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE
 from tests.model.test_eagle import HEAD
 from tests.pallas import seal
+from tests.smc.test_one_program import HOST
 
 TARGET_SHAPE = {**SHAPE, "num_layers": 1, "hidden_size": 16}
 PROMPTS = [b"a tale of two", b"a tale of three cities", b"no"]
@@ -270,6 +271,8 @@ def test_a_cycle_is_one_program_that_keeps_its_memory(pressed: LLM) -> None:
     sizes = program.memory_analysis()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.target)) / 2
     assert sizes.alias_size_in_bytes >= kept > 0, "the state is donated on each device"
+    assert "all-reduce" in program.as_text()
+    assert not [word for word in HOST if word in program.as_text()], "no host stands between devices"
 
 
 def lowered_for_cuda(draft_divided: bool) -> Any:
@@ -309,6 +312,7 @@ def test_kernels_of_a_gpu_stand_within_the_program_of_all_devices(draft_divided:
     module = lowered_for_cuda(draft_divided)
     text = module.as_text()
     assert not re.search("all_reduce|all_gather|collective_permute|uses_xla_collective_metadata = true", text)
+    assert not [word for word in HOST if word in text], "nor does a host stand between them"
     assert len(re.findall(r"call @_over_peers", text)) == 2 * seal.TARGET.num_layers + 2
     assert len(re.findall(r"call @decode_step", text)) == 8
     found = {hashlib.sha256(text.encode()).hexdigest()[:16] for text in seal.kernels(module.compiler_ir())}
