@@ -18,7 +18,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
 MEASURED: list[tuple[str, int, Decoding, str, float]] = [  # ms, of docs/parallel.md, each with all of the draft
     (LARGE, 2, SMC(8, 8), "peers", 27.84),
     (LARGE, 2, SMC(8, 8), "XLA's", 30.93),
+    (LARGE, 2, SMC(8, 16), "peers", 37.26),
     (LARGE, 2, SMC(8, 16), "XLA's", 39.15),
+    (LARGE, 2, Autoregressive(), "peers", 18.96),
     (LARGE, 2, Autoregressive(), "XLA's", 20.83),
     (LARGE, 4, SMC(8, 8), "XLA's", 24.16),
     (SMALL, 1, SMC(8, 8), "–", 10.48),
