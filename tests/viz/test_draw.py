@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import unicodedata
@@ -20,7 +21,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from smcjax.viz.draw import ANSWER, STYLE, _figure, draw, excerpt, normalise
+from smcjax.viz.draw import ANSWER, MOST_LABELLED, STYLE, _figure, draw, excerpt, normalise
 from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
 from smcjax.viz.trace_file import TraceFile
 from tests.traces import history, random_ancestors
@@ -249,6 +250,29 @@ def test_the_legend_covers_no_text(seed: int) -> None:
             text.get_text() for text in beside if text.get_visible() and box.overlaps(text.get_window_extent())
         ] == []
         assert figure.bbox.x1 >= box.x1
+
+
+def final_weights(n: int) -> list[Text]:
+    """The labels of the final weights of `n` particles, drawn."""
+    with matplotlib.style.context(["default", STYLE]):
+        figure = _figure(history(10, n, seed=1).trace)
+        figure.draw_without_rendering()
+        (final,) = [axes for axes in figure.axes if axes.get_xlabel() == "final weight"]
+        return [text for text in final.texts if text.get_text()]
+
+
+@pytest.mark.parametrize("n", [2, 8, 32, MOST_LABELLED])
+def test_every_final_weight_can_be_read(n: int) -> None:
+    """Each is written, and none over another."""
+    labels = final_weights(n)
+    assert len(labels) == n
+    assert all(text.get_text().endswith("%") for text in labels)
+    boxes = sorted((text.get_window_extent() for text in labels), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
+
+
+def test_of_very_many_weights_the_largest_is_written() -> None:
+    assert len(final_weights(MOST_LABELLED + 1)) == 1
 
 
 @pytest.mark.parametrize("name", ["smallest", "largest", "hostile", "failed"])
