@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from smcjax.tokenizer import Tokenizer
 
 
 class Intake:
-    """Makes the requests of one engine, numbered in the order in which they come. Any thread may ask.
+    """Makes the requests of one engine, numbered in the order in which they pass the checks. Any thread may ask.
 
     Args:
         decoder: the `smcjax.decoding.decoder.Decoder` that answers.
@@ -60,24 +61,19 @@ class Intake:
         requests = []
         for one in params:
             self._prepare(one)
-        with self._numbering:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                try:
-                    requests.append(self._request(index, prompt, one))
-                except ValueError as error:
-                    raise ValueError(f"request {index}: {error}") from None
-            self.count += len(requests)
-        return requests
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, one))
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from None
+        return self._numbered(requests)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request. Raises ValueError for one that cannot run."""
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         self._prepare(params)
-        with self._numbering:
-            request = self._request(0, prompt, params)
-            self.count += 1
-        return request
+        return self._numbered([self._request(prompt, params)])[0]
 
     def has_prepared(self, params: SamplingParams) -> bool:
         """True where the form that a request asks for is known already, as its automaton or by why it has none.
@@ -110,8 +106,19 @@ class Intake:
     def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
         return named if params.ignore_eos else (*self._eos_token_ids, *named)
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        """The `index`-th of the next requests, checked."""
+    def _numbered(self, requests: Sequence[Request]) -> list[Request]:
+        """The checked requests with the next numbers, and seeds by these where they bring none."""
+        with self._numbering:
+            first = self.count
+            self.count += len(requests)
+        numbered = []
+        for number, request in enumerate(requests, first):
+            seed = request.params.seed if request.params.seed is not None else (self._seed + number) & MAX_SEED
+            numbered.append(dataclasses.replace(request, request_id=str(number), seed=seed))
+        return numbered
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request without a number. No thread waits for another's long text to be cut into tokens."""
         vocab_size, most = self._vocab_size, self._num_pages - 1
         text, token_ids = tokenize(prompt, self._tokenizer, vocab_size)
         params, named = told_apart(params, self._tokenizer, vocab_size)
@@ -129,15 +136,14 @@ class Intake:
             decoding = self._decoder.decoding
             fewer = "max_tokens" if decoding.rows == 1 else f"max_tokens or {decoding.rows_argument}"
             raise ValueError(f"it may need {pages} KV pages and there are {most}; raise num_pages, or lower {fewer}.")
-        seed = params.seed if params.seed is not None else (self._seed + self.count + index) & MAX_SEED
         return Request(
-            request_id=str(self.count + index),
+            request_id="",
             prompt=text,
             token_ids=token_ids,
             params=params,
             limit=limit,
             stop_ids=stop_ids,
-            seed=seed,
+            seed=0,
             worst_case_pages=pages,
             automaton=automaton,
             trace=params.trace,

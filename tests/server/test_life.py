@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,7 +17,12 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from smcjax.server.models import Models
+from smcjax import Autoregressive
+from smcjax.engine.engine import Engine
+from smcjax.engine.runner import Runner
+from smcjax.server.models import Models, load
+from smcjax.tokenizer import Tokenizer
+from tests.checkpoints import Pair
 from tests.memory import give_back
 from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running
 
@@ -67,13 +73,51 @@ def test_a_stream_is_left_in_the_middle(server: Running) -> None:
     assert idle(server.llm(), 1.0)
 
 
-@pytest.mark.usefixtures("slowly")
-def test_many_who_give_up_and_one_who_waits(server: Running) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("holder", "name"), [(Engine, "_ready_program"), (Runner, "prefill")])
+def test_a_client_that_leaves_before_anything_has_come(
+    server: Running, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, stream: bool
+) -> None:
+    """While programs are made ready, which may be to compile them, and while the prompt is read."""
     warm(server)
+    before = server.llm().metrics()["generated_tokens"]
+    under_way, go, really = threading.Event(), threading.Event(), getattr(holder, name)
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        under_way.set()
+        assert go.wait(100)
+        return really(*args, **kwargs)
 
     async def session() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=0.2, limits=httpx.Limits(max_connections=60)) as http:
-            asks = (http.post("/v1/completions", json=LONG) for _ in range(60))
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            asked = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": stream}))
+            assert await asyncio.to_thread(under_way.wait, 60)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            while server.served.in_flight:
+                await asyncio.sleep(0.001)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, held)
+        try:
+            asyncio.run(asyncio.wait_for(session(), 60))
+            assert server.served.models.all[0].llm._inboxes, "a control: the engine has the request still"
+        finally:
+            go.set()
+    assert idle(server.llm(), 1.0)
+    assert server.llm().metrics()["generated_tokens"] - before < 90
+
+
+@pytest.mark.usefixtures("slowly")
+def test_many_who_give_up_and_one_who_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hundred at once, all of whom leave; then one is answered in five seconds."""
+    warm(server)
+    monkeypatch.setattr(server.served.models.all[0].llm, "_max_waiting", 400)  # else most would be turned away
+
+    async def session() -> None:
+        limits = httpx.Limits(max_connections=250)
+        async with httpx.AsyncClient(base_url=server.url, timeout=0.2, limits=limits) as http:
+            asks = (http.post("/v1/completions", json=LONG) for _ in range(200))
             results = await asyncio.gather(*asks, return_exceptions=True)
             assert all(isinstance(result, httpx.TimeoutException) for result in results)
             started = time.monotonic()
@@ -119,6 +163,33 @@ def test_many_at_once_are_each_as_alone(server: Running) -> None:
             text = response.json()["choices"][0]["text"]
         assert text == one["choices"][0]["text"]
     assert len({one["choices"][0]["text"] for one in alone}) > 60
+
+
+def test_long_texts_hold_nobody_up(server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cut into tokens beside the event loop, which answers others meanwhile."""
+    under_way, go, really = threading.Event(), threading.Event(), Tokenizer.encode
+
+    def encode(tokenizer: Tokenizer, text: str, *args: Any, **kwargs: Any) -> Any:
+        if text == "long":
+            under_way.set()
+            assert go.wait(100)
+        return really(tokenizer, text, *args, **kwargs)
+
+    def ask(prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 2}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
+        patch.setattr(Tokenizer, "encode", encode)
+        try:
+            waiting = other.submit(ask, "long")
+            assert under_way.wait(60)
+            assert http.get("/version").status_code == 200
+            assert ask("ab") == 200
+            assert not waiting.done()
+        finally:
+            go.set()
+        assert waiting.result() == 200
 
 
 def test_nothing_is_left_behind(server: Running) -> None:
@@ -241,3 +312,16 @@ def test_a_server_that_drains(other: Running) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("it goes on")
+
+
+def test_a_server_whose_engine_is_dead(pair_on_disk: Pair) -> None:
+    """It says so, for whoever watches it, and to each request: in a whole reply, and in place of a stream."""
+    made = load(pair_on_disk.target, [Autoregressive()], name="pair", max_num_seqs=1, max_model_len=32, page_size=4)
+    with running(made) as dead, dead.http() as http:
+        assert http.get("/health").status_code == 200  # a control
+        asyncio.run(made.close())
+        assert http.get("/health").status_code == http.head("/health").status_code == 503
+        for stream in (False, True):
+            refused = http.post("/v1/completions", json={"prompt": "ab", "stream": stream})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert int(refused.headers["retry-after"]) >= 1
