@@ -145,6 +145,58 @@ def test_parts_of_characters_are_never_shown(server: Running, client: openai.Ope
     assert open_ends  # a control: token by token it would be another text
 
 
+@pytest.mark.parametrize("model", [SMC_NAME, EXACT_NAME])
+def test_characters_of_several_tokens_come_whole(server: Running, client: openai.OpenAI, model: str) -> None:
+    """A token is a byte here, so that a cycle may end anywhere within an emoji."""
+    said = "h😀é漢字👩‍🚀!"
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    by_token = [tokenizer.decode([token]) for token in tokenizer.encode(said)]
+    assert "\ufffd" in "".join(by_token), "a control"
+    for seed in range(3):
+        extra = {"guided_choice": [said, said * 2]}
+        fields: dict[str, Any] = {"model": model, "prompt": "ab", "max_tokens": 80, "seed": seed, "extra_body": extra}
+        pieces = [choice.text for chunk in client.completions.create(**fields, stream=True) for choice in chunk.choices]
+        assert "".join(pieces) in (said, said * 2)
+        assert len([piece for piece in pieces if piece]) > 1
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("model", [SMC_NAME, EXACT_NAME])
+def test_a_stop_of_several_tokens_is_never_shown(server: Running, client: openai.OpenAI, model: str) -> None:
+    """It is a part of what would be said, at every place within a cycle; not even its beginning comes."""
+    fields: dict[str, Any] = {"model": model, "prompt": "ab", "max_tokens": 24, "seed": 5}
+    fields["extra_body"] = {"ignore_eos": True}
+    free = client.completions.create(**fields, temperature=0.8).choices[0].text
+    hit = 0
+    for at in range(2, 10):
+        stop = free[at : at + 3]
+        asked = {**fields, "stop": [stop], "temperature": 0.8}
+        whole = client.completions.create(**asked).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+        text = "".join(chunk.text for chunk in chunks)
+        assert text == whole.text
+        assert stop not in text
+        if model == EXACT_NAME:  # the same tokens until then; of a population another particle may answer
+            assert text == free[: free.index(stop)]
+        if chunks[-1].finish_reason == "stop":
+            hit += 1
+            assert len(text) < len(free)
+    assert hit >= 4
+
+
+@pytest.mark.parametrize("most", [0, 1, 20])
+def test_as_many_alternatives_as_were_asked_for(client: openai.OpenAI, most: int) -> None:
+    fields: dict[str, Any] = {"model": EXACT_NAME, "max_tokens": 2, "seed": 1, "temperature": 1}
+    logprobs = client.completions.create(prompt="ab", logprobs=most, **fields).choices[0].logprobs
+    assert logprobs is not None
+    assert [len(top) for top in logprobs.top_logprobs or [{}] * 2] == [most] * 2
+    messages: Any = [{"role": "user", "content": "hi"}]
+    reply = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=most, **fields)
+    assert reply.choices[0].logprobs is not None
+    assert [len(one.top_logprobs) for one in reply.choices[0].logprobs.content or []] == [most] * 2
+
+
 def test_logprobs_of_chosen_tokens(server: Running, client: openai.OpenAI) -> None:
     reply = client.completions.create(model="pair", prompt="ab", seed=4, max_tokens=12, logprobs=0)
     params = SamplingParams(max_tokens=12, seed=4, logprobs=1)
