@@ -42,6 +42,32 @@ def test_contents_in_every_form(client: openai.OpenAI) -> None:
     assert answer(*HELLO, {**empty, "content": None}, *HELLO) == answer(*HELLO, empty, *HELLO)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_templates_own_variables_and_errors(
+    server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A variable reaches the template; what the template raises is said, in JSON, before any stream."""
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    template = (
+        "{% if messages[0]['content'] == 'no' %}{{ raise_exception('no such thing') }}{% endif %}"
+        "{{ messages[0]['content'] }}{% if thinking %} hm{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer._inner, "chat_template", template)
+
+    def ask(content: str, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+        return http.post("/v1/chat/completions", json=body)
+
+    for variables, length in (({}, 2), ({"thinking": False}, 2), ({"thinking": True}, 5)):
+        assert ask("hi", chat_template_kwargs=variables).json()["usage"]["prompt_tokens"] == length
+    refused = ask("no", stream=stream)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "messages"
+    assert "the chat template rejects these messages (no such thing)" in error["message"]
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_chunks_make_up_the_reply(client: openai.OpenAI, choices: int) -> None:
     fields: dict[str, Any] = {

@@ -286,6 +286,25 @@ def test_metrics(http: httpx.Client) -> None:
     assert after["vllm:num_requests_running", ""] == after["vllm:kv_cache_usage_perc", ""] == 0
 
 
+@pytest.mark.usefixtures("slowly")
+def test_pings_come_between_events(models: Models) -> None:
+    """Where nothing has come for a while; OpenAI's client reads over them."""
+    body = {**LONG, "max_tokens": 12}
+    with running(models, ping_seconds=0.005) as pinging, pinging.http() as http:
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        lines = http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
+        assert lines.count(": ping") > 1
+        assert lines[-2:] == ["data: [DONE]", ""]
+        extra = {"ignore_eos": True}
+        with (
+            pinging.client() as client,
+            client.completions.create(
+                model="pair", prompt="ab", max_tokens=12, seed=1, stream=True, extra_body=extra
+            ) as stream,
+        ):
+            assert "".join(chunk.choices[0].text for chunk in stream) == whole
+
+
 @pytest.fixture
 def other(models: Models) -> Iterator[Running]:
     with running(models) as server:
