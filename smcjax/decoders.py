@@ -25,7 +25,8 @@ MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probab
 
 # Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
-ALARM = 3.0  # nats by which evidence falls short of the watchdog's rate before a control is raised
+ALARM = 3.0  # nats by which evidence falls short of a rate before a control is raised, or a warning given
+USUAL_RATE = 0.5  # nats a token: SMC without a watchdog says where evidence falls faster (docs/usage.md, "Control")
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
 
 

@@ -43,8 +43,15 @@ class Evaluation:
         """Share of parts answered correctly."""
         return sum(self.correct) / len(self.correct)
 
+    @property
+    def warned(self) -> list[bool]:
+        """For each question, whether one of its answers came with a warning (`RequestOutput.smc.warning`)."""
+        told = [output.smc is not None and output.smc.warning is not None for output in self.outputs]
+        answers = len(told) // len(self.parts)
+        return [any(told[begin : begin + answers]) for begin in range(0, len(told), answers)]
+
     def report(self) -> dict[str, float]:
-        """Figures that `smcjax eval --json` prints: accuracy with its 95% interval, speed, tokens a cycle.
+        """Figures that `smcjax eval --json` prints: accuracy with its 95% interval, speed, tokens a cycle, warnings.
 
         The interval takes questions for independent, not their parts.
         """
@@ -60,6 +67,9 @@ class Evaluation:
             "cycles": self.cycles,
             "steps": self.steps,
             "preemptions": self.preemptions,
+            "warned": sum(self.warned),
+            "wrong": sum(not all(parts) for parts in self.parts),
+            "warned_wrong": sum(told and not all(parts) for told, parts in zip(self.warned, self.parts, strict=True)),
             "errors": sum(output.error is not None for output in self.outputs),
             "seconds": self.seconds,
             "device_seconds_per_question": self.device_seconds / len(self.parts),

@@ -153,6 +153,8 @@ def _result(line: Line, output: RequestOutput) -> dict[str, Any]:
     }
     if output.smc is not None and output.error is None:
         result["log_evidence"] = output.smc.log_evidence
+        if output.smc.warning is not None:
+            result["warning"] = output.smc.warning
     if output.error is not None:
         result["error"] = output.error
     return result

@@ -71,6 +71,11 @@ def run(args: argparse.Namespace) -> int:
         f"{100 * report['ci_high']:.1f})  {report['n']} {JUDGED[args.task]}, {chosen}, temperature {args.temperature}"
     )
     print(f"speed     {report['tokens_per_second']:.0f} tokens/s, {report['tokens_per_cycle']:.2f} tokens a cycle")
+    if report["warned"]:
+        print(
+            f"warnings  {report['warned']} of {len(evaluation.parts)} answers, among them {report['warned_wrong']} of "
+            f"the {report['wrong']} that are wrong"
+        )
     if args.json:
         print(json.dumps(report))
     return 0

@@ -104,11 +104,12 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
         *,
         control: float | None = None,
         trace: bool = False,
+        constrained: bool = False,
     ) -> Report:
         """Accounts for a request from its group's entry of every cycle's `Info`; `kept` tokens are the answer.
 
         `control` is the request's own, None the decoder's; `trace` asks for the population's history, where there is a
-        population.
+        population; `constrained` says that the answer has a given form.
         """
         return Report()
 

@@ -77,7 +77,7 @@ class SMCOutput:
     selected: int  # index of the particle that answered
     control: float  # c in the end: the decoder's, or what its watchdog has raised it to
     raised_cycles: int = 0  # of `RequestMetrics.cycles`, those under a raised control
-    warning: str | None = None  # a watchdog's sentence, once it has raised the control
+    warning: str | None = None  # a sentence, once a watchdog has raised the control, or without one would have
     trace: Trace | None = None
     vote: Vote | None = None  # with select="vote"; None also where no particle had an answer: then one was drawn
 

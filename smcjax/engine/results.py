@@ -84,7 +84,14 @@ def assemble(
         logprobs = population.logprobs[selected, start : start + len(completion.token_ids)]
         completion = dataclasses.replace(completion, logprobs=[float(x) for x in logprobs])
     kept = len(completion.token_ids)
-    report = decoder.report(infos, start, kept, control=request.params.control, trace=request.trace)
+    report = decoder.report(
+        infos,
+        start,
+        kept,
+        control=request.params.control,
+        trace=request.trace,
+        constrained=request.params.expression is not None,
+    )
     weighted = None
     if decoder.decoding.weighted:
         assert report.control is not None

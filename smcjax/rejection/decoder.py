@@ -285,6 +285,7 @@ class RejectionDecoder(Decoder[Rejection, State, Info]):
         *,
         control: float | None = None,
         trace: bool = False,
+        constrained: bool = False,
     ) -> Report:
         """Counts the drafts among the `kept` first tokens of the answer, and the cycles that reach each position."""
         ends = np.array([int(info.length[0]) - prompt_length for info in infos], int)  # all rows agree

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from smcjax.decoders import ALARM, SMC
+from smcjax.decoders import ALARM, SMC, USUAL_RATE
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
 from smcjax.smc import cycle, lifecycle
-from smcjax.smc.history import History, trace_of
+from smcjax.smc.history import History, alarmed_after, trace_of
 from smcjax.smc.state import Info, State
 
 
@@ -39,22 +39,40 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         *,
         control: float | None = None,
         trace: bool = False,
+        constrained: bool = False,
     ) -> Report:
-        """Resamplings, the mean ESS, the control and, with `trace` or `SMC(trace=True)`, the population's history."""
+        """Resamplings, the mean ESS, the control and, with `trace` or `SMC(trace=True)`, the population's history.
+
+        Where nobody watches, a warning says that evidence fell by more than `USUAL_RATE` a token, but for other powers
+        than 1 and answers of a given form, whose evidence falls by itself.
+        """
         smc = self.decoding
         control = smc.control if control is None else control
         controls = [info.control for info in infos]  # each of the cycle after it
         raised = int(np.sum(np.array(controls, np.float32) > np.float32(control)))
+        warning = self._raised(len(infos), raised, control) if raised else None
+        if smc.watchdog is None and smc.power == 1.0 and not constrained:
+            warning = self._unwatched(infos, prompt_length, control)
         return Report(
             control=smc.raised_control if raised else control,
             raised_cycles=max(raised - 1, 0),  # the last of these did not run
-            warning=self._warning(len(infos), raised, control) if raised else None,
+            warning=warning,
             resamples=sum(bool(info.resampled) for info in infos),
             mean_ess=float(np.mean([info.ess for info in infos])) if infos else None,
             trace=self._trace(infos, prompt_length) if trace or self.decoding.trace else None,
         )
 
-    def _warning(self, cycles: int, raised: int, control: float) -> str:
+    def _unwatched(self, infos: Sequence[Info], prompt_length: int, control: float) -> str | None:
+        cycle = alarmed_after(infos, prompt_length, USUAL_RATE)
+        if cycle is None:
+            return None
+        return (
+            f"the evidence fell {ALARM:g} nats below {USUAL_RATE:g} a token after {cycle} of {len(infos)} cycles: the "
+            f"draft misses what the target wants, and the answer may be unlike the target's; a control above "
+            f"{control:g} rejects such drafts, and a watchdog raises it where it must"
+        )
+
+    def _raised(self, cycles: int, raised: int, control: float) -> str:
         smc = self.decoding
         return (
             f"the evidence fell {ALARM:g} nats below {smc.watchdog:g} a token after {cycles - raised + 1} of {cycles} "

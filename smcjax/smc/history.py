@@ -1,12 +1,14 @@
-"""A population's history on the host, cycle by cycle: what a trace keeps and an observer sees, made in one place."""
+"""A population's history on the host, by its reports: what a trace keeps, an observer sees, and a warning is about."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from smcjax.decoders import ALARM
 from smcjax.smc.state import Info
 
 
@@ -40,6 +42,33 @@ class History:
             "log_weights": np.asarray(info.log_weight, np.float32),
             "log_evidence": evidence,
         }
+
+
+def alarmed_after(infos: Sequence[Info], prompt_length: int, rate: float) -> int | None:
+    """The cycle, from 1, after which log Ẑ lay `ALARM` nats below `rate` a token; None: it never did, or is no number.
+
+    The law is the watchdog's (`smcjax.smc.watchdog`), by the reports that any SMC program makes.
+    """
+    if not infos:
+        return None
+    log_weight = np.array([info.log_weight for info in infos], np.float64)  # [C, N], as are those below
+    weighed = np.array([info.weighed for info in infos], np.int64)
+    resampled = np.array([info.resampled for info in infos], bool)[:-1, None]
+    first = np.full_like(weighed[:1], prompt_length + 1)  # one token of the answer, all weights equal
+    begun = np.concatenate([first, np.array([info.length for info in infos[:-1]], np.int64).reshape(-1, len(first[0]))])
+    before = np.concatenate([np.zeros_like(log_weight[:1]), np.where(resampled, 0.0, log_weight[:-1])])
+    with np.errstate(all="ignore"):  # weights of 0, or none at all
+        share = np.exp(before - before.max(axis=1, keepdims=True))
+        tokens = np.sum(share * (weighed - begun), axis=1) / share.sum(axis=1)
+        fallen = np.logaddexp.reduce(before, axis=1) - np.logaddexp.reduce(log_weight, axis=1)
+    excess = 0.0
+    for cycle, (nats, allowed) in enumerate(zip(fallen.tolist(), (rate * tokens).tolist(), strict=True), 1):
+        if not math.isfinite(nats):
+            return None  # a failed group, of which its error says more
+        excess = max(0.0, excess + nats - allowed)
+        if excess > ALARM:
+            return cycle
+    return None
 
 
 def trace_of(cycles: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from smcjax import CompletionOutput, RequestOutput, SamplingParams
 from smcjax.bench.accuracy import evaluate, majority
-from smcjax.engine.outputs import RequestMetrics
+from smcjax.engine.outputs import RequestMetrics, SMCOutput
 from smcjax.tasks import recall
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.questions import questions
@@ -22,6 +23,7 @@ class Oracle:
         self.right, self.problems = right, problems
         self.params: list[SamplingParams] = []
         self.compiled = 0.0
+        self.warned = {1, 14, 15}  # answers that come with a warning
 
     def metrics(self) -> dict[str, float]:
         answered = -self.compiled  # 0 or 100
@@ -36,7 +38,9 @@ class Oracle:
             answer = CompletionOutput(0, text, [1] * 10, "stop")
             metrics = RequestMetrics(cycles=4, resamples=0, generated_tokens=10, drafted=0, seconds=1.0)
             error = "broken" if index == len(self.problems) - 1 else None
-            outputs.append(RequestOutput(str(index), None, [], [answer], True, metrics, error=error))
+            warning = "it fell" if index in self.warned else None
+            smc = SMCOutput(0.0, [], np.zeros(1, np.float32), 0, 0.0, warning=warning)
+            outputs.append(RequestOutput(str(index), None, [], [answer], True, metrics, smc, error))
         return outputs
 
 
@@ -55,6 +59,7 @@ def test_the_report() -> None:
     assert report["tokens_per_second"] == pytest.approx(2.0, rel=0.02)
     assert (report["generated_tokens"], report["cycles"], report["errors"]) == (200, 80, 1)
     assert (report["steps"], report["preemptions"]) == (100, 2)
+    assert (report["warned"], report["wrong"], report["warned_wrong"]) == (3, 7, 2)
     assert len({one.seed for one in oracle.params}) == 20
     assert {(one.max_tokens, one.temperature) for one in oracle.params} == {(50, 0.3)}
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from smcjax import LLM, SMC, SamplingParams
+from smcjax.smc import history
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
 
@@ -52,14 +53,18 @@ def test_results_are_those_of_each_alone_in_order(
         assert one["prompt_tokens"] == len(output.prompt_token_ids)
         assert output.smc is not None
         assert one["log_evidence"] == pytest.approx(output.smc.log_evidence)
+        assert one.get("warning") == output.smc.warning
     assert len({one["text"] for one in results}) > 1  # so that another order would show
 
 
 def test_results_go_to_standard_output(smcjax: Command, models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(jsonl(LINES[0]).encode()), encoding="utf-8"))
+    monkeypatch.setattr(history, "ALARM", -1.0)  # so that whatever is answered comes with a warning
     result = smcjax("generate", "--input-file", "-", *models, *SMALL, "--quiet")
     assert (result.code, result.err) == (0, "")
-    assert json.loads(result.out)["id"] == "first"
+    told = json.loads(result.out)
+    assert told["id"] == "first"
+    assert told["warning"].startswith("the evidence fell 3 nats below 0.5 a token after 1 of ")
 
 
 BAD = [

@@ -94,6 +94,7 @@ def test_every_answer_has_its_form(name: str, request: pytest.FixtureRequest) ->
         if output.smc is not None:
             assert np.isfinite(output.smc.log_evidence)
             assert form is None or output.smc.log_evidence < -2, "letters are likely, and forms are not"
+            assert form is None or output.smc.warning is None, "of a form that is no wonder"
     assert reasons == {"stop", "length"}
     assert len({output.outputs[0].text for output in outputs}) > 10
     with pytest.raises(AssertionError):

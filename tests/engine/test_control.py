@@ -175,6 +175,20 @@ def test_a_requests_own_control(own: Run, controlled: LLM, answers: list[Any]) -
     assert fingerprint(other) == fingerprint(own[2][0])
 
 
+def test_evidence_that_falls_is_told_of(uncontrolled: LLM, own: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a watchdog too, once a request; a control that keeps evidence up has nothing to tell."""
+    with caplog.at_level(logging.WARNING, "smcjax"):
+        done = run(uncontrolled, list(range(COUNT)))
+    warnings = {number: output.smc.warning for number, (output, *_) in done.items() if output.smc.warning is not None}
+    assert 0 < len(warnings) < COUNT
+    for number, warning in warnings.items():
+        assert "a control above 0 rejects such drafts" in warning
+        assert done[number][0].smc.log_evidence < 0
+    told = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
+    assert sorted(told) == sorted(f"{warning}." for warning in warnings.values())
+    assert own[2][0].smc.warning is None, "at control 1"
+
+
 def test_own_controls_in_any_mix(uncontrolled: LLM, own: Run) -> None:
     """In another order and in the pages of one request, where unequal rows take their worst case."""
     done = run(uncontrolled, list(range(COUNT))[::-1], PAGES, OWN)

@@ -21,6 +21,7 @@ from smcjax.decoders import ALARM
 from smcjax.decoding.ngram import NGram
 from smcjax.engine.page_budget import Footprint
 from smcjax.kv import pages_for
+from smcjax.smc.history import alarmed_after
 from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
 from tests.smc.enumeration import Enumeration, Toy
 from tests.smc.mutations import CONTROL_MUTATIONS
@@ -180,6 +181,10 @@ def test_the_watchdog_by_hand() -> None:
             c = np.exp(-rate) if excess > ALARM or c > 0 else 0.0
             np.testing.assert_allclose(info.control[group], c, rtol=1e-6)
             log_w, length = new_w, new_length
+        of_group = [jax.tree.map(lambda leaf, g=group: np.asarray(leaf)[g], info) for info in infos]
+        own = [info for info in of_group if info.ran]
+        rose = [cycle for cycle, info in enumerate(own, 1) if info.control > 0]
+        assert alarmed_after(own, 2, rate) == (rose[0] if rose else None), "as the host finds by the reports"
     assert raised > 3
     assert not all(info.control.all() for info in infos[:1]), "at first nothing is raised"
 
