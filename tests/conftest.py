@@ -123,6 +123,7 @@ WITH_LLVM_PASSES = {
 def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All compiled programs stay in pytest's cache, none in the user's."""
     leave_llvm_passes_out(True)  # of fixtures of the session as well, which are made before a file's
+    gc.freeze()  # all files are imported by now
     has_cache = request.config.pluginmanager.has_plugin("cacheprovider")
     place = request.config.cache.mkdir("smcjax") if has_cache else tmp_path_factory.mktemp("smcjax")
     os.environ["XDG_CACHE_HOME"] = str(place)
@@ -148,6 +149,7 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     programs._shared = shared
     jax.clear_caches()
     give_back()
+    gc.freeze()  # what is left lives as long as the process, modules above all: no later collection looks at it
 
 
 def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:
