@@ -26,7 +26,14 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import add_debug_option, add_sparse_options, add_task_options, check_task, sparse_from
+from smcjax.cli.options import (
+    add_debug_option,
+    add_sparse_options,
+    add_task_options,
+    check_task,
+    shows_progress,
+    sparse_from,
+)
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
@@ -126,7 +133,9 @@ def run_serving(args: argparse.Namespace) -> int:
     for number, rate in enumerate(args.rates):
         # Other prompts at each rate: the last one's KV is in the prefix cache.
         at_rate = dataclasses.replace(load, request_rate=rate, seed=load.seed + 2 + number)
-        with tqdm(total=load.num_prompts, desc=f"{rate:g} requests/s", dynamic_ncols=True) as bar:
+        with tqdm(
+            total=load.num_prompts, desc=f"{rate:g} requests/s", disable=not shows_progress(args), dynamic_ncols=True
+        ) as bar:
             results.append(figures(at_rate, serve(engine, make_requests(models, at_rate), bar.update)))
     print(markdown(results))
     if args.json:

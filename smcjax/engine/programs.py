@@ -249,13 +249,17 @@ def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int)
 
 
 def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
-    """A listener that shows a bar of progress, until the stack closes: none where there is nothing to compile."""
+    """A listener that shows a bar of progress, until the stack closes: none where there is nothing to compile.
+
+    Nor is there one but on a terminal: it redraws itself, and a file would keep every state.
+    """
     bar: Any = None
+    disable = None if use_tqdm else True  # None: unless standard error is a terminal
 
     def heard(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = stack.enter_context(tqdm(total=total, desc="Compiling", disable=not use_tqdm, dynamic_ncols=True))
+            bar = stack.enter_context(tqdm(total=total, desc="Compiling", disable=disable, dynamic_ncols=True))
         bar.update(done - bar.n)
 
     return heard

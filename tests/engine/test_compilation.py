@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import jax
 import pytest
 
 from smcjax import LLM, SamplingParams
+from smcjax.engine.programs import shown
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import add, drain
@@ -23,7 +27,10 @@ def coming_and_going(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_at_the_start_and_never_again(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+def test_at_the_start_and_never_again(
+    pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with smc_llm(pair, compile_at_start=True) as llm:
         programs = llm.metrics()["compilations"]
         assert f"{programs}/{programs}" in capfd.readouterr().err
@@ -35,6 +42,18 @@ def test_at_the_start_and_never_again(pair: Pair, capfd: pytest.CaptureFixture[s
         coming_and_going(llm)
         assert sizes == {1, 2, 4}
         assert llm.metrics()["compilations"] == programs
+
+
+@pytest.mark.parametrize(("terminal", "use_tqdm"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_bar_is_for_a_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, use_tqdm: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with contextlib.ExitStack() as stack:
+        heard = shown(stack, use_tqdm)
+        for done in range(3):
+            heard(done, 2)
+    assert ("\rCompiling" in capfd.readouterr().err) == (terminal and use_tqdm)
 
 
 @pytest.mark.slow

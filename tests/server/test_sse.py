@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from smcjax.server.errors import APIError
 from smcjax.server.events import MOST_RECORDS, Records
+from smcjax.server.process import address_of, bound
 from smcjax.server.sse import EventStream, with_end
 
 
@@ -100,6 +108,57 @@ def test_a_slow_reader_gets_one_piece_at_a_time() -> None:
     said = "".join(reader.sent)
     assert ": ping" in said
     assert said.replace(": ping\n\n", "") == "".join(f"data: {number}\n\n" for number in range(10))
+
+
+LONG, COUNT = "x" * 65_536, 1_000  # 64 MB of events, which no socket's buffers hold
+
+
+@contextlib.contextmanager
+def serving_long_events(log: list[int]) -> Iterator[str]:
+    """The address of an app that streams `COUNT` events of 64 KB by uvicorn, and notes in `log` which it has made."""
+    app, listening = FastAPI(), bound("127.0.0.1", 0)
+
+    @app.get("/events")
+    async def events() -> EventStream:
+        async def long() -> AsyncGenerator[str]:
+            for number in range(COUNT):
+                log.append(number)
+                yield LONG
+
+        return EventStream(long(), ping_seconds=9.0)
+
+    @app.get("/other")
+    async def other() -> str:
+        return "here"
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield address_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_reader_that_reads_nothing_holds_its_stream_up_and_nobody_else() -> None:
+    """Over a socket: what is made is what buffers hold, until it reads on, and then all comes."""
+    log: list[int] = []
+    with serving_long_events(log) as url, httpx.Client(base_url=url, timeout=60) as http:
+        address, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((address, int(port)), timeout=60) as reader:
+            reader.sendall(b"GET /events HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            held = 0
+            while held < 20:  # answers in a row, of a loop that could have made an event in each of its turns
+                before = len(log)
+                assert http.get("/other").json() == "here"
+                held = held + 1 if log and len(log) == before else 0
+            assert 0 < len(log) < COUNT // 2
+            received = b"".join(iter(lambda: reader.recv(1 << 20), b""))
+        assert received.count(b"data: " + LONG.encode()) == COUNT
+        assert len(log) == COUNT
 
 
 @pytest.mark.parametrize("after", [1, 5])
