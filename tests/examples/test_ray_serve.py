@@ -45,7 +45,8 @@ def client() -> Iterator[httpx.Client]:
         ray.init(**resources, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         arguments = "--decoding rejection -K 2 --max-num-seqs 2 --max-model-len 128 --tensor-parallel-size 2"
-        serve.run(ray_serve.build(ray_serve.Options(replicas=2, arguments=arguments, affinity_tokens=4, gpus=2)))
+        options = ray_serve.Options(replicas=2, arguments=arguments, most=2, affinity_tokens=4, gpus=2)
+        serve.run(ray_serve.build(options))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             yield client
         serve.shutdown()
@@ -92,6 +93,28 @@ def test_a_stream_is_the_whole_and_errors_pass(client: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nonsense")
     assert client.post("/v1/completions", content="{").status_code == 400
     assert client.get("/v1/models").json()["data"][0]["id"] == "bundled"
+
+
+def test_a_full_replica_passes_requests_on(client: httpx.Client) -> None:
+    """Of three that begin alike two wait for their own replica, which stands still; the other one answers the third."""
+    text, replica = ask(client)
+    own = int(replica.split()[1])
+    answers: list[tuple[str, str]] = []
+    asking = [threading.Thread(target=lambda: answers.append(ask(client))) for _ in range(3)]
+    os.kill(own, signal.SIGSTOP)
+    try:
+        for thread in asking:
+            thread.start()
+        deadline = time.monotonic() + 60
+        while not answers:
+            assert time.monotonic() < deadline, "nobody passes a request on"
+            time.sleep(0.05)
+    finally:
+        os.kill(own, signal.SIGCONT)
+    for thread in asking:
+        thread.join()
+    assert {said for said, _ in answers} == {text}
+    assert [whose == replica for _, whose in answers] == [False, True, True]
 
 
 def test_a_replica_that_dies_costs_no_answer(client: httpx.Client) -> None:
