@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ class Evaluation:
         The interval takes questions for independent, not their parts.
         """
         low, high = clustered_interval(self.parts)
+        warned, wrong = self.warned, [not all(parts) for parts in self.parts]
         return {
             "accuracy": self.accuracy,
             "ci_low": low,
@@ -67,9 +69,9 @@ class Evaluation:
             "cycles": self.cycles,
             "steps": self.steps,
             "preemptions": self.preemptions,
-            "warned": sum(self.warned),
-            "wrong": sum(not all(parts) for parts in self.parts),
-            "warned_wrong": sum(told and not all(parts) for told, parts in zip(self.warned, self.parts, strict=True)),
+            "warned": sum(warned),
+            "wrong": sum(wrong),
+            "warned_wrong": sum(map(operator.and_, warned, wrong)),
             "errors": sum(output.error is not None for output in self.outputs),
             "seconds": self.seconds,
             "device_seconds_per_question": self.device_seconds / len(self.parts),

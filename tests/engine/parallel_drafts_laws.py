@@ -48,7 +48,7 @@ def test_two_devices_divide_what_the_persistent_step_takes(monkeypatch: pytest.M
 def test_a_draft_is_loaded_as_was_chosen(
     given: dict[str, Any], divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked for goes first; of int8 matrices the persistent step sums nothing over devices."""
+    """An argument goes before the choice; of int8 matrices the persistent step sums nothing over devices."""
     pair = [write_model(tmp_path / name, 272, seed, **TARGET_SHAPE) for seed, name in enumerate(("target", "draft"))]
     monkeypatch.setattr(Spread, "divides", lambda spread, draft, dtype, implementation: implementation == "auto")
     models = load_models(*pair, needs_draft=True, dtype="float32", parallel=devices_of_host(2), **given)

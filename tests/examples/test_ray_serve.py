@@ -96,7 +96,7 @@ def test_a_stream_is_the_whole_and_errors_pass(client: httpx.Client) -> None:
 
 
 def test_a_full_replica_passes_requests_on(client: httpx.Client) -> None:
-    """Of three that begin alike two wait for their own replica, which stands still; the other one answers the third."""
+    """Two of three alike requests wait for their replica, which stands still, and the other one answers the third."""
     text, replica = ask(client)
     own = int(replica.split()[1])
     answers: list[tuple[str, str]] = []

@@ -42,7 +42,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def answer(server: Running) -> str:
-    """What the engine says."""
+    """The engine's own answer to `MESSAGES`."""
     params = SamplingParams(max_tokens=12, seed=3)
     return server.llm().chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
 
