@@ -59,14 +59,23 @@ class Toy:
         with np.errstate(divide="ignore"):
             return np.log(law / law.sum())
 
+    def laws_along(self, prefix: Tokens, config: smc.SMC) -> tuple[np.ndarray, ...]:
+        """log p [m, C, V] and log q [m, K, V] along all m = V^K drafts behind a prefix, and these [m, K]."""
+        drafts = np.array(list(itertools.product(range(self.vocab), repeat=config.gamma)), np.int32)
+        p, q = (
+            np.array([[self.logprobs(model, (*prefix, *d[:i])) for i in range(columns)] for d in drafts.tolist()])
+            for model, columns in (("p", config.tokens_per_cycle), ("q", config.gamma))
+        )
+        return p, q, drafts
+
     def ends(self, tokens: Tokens) -> bool:
         """Returns True if `tokens` are a whole output: as long as the cap, or with the stop token at the end."""
         return len(tokens) == self.cap or (len(tokens) > 0 and tokens[-1] == self.stop)
 
-    def outcomes(self, alpha: float) -> dict[Tokens, float]:
-        """Ω, each x with ∏ p(x_t)^α."""
+    def outcomes(self, alpha: float, behind: Tokens = ()) -> dict[Tokens, float]:
+        """The x of Ω that begin with `behind`, each with ∏ p(x_t)^α of the tokens behind that."""
         result: dict[Tokens, float] = {}
-        stack: list[tuple[Tokens, float]] = [((), 1.0)]
+        stack: list[tuple[Tokens, float]] = [(behind, 1.0)]
         while stack:
             prefix, mass = stack.pop()
             if self.ends(prefix):
@@ -107,9 +116,7 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "cap"))
-def _weigh(
-    mutation: str, cap: int, tokens: Any, increments: Any, last: Any, length: Any, stops: Any
-) -> tuple[Any, ...]:
+def weigh(mutation: str, cap: int, tokens: Any, increments: Any, last: Any, length: Any, stops: Any) -> tuple[Any, ...]:
     """`cycle.weigh` on rows that are each a group of their own."""
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
@@ -126,9 +133,12 @@ def _weigh(
 def controlled(
     mutation: str, power: float, c: Any, p: Any, q: Any, drafts: Any, allowed: Any = None
 ) -> tuple[Any, ...]:
-    """Tokens, increments, chance and last column of every run of these drafts and every token behind it."""
+    """Tokens, increments, chance and last column of every run of these drafts and every token behind it.
+
+    `c` is one control or each row's own; what is returned has rows within tokens within runs.
+    """
     (rows, gamma), size = drafts.shape, p.shape[-1]
-    control_of_rows = jnp.full(rows, c)
+    control_of_rows = jnp.broadcast_to(c, rows)
     c_column = control_of_rows[:, None]
     with mutated(mutation):
         laws = cycle.Laws.of(power, p, q, allowed)
@@ -170,7 +180,7 @@ def _spin(mutation: str, log_weight: Any, finished: Any, uniforms: Any) -> tuple
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
-def _settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> tuple[Any, ...]:
+def settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> tuple[Any, ...]:
     """Which populations go on, fail, resample; and, should they end here, log Ẑ and the weights to select by."""
     state = _state(log_weight.size, log_weight.shape[1], 1, 1)
     sequences = dataclasses.replace(state.sequences, finished=finished.reshape(-1))
@@ -182,7 +192,7 @@ def _settle(mutation: str, threshold: float, log_weight: Any, finished: Any) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "method"))
-def _fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[Any, ...]:
+def fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[Any, ...]:
     """Where each row's copy comes from, and what goes into log Ẑ."""
     groups, n = log_weight.shape
     state = dataclasses.replace(_state(groups * n, n, 1, 1), log_weight=log_weight)
@@ -194,10 +204,10 @@ def _fork(mutation: str, method: str, log_weight: Any, uniforms: Any) -> tuple[A
     return state.sequences.length.reshape(groups, n), state.log_evidence, state.log_weight
 
 
-def _chunked(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
+def chunked(function: Callable[..., Any], *arrays: np.ndarray, most: int = CHUNK) -> list[np.ndarray]:
     """Applies a jitted function to arrays with one leading axis, in chunks of one compiled shape."""
     size = len(arrays[0])
-    chunk = CHUNK if size > 64 else 64
+    chunk = most if size > 64 else 64
     parts = []
     for begin in range(0, size, chunk):
         piece = [a[begin : begin + chunk] for a in arrays]
@@ -244,6 +254,7 @@ class Enumeration:
     config: smc.SMC
     mutation: str = "none"
     alarm: float = 0.5  # nats, the watchdog's
+    beside: tuple[float, ...] = ()  # controls of other requests in the same program, which so can reject
     measure: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     selected: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     resampled: float = 0.0  # expected number of resamplings
@@ -255,7 +266,7 @@ class Enumeration:
     def run(self) -> Enumeration:
         """Every history to its end."""
         with jax.enable_x64(True):
-            block = self._controlled_block if self.config.ragged else self._block
+            block = self._controlled_block if self.config.ragged or self.beside else self._block
             start: Row = ((), False, 0.0)
             unwatched = (self.config.control, 0.0)
             populations = {((start,) * self.config.n_particles, unwatched): (1.0, 1.0)}
@@ -301,16 +312,13 @@ class Enumeration:
 
     def _controlled_block(self, prefix: Tokens, c: float) -> Proposals:
         """Every block with every fate of its drafts under this control."""
-        size, config = self.toy.vocab, self.config
-        drafts = np.array(list(itertools.product(range(size), repeat=config.gamma)))
-        p, q = (
-            np.array([[self.toy.logprobs(model, (*prefix, *d[:i])) for i in range(columns)] for d in drafts])
-            for model, columns in (("p", config.tokens_per_cycle), ("q", config.gamma))
-        )
-        tokens, increments, chance, last = controlled(
-            self.mutation, config.power, np.float64(c), p, q, drafts.astype(np.int32)
-        )
-        return Proposals(tokens, increments, np.asarray(chance), last)
+        p, q, drafts = self.toy.laws_along(prefix, self.config)
+        controls = np.repeat((c, *self.beside), len(drafts))
+        p, q, drafts = (np.concatenate([x] * (1 + len(self.beside))) for x in (p, q, drafts))
+        outs = map(np.asarray, controlled(self.mutation, self.config.power, controls, p, q, drafts))
+        own = np.arange(len(drafts)) * (1 + len(self.beside)) < len(drafts)
+        tokens, increments, chance, last = (x[np.resize(own, len(x))] for x in outs)
+        return Proposals(tokens, increments, chance, last)
 
     def _row_outcomes(self, prefix: Tokens, propose: Callable[..., Proposals], *c: float) -> list[tuple[Row, float]]:
         """Returns a live row's possible states after one block, cut at its end, with chances; equal ones are merged."""
@@ -320,7 +328,7 @@ class Enumeration:
             length = np.full(len(proposals.chance), 1 + len(prefix), np.int32)
             tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
             last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
-            ends = _weigh(self.mutation, self.toy.cap, tokens, proposals.increments, last, length, stops)
+            ends = weigh(self.mutation, self.toy.cap, tokens, proposals.increments, last, length, stops)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
                 tokens.tolist(), proposals.chance, *map(np.asarray, ends), strict=True
@@ -359,7 +367,7 @@ class Enumeration:
             gained = np.array([[len(b[0]) - len(a[0]) for a, b in zip(w[0], w[2], strict=True)] for w in watched])
             control, excess = (np.array([one[1][k] for one in watched]) for k in (0, 1))
             terms = (control, excess, old, new, gained.astype(np.int32))
-            outs = _chunked(functools.partial(_watched, self.config, self.alarm), *terms)
+            outs = chunked(functools.partial(_watched, self.config, self.alarm), *terms)
             for (_, _, rows, measure, chance), control, excess in zip(watched, *outs, strict=True):
                 _add(result, rows, (float(control), float(excess)), measure, chance)
         return result
@@ -395,7 +403,7 @@ class Enumeration:
             share = (weight * finished).sum(axis=1) / weight.sum(axis=1)
             for stops, of in ((True, share), (False, 1 - share)):
                 uniforms = np.where(stops, share / 2, (1 + share) / 2)
-                (after,) = _chunked(functools.partial(_spin, self.mutation), log_weight, finished, uniforms)
+                (after,) = chunked(functools.partial(_spin, self.mutation), log_weight, finished, uniforms)
                 self.stopped += float(sum(chance * s for (*_, chance), s in zip(mixed, of, strict=True))) * stops
                 for (rows, watch, measure, chance), p, new in zip(mixed, of.tolist(), after.tolist(), strict=True):
                     kept = tuple((*row[:2], w) for row, w in zip(rows, new, strict=True))
@@ -415,7 +423,7 @@ class Enumeration:
         if jobs:
             log_weight = np.array([[row[2] for row in rows] for rows, *_ in jobs])
             uniforms = np.array([u for *_, u in jobs])
-            outs = _chunked(functools.partial(_fork, self.mutation, self.config.resampling), log_weight, uniforms)
+            outs = chunked(functools.partial(fork, self.mutation, self.config.resampling), log_weight, uniforms)
             for (rows, watch, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
                 copies = tuple((*rows[i][:2], float(w)) for i, w in zip(source, fresh, strict=True))
                 _add(result, copies, watch, measure * np.exp(log_evidence), chance)
@@ -425,8 +433,8 @@ class Enumeration:
         if populations:
             log_weight = np.array([[row[2] for row in rows] for rows, _ in populations])
             finished = np.array([[row[1] for row in rows] for rows, _ in populations])
-            settle = functools.partial(_settle, self.mutation, self.config.ess_threshold)
-            verdicts = zip(*_chunked(settle, log_weight, finished), strict=True)
+            judge = functools.partial(settle, self.mutation, self.config.ess_threshold)
+            verdicts = zip(*chunked(judge, log_weight, finished), strict=True)
             yield from ((key, mass, v) for (key, mass), v in zip(populations.items(), verdicts, strict=True))
 
 

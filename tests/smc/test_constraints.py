@@ -82,8 +82,8 @@ class FormToy(Toy):
         text = b"".join(self.spelled[token] for token in tokens if token != self.stop)
         return re.fullmatch(self.regex.encode(), text) is not None
 
-    def outcomes(self, alpha: float) -> dict[Tokens, float]:
-        return {x: mass for x, mass in super().outcomes(alpha).items() if self.matches(x)}
+    def outcomes(self, alpha: float, behind: Tokens = ()) -> dict[Tokens, float]:
+        return {x: mass for x, mass in super().outcomes(alpha, behind).items() if self.matches(x)}
 
 
 class Constrained(Enumeration):
@@ -108,13 +108,11 @@ class Constrained(Enumeration):
         return proposals._replace(increments=mistaken.increments)
 
     def _controlled_block(self, prefix: Tokens, c: float) -> Proposals:
-        size, config = self.toy.vocab, self.config
-        drafts = np.array(list(itertools.product(range(size), repeat=config.gamma)))
-        columns = config.tokens_per_cycle
-        p = np.array([[self.toy.logprobs("p", (*prefix, *d[:i])) for i in range(columns)] for d in drafts])
-        q = np.array([[self.toy.logprobs("q", (*prefix, *d[:i])) for i in range(config.gamma)] for d in drafts])
-        allowed = np.array([[self.toy.allowed((*prefix, *d[:i])) for i in range(columns)] for d in drafts])
-        terms = (self.mutation, config.power, np.float64(c), p, q, drafts.astype(np.int32), allowed)
+        config = self.config
+        p, q, drafts = self.toy.laws_along(prefix, config)
+        columns = range(config.tokens_per_cycle)
+        allowed = np.array([[self.toy.allowed((*prefix, *d[:i])) for i in columns] for d in drafts.tolist()])
+        terms = (self.mutation, config.power, np.float64(c), p, q, drafts, allowed)
         tokens, increments, chance, last = map(np.asarray, controlled(*terms))
         possible = chance > 0
         return Proposals(tokens[possible], increments[possible], chance[possible], last[possible])

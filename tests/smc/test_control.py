@@ -1,7 +1,8 @@
 """SMC with a control: laws 2 and 4 where drafts are rejected and rows of a population have unequal lengths.
 
 By exact enumeration (tests/smc/enumeration.py): every block of every row with every fate of its drafts, every
-resampling outcome, in float64. Then the running step: pages, neighbours, schedules. That it equals plain Python token
+resampling outcome, in float64; longer answers with three particles and three drafts, cycle by cycle, in
+`test_control_cycle.py`. Then the running step: pages, neighbours, schedules. That it equals plain Python token
 for token is `test_reference.py`; one token's rule is `test_control_rules.py`.
 """
 
@@ -30,6 +31,7 @@ from tests.smc.test_unbiased import deviation, enumerate_smc
 STOP = Toy(vocab=2, cap=4, stop=1)
 WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3, minimum=2)
 SHORT = dataclasses.replace(WIDE, cap=3, minimum=1)
+THREE = Toy(vocab=3, cap=4, stop=2, seed=1, minimum=2)
 
 CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
     "one particle": (WIDE, {"n_particles": 1, "gamma": 3, "control": 0.1}),
@@ -38,6 +40,20 @@ CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
     "three": (STOP, {"n_particles": 3, "gamma": 2, "ess_threshold": 0.95, "control": 0.5}),
     "three, exact": (STOP, {"n_particles": 3, "gamma": 2, "ess_threshold": 0.95, "control": 1.0}),
     "three, no bonus": (SHORT, {"n_particles": 3, "gamma": 2, "bonus": False, "ess_threshold": 1.0, "control": 0.5}),
+    "three, K=3, .1": (THREE, {"n_particles": 3, "gamma": 3, "ess_threshold": 1.0, "control": 0.1}),
+    "three, K=3, .5": (THREE, {"n_particles": 3, "gamma": 3, "ess_threshold": 1.0, "control": 0.5}),
+    "three, K=3, 1, power": (
+        dataclasses.replace(THREE, cap=3, minimum=1),
+        {"n_particles": 3, "gamma": 3, "power": 1.5, "ess_threshold": 1.0, "control": 1.0},
+    ),
+    "three, K=3, 0 beside others": (
+        dataclasses.replace(THREE, cap=5, minimum=3),
+        {"n_particles": 3, "gamma": 3, "bonus": False, "ess_threshold": 1.0, "control": 0.0, "beside": (0.1, 0.5, 1.0)},
+    ),
+    "two, 0 beside others": (
+        WIDE,
+        {"n_particles": 2, "gamma": 2, "bonus": False, "ess_threshold": 0.95, "control": 0.0, "beside": (1.0,)},
+    ),
     "flat, no bonus": (
         STOP,
         {"gamma": 2, "bonus": False, "power": 0.5, "resampling": "residual", "ess_threshold": 0.95, "control": 1.0}
@@ -48,11 +64,15 @@ CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_unbiased(case: str) -> None:
-    """E[Ẑ·Σ W f] to 1e-12; stops, the cap and the minimum fall inside blocks. Control 0 is `test_unbiased.py`."""
+    """E[Ẑ·Σ W f] to 1e-12; stops, the cap and the minimum fall inside blocks.
+
+    Control 0 is that of a request whose program can reject, as one that runs beside it has another control; SMC's own
+    program is in `test_unbiased.py`.
+    """
     toy, config = CASES[case]
     done = enumerate_smc(toy, **config)
     assert deviation(done) < 1e-12
-    assert done.failed == 0, "a token is never weightless"
+    assert (done.failed > 0) == (toy.impossible and config["control"] == 0), "else a token is never weightless"
     assert (done.resampled > 0) == (config["n_particles"] > 1 and not done.config.exact)
     if done.config.exact:
         law = toy.outcomes(1.0)

@@ -25,8 +25,8 @@ def deviation(done: Enumeration) -> float:
     return max(abs(done.measure.get(x, 0.0) - expected.get(x, 0.0)) for x in done.measure.keys() | expected.keys())
 
 
-def enumerate_smc(toy: Toy, mutation: str = "none", **config: Any) -> Enumeration:
-    return Enumeration(toy, smc.SMC(**config), mutation).run()
+def enumerate_smc(toy: Toy, mutation: str = "none", beside: tuple[float, ...] = (), **config: Any) -> Enumeration:
+    return Enumeration(toy, smc.SMC(**config), mutation, beside=beside).run()
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8, 1.0])
