@@ -5,9 +5,9 @@
 
 The first times cycles on random weights. First N = K = 8: without a control, with the program that can reject under
 controls 0 (which rejects nothing, so that rows grow alike), 1 and 0.1, by turns, a window each, as clocks fall when a
-device warms up; with --early-ends those too. What a control adds is the median over rounds of the quotient to the
-first. Then for each K the target alone, exact decoders and SMC with and without a control. JSON is written after each
-part, so that an interrupted run leaves something.
+device warms up; with --branching that too, with --early-ends those. What a control adds is the median over rounds of
+the quotient to the first. Then for each K the target alone, exact decoders and SMC with and without a control. JSON is
+written after each part, so that an interrupted run leaves something.
 
 The second joins these times with what `measure_populations.py` found of real pairs, in one file or several: tokens/s of
 one request that such a pair would have, were a cycle of its own as long, and the plot sets them over how likely the
@@ -89,7 +89,9 @@ def smc_variants(n: int, gamma: int, controls: Sequence[float], *, early: bool) 
 def parts(args: argparse.Namespace) -> list[tuple[str, list[Variant], int, int]]:
     """Name, variants, windows and cycles of each part, what is wanted most first."""
     n, gamma = args.overhead
-    found = [(f"control, N={n}, K={gamma}", smc_variants(n, gamma, (0.0, 1.0, 0.1), early=False), args.windows, 32)]
+    compared = smc_variants(n, gamma, (0.0, 1.0, 0.1), early=False)
+    compared += [Variant(SMC(n, gamma, branching=lam)) for lam in args.branching]
+    found = [(f"control, N={n}, K={gamma}", compared, args.windows, 32)]
     for drafts in args.gammas:
         variants = [Variant(Autoregressive())]
         variants += [Variant(Rejection(drafts, n_candidates=many)) for many in args.candidates]
@@ -299,6 +301,9 @@ def main() -> None:
     parser.add_argument("--draft-shape", choices=SHAPES, default=shapes[1], help=f"({shapes[1]})")
     parser.add_argument("--overhead", type=int, nargs=2, default=(8, 8), metavar=("N", "K"), help="(8 8)")
     parser.add_argument("--windows", type=int, default=7, help="of what is compared at N and K (7)")
+    parser.add_argument(
+        "--branching", type=float, nargs="*", default=[], metavar="LAMBDA", help="branching, too (none)"
+    )
     parser.add_argument("--early-ends", action="store_true", help="what these add, too")
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 8], help="of all decoders (4 8)")
     parser.add_argument("--particles", type=int, nargs="+", default=[8, 4, 16], help="(8 4 16)")

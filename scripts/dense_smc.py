@@ -7,11 +7,8 @@ step serves all controls: what serves a measurement, not a server.
 A cycle drafts K tokens a row, scores them in one forward of the target, and decides:
 
     `Control`    drafts are kept or rejected by c (`smcjax.smc.control`), rows are resampled where their ESS is low
-    `Branching`  p = min(p, λq) + (p − λq)₊ at each position: child j of a row leaves its drafts behind the first j for
-                 a token of the second part, with the weight ∏_{i<j} min(p/q, λ)·Σ(p − λq)₊; the last child keeps all
-                 and draws a token behind them. N of a group's N(K + 1) children are drawn by weight, and their sum
-                 over N moves into log Ẑ. Σ_j E[w_j h(child_j)] = h(prefix) for every λ ≥ 1 and martingale h, so Ẑ is
-                 unbiased
+    `Branching`  every row offers K + 1 weighted children, of which as many as there are rows are drawn in every cycle
+                 (`smcjax.smc.branching`)
     `Exact`      recursive rejection along N candidates (`smcjax.rejection.rules`), whose rows agree
 
 Answers have a fixed number of tokens, the first of them drawn with the prompt, as in the engine.
@@ -28,15 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smcjax.decoding.sequences import Block
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.params import Params
 from smcjax.pallas import implementations
 from smcjax.pallas.attention import attention, sees
 from smcjax.rejection.rules import candidates
+from smcjax.smc import branching
 from smcjax.smc.control import at, judge
 from smcjax.smc.cycle import Laws, run_of
-from smcjax.smc.resampling import inverse_cdf, positions, resample
+from smcjax.smc.resampling import resample
 from smcjax.smc.weights import effective_sample_size
 
 
@@ -154,31 +153,12 @@ def controlled(cycle: Cycle, control: Float[Array, " R"], key: jax.Array) -> Dec
     )
 
 
-class Children(NamedTuple):
-    """The K + 1 weighted children of each row."""
-
-    law: Float[Array, "R C V"]  # log of the law of the token that child j draws behind its drafts
-    log_weight: Float[Array, "R C"]  # −∞ of those that are not there
-    kept: Int[Array, " C"]  # tokens, the drawn one included, before the answer's end cuts them
-
-
-def children(cycle: Cycle, lam: Float[Array, ""]) -> Children:
-    """Child j leaves its row's drafts behind j of them, for a token of (p − λq)₊; the last keeps all and draws of p."""
+def offers(cycle: Cycle, lam: Float[Array, ""]) -> Float[Array, "R C"]:
+    """Log weights of the children of each row by the engine's rule; a draft behind the answer's end is none."""
     gamma = cycle.drafts.shape[1]
-    column = jnp.arange(gamma)
-    ratio = at(cycle.log_p[:, :gamma] - cycle.log_q, cycle.drafts)
-    # A draft behind the answer's end is none, and does not weigh.
-    stay = jnp.where(column < cycle.left[:, None], jnp.minimum(ratio, jnp.log(lam)), 0)
-    before = jnp.pad(jnp.cumsum(stay, axis=1), ((0, 0), (1, 0)))
-    rest = jnp.maximum(jnp.exp(cycle.log_p[:, :gamma]) - lam * jnp.exp(cycle.log_q), 0)
-    mass = jnp.sum(rest, axis=-1)
-    leave = jnp.where(column < cycle.left[:, None], before[:, :gamma] + jnp.log(mass), -jnp.inf)
-    law = jnp.where(mass[..., None] > 0, jnp.log(rest), cycle.log_p[:, :gamma])
-    return Children(
-        jnp.concatenate([law, cycle.log_p[:, gamma:]], axis=1),
-        jnp.concatenate([leave, before[:, gamma:]], axis=1),
-        jnp.arange(1, gamma + 2),
-    )
+    trunk = Block(counted=jnp.arange(gamma) < cycle.left[:, None], ended=cycle.left <= gamma)
+    nothing = jnp.zeros(cycle.log_p.shape[:2], cycle.log_p.dtype)
+    return branching.offered(cycle.log_p, cycle.log_q, nothing, cycle.drafts, trunk, lam)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,29 +169,25 @@ class Branching:
 
 
 def branched(cycle: Cycle, lam: Float[Array, ""], key: jax.Array) -> Decision:
-    """Draws children of all rows of a group together."""
+    """Draws children of all rows of a group together, as the engine does at power 1."""
     groups, n = cycle.log_weight.shape
     columns = cycle.log_p.shape[1]
     tokens_key, resampling = jax.random.split(key)
-    family = children(cycle, lam)
-    log_weight = (cycle.log_weight.reshape(-1, 1) + family.log_weight).reshape(groups, n * columns)
-    total = jax.nn.logsumexp(log_weight, axis=1)
-    uniforms = jax.random.uniform(resampling, (groups, 1), cycle.log_p.dtype)
-    points = jax.vmap(lambda u: positions("systematic", u, n))(uniforms)
-    chosen = jax.vmap(inverse_cdf)(points, jnp.exp(log_weight - total[:, None]))
-    child = (chosen + n * columns * jnp.arange(groups)[:, None]).reshape(-1)
-    source, behind = child // columns, child % columns
+    log_weight = cycle.log_weight[..., None] + offers(cycle, lam).reshape(groups, n, columns)
+    keys = jax.random.split(resampling, groups)
+    plan, child = branching.branches(keys, log_weight, jnp.ones(groups, bool), "systematic")
+    source = (plan.ancestors + n * jnp.arange(groups)[:, None]).reshape(-1)
+    law = branching.following(cycle.log_p, cycle.log_q, source, child.reshape(-1), lam)
     # Copies of one child are of one prefix, and each draws its own token: of the same mean, with less variance.
-    last = jax.random.categorical(tokens_key, family.law[source, behind])
-    drafts = jnp.pad(cycle.drafts[source], ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(columns) == behind[:, None], last[:, None], drafts)
+    last = jax.random.categorical(tokens_key, law)
+    tokens, column = branching.block_of(cycle.drafts[source], child.reshape(-1), last, columns)
     return Decision(
         source,
         tokens,
-        jnp.minimum(family.kept[behind], cycle.left[source]),
+        jnp.minimum(column + 1, cycle.left[source]),
         at(cycle.log_p[source], tokens),
         jnp.zeros_like(cycle.log_weight),
-        total - jnp.log(n),
+        plan.log_mean_weight,
     )
 
 

@@ -209,6 +209,10 @@ class SMC(Decoding):
         early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
             or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
             the others weigh 0 then, until they are resampled.
+        branching: λ ≥ 1; None: off. In place of a control's coins every particle offers K + 1 weighted children: one
+            leaves its drafts behind each number of them for a token of max(p − λq, 0), one keeps them all, each draft
+            with a weight of at most λ (`smcjax.smc.branching`). N of a request's N(K + 1) children are drawn in every
+            cycle, by `resampling`; all weights are equal then, and `ess_threshold` is not used. Right for any draft.
     """
 
     name = "smc"
@@ -231,6 +235,7 @@ class SMC(Decoding):
     approximate: bool = False
     vote_by: Callable[[str], Hashable] | None = None
     early_end: bool = False
+    branching: float | None = None
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -255,6 +260,8 @@ class SMC(Decoding):
         for name in ("bonus", "defer_bonus", "trace", "approximate", "early_end"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.branching is not None:
+            self._check_branching()
         check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
         if self.sparse is not None and is_approximate and not self.approximate:
@@ -280,6 +287,22 @@ class SMC(Decoding):
             raise ValueError(
                 f"watchdog is {self.watchdog:g} and control {self.control:g}, under which evidence never falls as fast "
                 "as that; leave one of them out."
+            )
+
+    def _check_branching(self) -> None:
+        """Refuses a λ out of range, and what decides about drafts or ends in another way."""
+        if not is_number(self.branching, 1.0, 1e6):
+            raise ValueError(f"branching must be a number from 1 to 1000000, or None, got {self.branching!r}.")
+        others = {
+            f"control {self.control:g}": self.control > 0.0,
+            f"watchdog {self.watchdog}": self.watchdog is not None,
+            "early_end True": self.early_end,
+            "select 'best'": self.select == "best",
+        }
+        for other in (name for name, is_set in others.items() if is_set):
+            raise ValueError(
+                f"branching is {self.branching:g} and {other}, but branching decides about drafts by itself, and "
+                "resamples in every cycle so that all particles weigh the same; leave one of them out."
             )
 
     @property
@@ -311,26 +334,29 @@ class SMC(Decoding):
     @property
     def ragged(self) -> bool:
         """True where drafts can be rejected."""
-        return self.control > 0.0 or self.watchdog is not None
+        return self.control > 0.0 or self.watchdog is not None or self.branching is not None
 
     def __str__(self) -> str:
         control = f", control {self.control:g}" if self.control else ""
+        control += "" if self.branching is None else f", branching {self.branching:g}"
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
         vote = ", vote" if self.select == "vote" else ""
         early = ", early end" if self.early_end else ""
         return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{_in_words(self.sparse)}"
 
     def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
-        """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
+        """Refuses drafts that give probability 0 to tokens of the target, but at control 1 and with branching.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
-        such a draft is, where the target likes it.
+        such a draft is, where the target likes it. Branching's children that leave have all that drafts lack.
         """
+        if self.branching is not None:
+            return
         if not full_support and (self.control if control is None else control) < 1.0:
             raise ValueError(
                 f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
-                "draft, or a model."
+                "draft, SMC(branching=2), which is unbiased with any, or a model."
             )
 
     def check(self, params: Any) -> None:
@@ -367,6 +393,11 @@ class SMC(Decoding):
             raise ValueError(
                 f"{name} is {short(getattr(params, name))}, and SMC's weights are not shown to be right for the laws "
                 "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out."
+            )
+        if self.branching is not None and params.control is not None:
+            raise ValueError(
+                f"control is {params.control:g} and decoding branches, which takes the place of a control; leave it "
+                "out, or use SMC() without branching."
             )
         if self.watchdog is not None and params.expression is not None:
             raise ValueError(

@@ -61,12 +61,13 @@ def contenders(
     answers: Sequence[int] = (),
     votes: bool = False,
     early_ends: bool = False,
+    branching: Sequence[float] = (),
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
-    the majority of several exact `answers`, and SMC of N particles under each control.
+    the majority of several exact `answers`, and SMC of N particles under each control, then by `branching` with each λ.
 
-    With `early_ends` SMC decodes with early ends as well; with `votes` it answers by a vote as well, as it is and
-    without resampling (threshold 0).
+    With `early_ends` SMC under a control decodes with early ends as well; with `votes` it answers by a vote as well, as
+    it is and without resampling (threshold 0).
 
     All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
     """
@@ -96,6 +97,10 @@ def contenders(
                 result.append(Contender(f"{name}, vote", vote))
                 never = dataclasses.replace(vote, ess_threshold=0.0)
                 result.append(Contender(f"{name}, vote, never resampled", never))
+        result += [
+            Contender(f"SMC, N={n}, K={gamma}, branching {lam:g}", SMC(n, gamma, branching=lam, **by))
+            for n, lam in itertools.product(particles, branching)
+        ]
     return result
 
 

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         name: name
         for name in (
             *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            *("control", "watchdog", "early_end", "approximate"),
+            *("control", "watchdog", "early_end", "branching", "approximate"),
         )
     },
     "rejection": {
@@ -185,6 +185,12 @@ def add_decoding_options(
     )
     group.add_argument(
         "--early-end", action="store_const", const=True, help="of SMC: do not wait for the longest particle (wait)"
+    )
+    group.add_argument(
+        "--branching",
+        type=float,
+        metavar="LAMBDA",
+        help="of SMC: draw from weighted children, LAMBDA from 1, in place of a control (off)",
     )
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample); vote: by the text behind ####")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})

@@ -24,6 +24,7 @@ class RowsAfter(NamedTuple):
     ancestors: np.ndarray  # [N] int32: the row that each was a copy of
     alive: np.ndarray  # [N] bool: rows that may still answer, or be ancestors of one that does
     finished: np.ndarray  # [N] bool
+    block_of: np.ndarray  # [N] int32: the row of the report whose block each went on with, mostly its ancestor
 
 
 class CycleHistory(Protocol):
@@ -117,7 +118,8 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
 @functools.cache
 def _going_on(n: int) -> RowsAfter:
     """n rows that all go on as they are. Shared, and so read-only."""
-    rows = RowsAfter(np.arange(n, dtype=np.int32), np.ones(n, bool), np.zeros(n, bool))
+    own = np.arange(n, dtype=np.int32)
+    rows = RowsAfter(own, np.ones(n, bool), np.zeros(n, bool), own)
     for array in rows:
         array.setflags(write=False)
     return rows

@@ -52,6 +52,7 @@ class Trace:
     selected: int = 0  # the row that answered
     tokens: Sequence[list[list[int]]] = ()  # [C][N] what each row went on with, before resampling
     log_evidences: np.ndarray | None = None  # [C] float64, log Ẑ as if the request ended after the cycle
+    branched: bool = False  # rows were copies before they went on: `tokens` and `Cycle.branched` are about the copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Cycle:
     """One cycle of a request as it runs, over its N rows. Cycle 0 draws the first tokens.
 
     With `a` the ancestor of row i, row i's tokens after the cycle are those of row `a` before it and then
-    `blocks[a][: lengths[i] - (length of row a before it)]`.
+    `blocks[a][: lengths[i] - (length of row a before it)]`; of a cycle that is `branched`, then `blocks[i]`.
     """
 
     index: int  # 0, 1, 2 …; a request that was preempted goes on where its reader was
@@ -153,6 +154,9 @@ class Cycle:
     ess: float | None = None  # likewise
     resampled: bool = False
     log_evidence: float | None = None  # log Ẑ as if the request ended after the cycle; None as above
+    branched: bool = (
+        False  # rows were resampled first, by what their children weigh, and then given tokens of their own
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Log-probabilities of answers and prompts, put together on the host from the reports of a request's programs.
 
 A row's tokens are those of its ancestors: the last cycle's block lies in the row that it was a copy of after that
-cycle, the block before in that one's ancestor, and so on back to the first token. So are their log-probabilities.
+cycle (or in its own, where copies are made before a cycle's tokens), the block before in that one's ancestor, and so on
+back to the first token. So are their log-probabilities.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ def scores_along(
     found: deque[tuple[float, list[TokenLogprob]]] = deque()
     for cycle in range(len(infos) - 1, -1, -1):
         info = infos[cycle]
-        source = int(decoder.rows_after(info).ancestors[row])
+        rows = decoder.rows_after(info)
+        source, block = int(rows.ancestors[row]), int(rows.block_of[row])
         before = 1 if cycle == 0 else int(infos[cycle - 1].length[source]) - prompt_length
         after = int(info.length[row]) - prompt_length
         for position in range(min(after, end) - 1, max(before, begin) - 1, -1):
-            found.appendleft(_at(info.scores, (source, position - before), count))
+            found.appendleft(_at(info.scores, (block, position - before), count))
         row = source
         if before <= begin:
             break

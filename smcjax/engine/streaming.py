@@ -41,14 +41,21 @@ class _Rows:
         self._at: list[_Node | None] = [self._root] * count  # where each row ends; None: it has no say
         self._lengths = [0] * count
 
-    def advance(self, blocks: list[list[int]], lengths: list[int], ancestors: list[int], alive: list[bool]) -> None:
-        """Makes row i a copy of its ancestor, with as much of the ancestor's block as makes it `lengths[i]` long."""
+    def advance(
+        self,
+        blocks: list[list[int]],
+        lengths: list[int],
+        ancestors: list[int],
+        alive: list[bool],
+        block_of: list[int],
+    ) -> None:
+        """Makes row i a copy of its ancestor, with as much of block `block_of[i]` as makes it `lengths[i]` long."""
         before, old = self._at, self._lengths
         self._at = []
-        for row, length, living in zip(ancestors, lengths, alive, strict=True):
+        for row, block, length, living in zip(ancestors, block_of, lengths, alive, strict=True):
             node = before[row] if living else None
             if node is not None:
-                for token in blocks[row][: length - old[row]]:
+                for token in blocks[block][: length - old[row]]:
                     node = node.children.setdefault(token, _Node(token, node))
                 node.ends += 1
             self._at.append(node)
@@ -116,17 +123,25 @@ class StablePrefixStream:
         """
         count = len(first)
         self._rows, self._agreed = _Rows(count), 0
-        self._rows.advance([[int(token)] for token in first], [1] * count, list(range(count)), [True] * count)
+        own = list(range(count))
+        self._rows.advance([[int(token)] for token in first], [1] * count, own, [True] * count, own)
         return self._news()
 
     def advance(
-        self, tokens: np.ndarray, lengths: np.ndarray, ancestors: np.ndarray, alive: np.ndarray
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        ancestors: np.ndarray,
+        alive: np.ndarray,
+        block_of: np.ndarray | None = None,
     ) -> tuple[str, list[int]]:
-        """Follows a cycle: blocks [N, C] before resampling, ancestors [N]; after it, generated lengths [N], who lives.
+        """Follows a cycle: blocks [N, C], ancestors [N]; after it, generated lengths [N], who lives.
 
-        Returns the text and the tokens that have become certain by it.
+        `block_of` [N] says whose block each row went on with; None: its ancestor's. Returns the text and the tokens
+        that have become certain by it.
         """
-        self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist())
+        blocks = ancestors if block_of is None else block_of
+        self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist(), blocks.tolist())
         return self._news()
 
     def _news(self) -> tuple[str, list[int]]:

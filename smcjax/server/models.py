@@ -54,6 +54,7 @@ class VirtualModel:
         numbers: dict[str, float | None] = {}
         if isinstance(decoding, SMC):
             numbers = {"n_particles": decoding.n_particles, "gamma": decoding.gamma, "control": decoding.control}
+            numbers |= {} if decoding.branching is None else {"branching": decoding.branching}
         elif isinstance(decoding, Rejection):
             numbers = {"n_candidates": decoding.n_candidates, "gamma": decoding.gamma}
         return {"decoder": self.name, "decoding": decoding.name, "exact": decoding.exact, **numbers}
@@ -135,6 +136,7 @@ def label_of(decoding: Decoding) -> str:
         parts += [f"c{decoding.control:g}"] if decoding.control else []
         parts += [f"w{decoding.watchdog:g}"] if decoding.watchdog is not None else []
         parts += [f"p{decoding.power:g}"] if decoding.power != 1 else []
+        parts += [f"b{decoding.branching:g}"] if decoding.branching is not None else []
         parts += ["early"] if decoding.early_end else []
     elif isinstance(decoding, Rejection):
         parts += [f"n{decoding.n_candidates}"] if decoding.n_candidates > 1 else []

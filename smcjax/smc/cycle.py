@@ -8,7 +8,8 @@
     resample   where ESS < threshold·N: ancestors, row state and block tables; KV does not move
 
 With a control c > 0, the decoder's or a request's, verifying rejects drafts too (`smcjax.smc.control`): rows advance by
-1 to K + 1 tokens, and give back the pages behind them.
+1 to K + 1 tokens, and give back the pages behind them. With `branching` rows are resampled before they advance, and
+with them how much of its drafts each keeps (`smcjax.smc.branching`).
 
 Every shape depends on the program only; nothing reads a value on the host. A group whose population has ended is
 frozen: its rows go through the forwards like all others, write to the trash page, and change nothing.
@@ -35,6 +36,7 @@ from smcjax.decoding.sequences import Block, Sequences, cut_block
 from smcjax.decoding.speculation import propose, score
 from smcjax.kv import Copies
 from smcjax.kv import fork as fork_rows
+from smcjax.smc import branching
 from smcjax.smc.control import at, correction, increment, judge
 from smcjax.smc.resampling import Resampling, plan_resampling
 from smcjax.smc.roulette import spin
@@ -48,6 +50,9 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     """Advances every live particle by one cycle of `SMC.tokens_per_cycle` tokens, with a control by that at most."""
     ran, before = state.running, state
     state, drafts, copies = draft(program, params, state)
+    if program.decoding.branching is not None:
+        state, info = branch(program, params, state, drafts, copies)
+        return dataclasses.replace(state, cycle=state.cycle + ran), info
     state, proposal = verify(program, params, state, drafts, copies)
     state = weigh(state, proposal)
     if program.decoding.watchdog is not None:
@@ -141,11 +146,8 @@ def _scored(program: SMCProgram, logits: Float[Array, "R C V"], proposal: Propos
 def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Proposal:
     """Rejects drafts by the groups' controls, and draws the token behind those that are accepted."""
     smc = program.decoding
-    assert drafts.logits is not None
     control = state.per_row(state.control)
-    constraint = row_constraint(state, program.rows)
-    allowed = None if constraint is None else constraint.allowed_along(drafts.tokens[:, : logits.shape[1] - 1])
-    laws = Laws.of(smc.power, logits, drafts.logits, allowed)
+    laws = laws_of(program, state, logits, drafts)
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (smc.n_particles, smc.gamma), jnp.float32))(keys)
     verdict = judge(laws.target, laws.draft, drafts.tokens, uniforms.reshape(drafts.tokens.shape), control)
@@ -182,6 +184,14 @@ class Laws(NamedTuple):
             impossible = jnp.isneginf(jnp.max(some, axis=-1, keepdims=True))
             target = jax.nn.log_softmax(jnp.where(impossible, masked(jnp.zeros_like(scaled), allowed), some), axis=-1)
         return cls(target, draft, bonus_increment(power, logits, allowed), logits)
+
+
+def laws_of(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Laws:
+    """The laws of the block behind the rows' tokens, by the target's tempered logits and the draft's whole ones."""
+    assert drafts.logits is not None
+    constraint = row_constraint(state, program.rows)
+    allowed = None if constraint is None else constraint.allowed_along(drafts.tokens[:, : logits.shape[1] - 1])
+    return Laws.of(program.decoding.power, logits, drafts.logits, allowed)
 
 
 def run_of(
@@ -232,15 +242,20 @@ def weigh(state: State, proposal: Proposal) -> State:
 
 
 def update_running(state: State) -> State:
-    """Stops the groups whose weights are unusable (any NaN or +inf, or all −inf) or whose rows have all finished."""
+    """Stops the groups whose weights are unusable or whose rows have all finished."""
     log_weight = state.log_weight
-    broken = (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
+    unusable = broken(log_weight)
     finished = state.sequences.finished.reshape(log_weight.shape) | jnp.isneginf(log_weight)
     return dataclasses.replace(
         state,
-        failed=state.failed | (state.running & broken),
-        running=state.running & ~broken & ~finished.all(axis=1),
+        failed=state.failed | (state.running & unusable),
+        running=state.running & ~unusable & ~finished.all(axis=1),
     )
+
+
+def broken(log_weight: Float[Array, "G N"]) -> Bool[Array, " G"]:
+    """Groups whose weights are unusable: any NaN or +inf, or all −inf."""
+    return (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
 
 
 @jax.named_scope("resample")
@@ -271,13 +286,19 @@ def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tu
     return resampled, info
 
 
+def sources(plan: Resampling) -> Int[Array, " R"]:
+    """The row that each row becomes a copy of."""
+    num_groups, n = plan.ancestors.shape
+    return (jnp.arange(num_groups)[:, None] * n + plan.ancestors).reshape(-1)
+
+
 def fork(state: State, plan: Resampling) -> State:
     """Makes every row a copy of its ancestor; resampled groups' mean weight moves into log Ẑ.
 
     Integers move, keys and values do not.
     """
-    num_groups, n = plan.ancestors.shape
-    source = (jnp.arange(num_groups)[:, None] * n + plan.ancestors).reshape(-1)
+    n = plan.ancestors.shape[1]
+    source = sources(plan)
     sequences = state.sequences
     pool, block_table, (tokens, logprobs) = fork_rows(
         state.memory.pool,
@@ -299,4 +320,62 @@ def fork(state: State, plan: Resampling) -> State:
             log_evidence=state.log_evidence + jnp.where(plan.resampled, plan.log_mean_weight, 0.0),
             memory=dataclasses.replace(state.memory, pool=pool),
         )
+    )
+
+
+@jax.named_scope("branch")
+def branch(
+    program: SMCProgram, params: PairParams, state: State, drafts: Drafts, copies: Copies | None
+) -> tuple[State, Info]:
+    """Scores the drafts, draws N of the rows' children, and makes the rows these: copies first, then their tokens.
+
+    Pages go to copies whole, and are given back behind each copy's own end.
+    """
+    smc = program.decoding
+    lam, gamma, ran, live = smc.branching, smc.gamma, state.running, state.live
+    assert lam is not None
+    state, logits = score(program, params, state, drafts.tokens, copies)
+    logits = _tempered(state, logits, state.per_row(state.requests.temperature), jnp.arange(smc.tokens_per_cycle))
+    laws = laws_of(program, state, logits, drafts)
+    stops, limit = state.per_row(state.requests.stops), state.per_row(state.requests.limit)
+    trunk = cut_block(drafts.tokens, stops, state.sequences.length, limit)
+    children = branching.offered(laws.target, laws.draft, laws.constant, drafts.tokens, trunk, lam)
+    alone = jnp.where(jnp.arange(gamma + 1) == gamma, 0.0, -jnp.inf)
+    offers = state.log_weight[:, :, None] + state.by_group(jnp.where(live[:, None], children, alone))
+    total = jnp.where(ran[:, None], jax.nn.logsumexp(offers, axis=2), state.log_weight)
+    keys = group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE)
+    plan, child = branching.branches(keys, offers, ran & ~broken(total), smc.resampling)
+
+    state = fork(dataclasses.replace(state, log_weight=total), plan)
+    source, child = sources(plan), child.reshape(-1)
+    law = branching.following(laws.target, laws.draft, source, child, lam)
+    token = draw(row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS), law)
+    tokens, last = branching.block_of(drafts.tokens[source], child, token, logits.shape[1])
+    chosen_logits = logits[source[:, None], jnp.arange(logits.shape[1]), tokens]
+    logprobs = chosen_logits - log_mass(logits)[source]
+    proposal = Proposal(tokens, jnp.zeros_like(logprobs), logprobs, last)
+    state = weigh(state, proposal)
+    # Child K's last draft alone has no KV in the draft model yet.
+    settled = dataclasses.replace(state.sequences, settled=child < gamma)
+    state = keep_pages(
+        dataclasses.replace(state, sequences=settled), settled.block_table, ran, page_size=program.page_size
+    )
+    of_rows = None
+    if program.scores:
+        of_rows = jax.tree.map(lambda leaf: leaf[source], scores(logits, logprobs))
+        of_rows = by_group(state, dataclasses.replace(of_rows, logprobs=logprobs))
+    length = state.by_group(state.sequences.length)
+    return state, Info(
+        ran=ran,
+        ess=plan.ess,
+        resampled=plan.resampled,
+        ancestors=plan.ancestors,
+        log_weight=total,
+        length=length,
+        finished=state.by_group(state.sequences.finished),
+        weighed=length,
+        done=~state.running,
+        tokens=state.by_group(tokens),
+        control=state.control,
+        scores=of_rows,
     )

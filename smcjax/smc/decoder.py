@@ -25,11 +25,15 @@ class SMCDecoder(Decoder[SMC, State, Info]):
     def rows_after(self, info: Info) -> RowsAfter:
         """A particle is alive while its weight is above 0, and after a resampling in any case."""
         alive = np.full(len(info.length), bool(info.resampled)) | ~np.isneginf(info.log_weight)
-        return RowsAfter(np.asarray(info.ancestors), alive, np.asarray(info.finished))
+        ancestors = np.asarray(info.ancestors)
+        own = np.arange(len(ancestors), dtype=np.int32)
+        return RowsAfter(
+            ancestors, alive, np.asarray(info.finished), ancestors if self.decoding.branching is None else own
+        )
 
     def history(self, prompt_length: int) -> History:
         """A follower of one group's cycles."""
-        return History(prompt_length)
+        return History(prompt_length, branched=self.decoding.branching is not None)
 
     def report(
         self,
@@ -63,14 +67,18 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         )
 
     def _unwatched(self, infos: Sequence[Info], prompt_length: int, control: float) -> str | None:
-        cycle = alarmed_after(infos, prompt_length, USUAL_RATE)
+        lam = self.decoding.branching
+        cycle = alarmed_after(infos, prompt_length, USUAL_RATE, branched=lam is not None)
         if cycle is None:
             return None
-        return (
+        fallen = (
             f"the evidence fell {ALARM:g} nats below {USUAL_RATE:g} a token after {cycle} of {len(infos)} cycles: the "
-            f"draft misses what the target wants, and the answer may be unlike the target's; a control above "
-            f"{control:g} rejects such drafts, and a watchdog raises it where it must"
+            "draft misses what the target wants, and the answer may be unlike the target's; "
         )
+        if lam is not None:
+            mend = "more particles follow" if lam == 1 else f"branching below {lam:g}, or more particles, follow"
+            return f"{fallen}{mend} it closer"
+        return f"{fallen}a control above {control:g} rejects such drafts, and a watchdog raises it where it must"
 
     def _raised(self, cycles: int, raised: int, control: float) -> str:
         smc = self.decoding

@@ -8,6 +8,8 @@ length run through programs of fixed shapes.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,6 +36,9 @@ def begin(
     """A population for each prompt, weights equal: `smcjax.decoding.admission.begin`."""
     smc, groups = program.decoding, admission.begin(program, memory, prompts, requests, present, prefix)
     of_rows = (present.shape[0], program.rows)
+    if smc.branching is not None:
+        none = jnp.zeros(groups.sequences.length.shape, bool)
+        groups = dataclasses.replace(groups, sequences=dataclasses.replace(groups.sequences, settled=none))
     return State(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),

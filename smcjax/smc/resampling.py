@@ -40,9 +40,15 @@ def num_uniforms(method: str, n: int) -> int:
     return 1 if method == "systematic" else n
 
 
-def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, " N"]) -> Int[Array, " N"]:
-    """Offspring counts, summing to N. `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N)."""
-    n = weights.shape[0]
+def offspring(
+    method: str, uniforms: Float[Array, " U"], weights: Float[Array, " M"], n: int | None = None
+) -> Int[Array, " M"]:
+    """Offspring counts of M candidates, summing to N = `n`; None: M.
+
+    `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N).
+    """
+    size = weights.shape[0]
+    n = size if n is None else n
     if method == "residual":
         kept = jnp.floor(n * weights).astype(jnp.int32)
         rest = n * weights - kept
@@ -50,8 +56,8 @@ def offspring(method: str, uniforms: Float[Array, " U"], weights: Float[Array, "
         # With nothing left over (total 0) no draw is used; W only keeps the division defined.
         drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
         used = jnp.arange(n) < n - jnp.sum(kept)
-        return kept + _counts(drawn, used)
-    return _counts(inverse_cdf(positions(method, uniforms, n), weights), jnp.ones(n, bool))
+        return kept + _counts(drawn, used, size)
+    return _counts(inverse_cdf(positions(method, uniforms, n), weights), jnp.ones(n, bool), size)
 
 
 def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array, " N"]:
@@ -61,9 +67,9 @@ def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array,
     return (uniforms + jnp.arange(n)) / n  # systematic (one uniform for all strata) and stratified
 
 
-def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
-    """Counts the draws of each index. N² comparisons are one small kernel on a GPU, a scatter is several."""
-    index = jnp.arange(drawn.shape[0])
+def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"], size: int) -> Int[Array, " M"]:
+    """Counts the draws of each of M = `size` indices. N·M comparisons are one small kernel, a scatter is several."""
+    index = jnp.arange(size)
     return jnp.sum((drawn == index[:, None]) & used, axis=1, dtype=jnp.int32)
 
 
@@ -123,7 +129,7 @@ def _plan_sm90(
     keys: jax.Array, log_weights: jax.Array, running: jax.Array, *, method: str, threshold: float
 ) -> Resampling:
     n = log_weights.shape[1]
-    points = jax.vmap(lambda key: positions(method, _uniforms(key, method, n, log_weights.dtype), n))(keys)
+    points = jax.vmap(lambda key: positions(method, uniforms_of(key, method, n, log_weights.dtype), n))(keys)
     return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
 
 
@@ -135,7 +141,8 @@ plan_resampling = Op(_plan_reference)
 plan_resampling.register(Kernel("sm90", _plan_sm90, _supports_plan))
 
 
-def _uniforms(key: jax.Array, method: str, n: int, dtype: Any) -> jax.Array:
+def uniforms_of(key: Key[Array, ""], method: str, n: int, dtype: Any) -> Float[Array, " U"]:
+    """The uniforms of one population's resampling, in [0, 1)."""
     return jax.random.uniform(key, (num_uniforms(method, n),), dtype)
 
 
@@ -157,6 +164,6 @@ def resample(
         keys = jax.random.split(keys, batch)
 
     def one(key: jax.Array, log_weights: jax.Array) -> jax.Array:
-        return ancestors(method, _uniforms(key, method, n, log_weights.dtype), log_weights)
+        return ancestors(method, uniforms_of(key, method, n, log_weights.dtype), log_weights)
 
     return jax.vmap(one)(keys.reshape(-1), log_weights.reshape(-1, n)).reshape(*batch, n)

@@ -28,7 +28,11 @@ class State(groups.Groups):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Info(groups.Info):
-    """The report of one cycle, with its weights and its resampling."""
+    """The report of one cycle, with its weights and its resampling.
+
+    With branching, rows are resampled before they are given `tokens`: weights and ESS are of their children's sums, and
+    `tokens`, as `weighed` and `length`, of the copies.
+    """
 
     ess: Float[Array, " G"]
     resampled: Bool[Array, " G"]

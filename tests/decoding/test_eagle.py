@@ -240,14 +240,19 @@ def test_sampling_law() -> None:
 
 
 def test_particles_that_fork_draft_from_their_own_path() -> None:
-    """SMC that resamples in every cycle: q of every particle is the oracle's, and so is log q of its drafts."""
-    eagle, params = head_of(FULL)
-    asks = [dataclasses.replace(ask, temperature=ask.temperature or 1.0) for ask in ASKS[:3]]
-    program = smc.Program(smc.SMC(n_particles=3, gamma=2, ess_threshold=1.0), TARGET, eagle, MAX_MODEL_LEN, 4)
-    state = init(smc, program, params, *batch(asks, V, MAX_MODEL_LEN, width=6), 200)
+    """Branching forks in every cycle, to unequal lengths: q of every particle is the oracle's, and log q of its drafts.
+
+    It needs no head of the whole vocabulary.
+    """
+    eagle, params = head_of(PRUNED)
+    asks = [
+        dataclasses.replace(ask, temperature=ask.temperature or 1.0, seed=seed) for seed, ask in enumerate(ASKS[:3] * 2)
+    ]
+    program = smc.Program(smc.SMC(n_particles=3, gamma=2, branching=3.0), TARGET, eagle, MAX_MODEL_LEN, 4)
+    state = init(smc, program, params, *batch(asks, V, MAX_MODEL_LEN, width=6), 300)
     cycle = jax.jit(lambda params, state: (drafted(program, params, state)[0], *smc.step(program, params, state)))
-    forked = 0
-    for _ in range(4):
+    forked = uneven = 0
+    for _ in range(5):
         drafts, after, info = cycle(params, state)
         assert mistakes(eagle, params, program, state, drafts) < 1e-5
         live = np.asarray(state.live)
@@ -256,8 +261,11 @@ def test_particles_that_fork_draft_from_their_own_path() -> None:
         )
         np.testing.assert_allclose(np.asarray(drafts.logprobs)[live], logq[..., 0][live], atol=1e-5)
         state = after
-        forked += int((np.asarray(info.ancestors) != np.arange(3)).sum())
+        ancestors, length = np.asarray(info.ancestors), np.asarray(info.length)
+        forked += int((ancestors != np.arange(3)).sum())
+        uneven += sum(np.ptp(own[of == row]) > 0 for of, own in zip(ancestors, length, strict=True) for row in set(of))
     assert forked > 4
+    assert uneven > 2
 
 
 def test_smc_refuses_a_head_of_a_part_of_the_vocabulary() -> None:

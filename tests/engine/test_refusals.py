@@ -49,6 +49,7 @@ WRONG_SMC: dict[str, list[Any]] = {
     "control": [-0.1, 1.1, NAN, INF, 10**12, "1", None, True],
     "watchdog": [0, -1, 101, NAN, INF, "1", True],
     "early_end": [1, "yes", None],
+    "branching": [0.99, 0, -1, NAN, INF, 10**12, "2", True],
 }
 WRONG_LLM: dict[str, list[Any]] = {
     "model": [5, True, ["a"]],

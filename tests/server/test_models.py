@@ -26,6 +26,7 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
         (SMC(watchdog=0.5), "smc-n8-k8-w0.5"),
         (SMC(power=2.0), "smc-n8-k8-p2"),
         (SMC(early_end=True), "smc-n8-k8-early"),
+        (SMC(branching=2.5), "smc-n8-k8-b2.5"),
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
         (Rejection(tree=(2, 1)), "rejection-tree"),

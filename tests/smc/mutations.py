@@ -11,7 +11,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from smcjax.smc import control, cycle, lifecycle, resampling, roulette, weights
+from smcjax.decoding.sequences import Block
+from smcjax.smc import branching, control, cycle, lifecycle, resampling, roulette, weights
 
 
 def _with_one_behind_rejections(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
@@ -44,8 +45,23 @@ def _by_counts(log_weight: Any, finished: Any, uniforms: Any) -> Any:
     return jnp.where(stays, log_weight + counts, -jnp.inf)
 
 
+def _weighed_as_if_kept(log_p: Any, log_q: Any, constant: Any, drafts: Any, trunk: Any, lam: Any) -> Any:
+    """A mistaken `offered`: drafts past a row's end count, for children that stay and for those that leave."""
+    unending = Block(jnp.ones_like(trunk.counted), jnp.zeros_like(trunk.ended))
+    return _OFFERED(log_p, log_q, constant, drafts, unending, lam)
+
+
+def _with_one_behind_children(drafts: Any, child: Any, token: Any, columns: int) -> Any:
+    """A mistaken `block_of`: what stands in the column behind a child that left still belongs to its block."""
+    tokens, last = _BLOCK_OF(drafts, child, token, columns)
+    return tokens, jnp.minimum(last + 1, columns - 1)
+
+
+_OFFERED = branching.offered
+_BLOCK_OF = branching.block_of
 _RUN_OF = cycle.run_of
 _PART = roulette.part
+_LEAVING = branching.leaving
 
 MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "none": [],
@@ -76,12 +92,27 @@ ROULETTE_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "the finished ones always stay": [(roulette, "part", lambda w, done, u: _PART(w, done, jnp.zeros_like(u)))],
     "a coin of counts": [(roulette, "part", _by_counts)],
 }
+BRANCHING_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "mass omitted": [
+        (branching, "leaving", lambda p, q, lam: _LEAVING(p, q, lam) / _LEAVING(p, q, lam).sum(axis=-1, keepdims=True))
+    ],
+    "λ forgotten in what stays": [(branching, "staying", lambda p, q, lam: p - q)],
+    "what stays weighs by exact sampling": [(branching, "staying", lambda p, q, lam: jnp.minimum(p - q, 0))],
+    "children leave for p": [(branching, "following", lambda p, q, source, child, lam: p[source, child])],
+    "bonus behind a child that left": [(branching, "block_of", _with_one_behind_children)],
+    "drafts past an end counted": [(branching, "offered", _weighed_as_if_kept)],
+    "log K + 1 taken off": [
+        (resampling, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1) - jnp.log(3 * w.shape[-1]))
+    ],
+    "the power's normaliser left out": CONTROL_MUTATIONS["the power's normaliser left out"],
+}
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
     with contextlib.ExitStack() as stack:
-        for module, attribute, replacement in {**MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}[name]:
+        mistakes = {**BRANCHING_MUTATIONS, **MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}
+        for module, attribute, replacement in mistakes[name]:
             stack.enter_context(mock.patch.object(module, attribute, replacement))
         yield

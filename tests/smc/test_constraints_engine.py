@@ -65,7 +65,11 @@ def z_scores(program: smc.Program, batches: int = 2) -> dict[str, float]:
     return scores
 
 
-@pytest.mark.parametrize("config", [{"gamma": 2, "draft_temperature": 0.8}, {"gamma": 2, "control": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"gamma": 2, "draft_temperature": 0.8}, {"gamma": 2, "control": 0.3}, {"gamma": 2, "branching": 1.5}],
+    ids=str,
+)
 def test_estimates_are_unbiased(config: dict[str, Any]) -> None:
     scores = z_scores(PAIR.program(MAX_MODEL_LEN, power=1.5, ess_threshold=0.8, **config))
     assert max(map(abs, scores.values())) < 4, scores

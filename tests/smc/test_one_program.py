@@ -64,6 +64,10 @@ def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
     check_one_program(PAIR, 4, smc.step, control=0.1, watchdog=0.5, early_end=True)
 
 
+def test_no_host_and_no_copy_of_the_kv_with_branching() -> None:
+    check_one_program(PAIR, 4, smc.step, branching=2.0)
+
+
 def check_one_program(
     pair: Pair, page_size: int, function: Any, calls: AbstractSet[str] = frozenset(), **options: Any
 ) -> None:

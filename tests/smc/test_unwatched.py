@@ -33,6 +33,7 @@ def reports(seed: int, spread: float = 1.0) -> list[Any]:
                 log_weight=log_weight.astype(np.float32),
                 weighed=weighed.astype(np.int32),
                 length=length.astype(np.int32),
+                ancestors=ancestors.astype(np.int32),
                 resampled=np.bool_(resampled),
                 control=np.float32(0),
                 ess=np.float32(1),
@@ -97,5 +98,9 @@ def test_what_is_said_and_when_nothing_is() -> None:
     assert report(fallen, {}, constrained=True).warning is None
     assert report(fallen, {"power": 2.0}).warning is None
     assert report(fallen, {"watchdog": 9.0}).warning is None
+    branched = report(fallen, {"branching": 2.0})
+    assert branched.warning.endswith("; branching below 2, or more particles, follow it closer")
+    assert report(fallen, {"branching": 1.0}).warning.endswith("; more particles follow it closer")
+    assert branched.control == 0
     calm = next(run for run in RUNS if not alarmed_after(run, PROMPT, USUAL_RATE))
     assert report(calm, {}).warning is None

@@ -21,6 +21,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
 from smcjax.model.params import init_params
 from smcjax.numerics import key_of
+from smcjax.smc import branching
 
 V, TOKENS, GROUPS = 4, 4, 6000
 
@@ -110,29 +111,22 @@ def test_exact_ways_have_evidence_one() -> None:
 
 def test_what_is_biased_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: children that stay weigh p/q beyond λ too, and children that leave weigh nothing for what is left."""
-    children = dense.children
+    leaving = branching.leaving
 
-    def patched(change: Any) -> float:
+    def patched(name: str, change: Any) -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(dense, "children", change)
+            patch.setattr(branching, name, change)
             jax.clear_caches()
             found = max(away(runs(dense.Branching(1.5), n=3, gamma=2)))
         jax.clear_caches()
         return found
 
-    def unbounded(cycle: dense.Cycle, lam: Any) -> dense.Children:
-        free = children(cycle, jnp.inf).log_weight
-        made = children(cycle, lam)
-        return made._replace(log_weight=jnp.concatenate([made.log_weight[:, :-1], free[:, -1:]], axis=1))
+    def massless(log_p: Any, log_q: Any, lam: Any) -> Any:
+        left = leaving(log_p, log_q, lam)
+        return left / jnp.maximum(left.sum(axis=-1, keepdims=True), 1e-30)
 
-    def massless(cycle: dense.Cycle, lam: Any) -> dense.Children:
-        made = children(cycle, lam)
-        return made._replace(
-            log_weight=made.log_weight.at[:, 0].set(jnp.where(jnp.isfinite(made.log_weight[:, 0]), 0, -jnp.inf))
-        )
-
-    assert patched(unbounded) > 4
-    assert patched(massless) > 4
+    assert patched("staying", lambda log_p, log_q, lam: log_p - log_q) > 4
+    assert patched("leaving", massless) > 4
 
 
 def test_children_keep_every_martingale() -> None:
@@ -148,13 +142,14 @@ def test_children_keep_every_martingale() -> None:
             log_p = np.array([[P[1], P[a], P[b]] for a, b in path])
             laws_and_drafts = (jnp.asarray(log_p), jnp.asarray(log_q), jnp.asarray(path))
             cycle = dense.Cycle(*laws_and_drafts, jnp.full(len(path), left), jnp.zeros((1, 1)))
-            family = dense.children(cycle, jnp.asarray(lam))
+            weights, rows = dense.offers(cycle, jnp.asarray(lam)), jnp.arange(len(path))
             chance = np.exp([Q[1, a] + Q[a, b] for a, b in path])
             total = 0.0
-            for row, drafts in enumerate(path):
-                for child in range(gamma + 1):
-                    weight = float(jnp.exp(family.log_weight[row, child]))
-                    for token, mass in enumerate(np.asarray(jax.nn.softmax(family.law[row, child]))):
+            for child in range(gamma + 1):
+                law = branching.following(cycle.log_p, cycle.log_q, rows, jnp.full(len(path), child), lam)
+                for row, drafts in enumerate(path):
+                    weight = float(jnp.exp(weights[row, child]))
+                    for token, mass in enumerate(np.asarray(jax.nn.softmax(law[row]))):
                         kept = (*drafts[:child], token)[:left]
                         total += chance[row] * weight * mass * expected(value, kept)
             assert abs(total - expected(value, ())) < 1e-12
