@@ -107,6 +107,11 @@ class Decoding(abc.ABC):
         return False
 
     @property
+    def overlaps(self) -> bool:
+        """True where drafting a block and scoring one need nothing of each other, so that two devices can do both."""
+        return False
+
+    @property
     def rows(self) -> int:
         """N, rows of a request."""
         return self.speculation.rows
@@ -134,9 +139,17 @@ class Decoding(abc.ABC):
             )
 
     def check_draft(  # noqa: B027
-        self, draft: str, *, full_support: bool, branches: bool, control: float | None = None
+        self,
+        draft: str,
+        *,
+        full_support: bool,
+        branches: bool,
+        reads_target: bool = False,
+        control: float | None = None,
     ) -> None:
         """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes.
+
+        `reads_target` says that it drafts from what the target has computed (`Proposer.taps`).
 
         `control` is a request's own, None the decoder's.
         """
@@ -213,6 +226,10 @@ class SMC(Decoding):
             leaves its drafts behind each number of them for a token of max(p − λq, 0), one keeps them all, each draft
             with a weight of at most λ (`smcjax.smc.branching`). N of a request's N(K + 1) children are drawn in every
             cycle, by `resampling`; all weights are equal then, and `ess_threshold` is not used. Right for any draft.
+        pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
+            (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
+            there is no bonus token (`bonus` is then False), an answer takes one cycle more, and nothing can be
+            rejected: no control, no watchdog.
     """
 
     name = "smc"
@@ -236,6 +253,7 @@ class SMC(Decoding):
     vote_by: Callable[[str], Hashable] | None = None
     early_end: bool = False
     branching: float | None = None
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -257,11 +275,13 @@ class SMC(Decoding):
             raise ValueError(f"vote_by must be a function from a text to an answer, or None, got {self.vote_by!r}.")
         if self.vote_by is not None and self.select != "vote":
             raise ValueError(f"vote_by is set and select is {self.select!r}; use select='vote', or leave it out.")
-        for name in ("bonus", "defer_bonus", "trace", "approximate", "early_end"):
+        for name in ("bonus", "defer_bonus", "trace", "approximate", "early_end", "pipelined"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.branching is not None:
             self._check_branching()
+        if self.pipelined:
+            self._check_pipelined()
         check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
         if self.sparse is not None and is_approximate and not self.approximate:
@@ -271,6 +291,16 @@ class SMC(Decoding):
             )
         if self.approximate and not is_approximate:
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
+
+    def _check_pipelined(self) -> None:
+        """Refuses what would reject drafts, on which others have been built by then; sets `bonus` to False."""
+        for name in ("control", "watchdog", "branching"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"pipelined is True and {name} {getattr(self, name):g}, which would reject drafts that the next "
+                    "block stands on; leave one of them out."
+                )
+        object.__setattr__(self, "bonus", False)
 
     def _check_watchdog(self) -> None:
         """Refuses rates out of range, or without a use."""
@@ -336,20 +366,40 @@ class SMC(Decoding):
         """True where drafts can be rejected."""
         return self.control > 0.0 or self.watchdog is not None or self.branching is not None
 
+    @property
+    def overlaps(self) -> bool:
+        """True of the pipelined cycle."""
+        return self.pipelined
+
     def __str__(self) -> str:
         control = f", control {self.control:g}" if self.control else ""
         control += "" if self.branching is None else f", branching {self.branching:g}"
         watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
         vote = ", vote" if self.select == "vote" else ""
         early = ", early end" if self.early_end else ""
+        early += ", pipelined" if self.pipelined else ""
         return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
+    def check_draft(
+        self,
+        draft: str,
+        *,
+        full_support: bool,
+        branches: bool,
+        reads_target: bool = False,
+        control: float | None = None,
+    ) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1 and with branching.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
         such a draft is, where the target likes it. Branching's children that leave have all that drafts lack.
+        Pipelined, it refuses drafts that wait for the target.
         """
+        if self.pipelined and reads_target:
+            raise ValueError(
+                f"pipelined is True and draft_model is {draft}, which drafts from what the target has computed; use "
+                "pipelined=False, or a draft model that needs none of it."
+            )
         if self.branching is not None:
             return
         if not full_support and (self.control if control is None else control) < 1.0:
@@ -398,6 +448,11 @@ class SMC(Decoding):
             raise ValueError(
                 f"control is {params.control:g} and decoding branches, which takes the place of a control; leave it "
                 "out, or use SMC() without branching."
+            )
+        if self.pipelined and params.control:
+            raise ValueError(
+                f"control is {params.control:g} and the decoder pipelined, which cannot reject drafts that the next "
+                "block stands on; leave control out, or use SMC(pipelined=False)."
             )
         if self.watchdog is not None and params.expression is not None:
             raise ValueError(
@@ -513,7 +568,15 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
 
-    def check_draft(self, draft: str, *, full_support: bool, branches: bool, control: float | None = None) -> None:
+    def check_draft(
+        self,
+        draft: str,
+        *,
+        full_support: bool,
+        branches: bool,
+        reads_target: bool = False,
+        control: float | None = None,
+    ) -> None:
         """Refuses a tree of drafts that cannot branch."""
         if self.tree is not None and not branches:
             raise ValueError(

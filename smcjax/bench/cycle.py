@@ -109,6 +109,7 @@ class CycleResult:
     target_layers: int | None  # of the target's, as many; None: all
     tensor_parallel_size: int  # bytes and rooflines are one device's
     draft_tensor_parallel_size: int
+    separate_draft: bool  # two devices, of which one drafts and one scores: bytes and rooflines are the busier one's
     collectives: str | None  # "peers": devices write into each other's memory where they can; "xla": by XLA alone
     synthetic_kv: bool
     weight_bytes: int  # a cycle
@@ -181,7 +182,7 @@ def budget_of(models: Models, case: Case) -> Budget:
         weights[models.draft] = weight_bytes(models.held_draft, models.draft_quantization)
         page_bytes += models.held_draft.page_bytes(case.page_size)
     return Budget(
-        memory_of_each(models.tensor_parallel_size),
+        memory_of_each(models.devices),
         weights,
         case.num_pages * page_bytes,
         case.num_pages,
@@ -218,7 +219,9 @@ class Bench:
     def __init__(self, models: Models, case: Case, target_params: Params, draft_params: Params | None) -> None:
         self.models, self.case = models, case
         geometry = (case.max_model_len, case.page_size, case.implementation)
-        decoder = make_decoder(case.decoding, models.local_target, models.local_draft, *geometry)
+        decoder = make_decoder(
+            case.decoding, models.local_target, models.local_draft, *geometry, apart=models.separate_draft
+        )
         params = PairParams(target_params, draft_params)
         programs = Programs(models.workspace_bytes(case.implementation))
         self.runner = Runner(decoder, params, case.num_pages, programs, models.spread)
@@ -296,6 +299,10 @@ class Bench:
         models, case, phases = self.models, self.case, self._phases()
         budget = budget_of(models, case)
         ms = statistics.median(window_ms)
+        busy = [phases]
+        if models.separate_draft:
+            busy = [[phase for phase in phases if (phase.name == "verify") == scores] for scores in (False, True)]
+        phases = max(busy, key=lambda own: sum(phase.seconds(rates.bandwidth, rates.flops) for phase in own))
         weights = sum(phase.times * phase.weight_bytes for phase in phases)
         roofline = sum(phase.seconds(rates.bandwidth, rates.flops) for phase in phases) * 1e3
         weight_roofline = weights / rates.bandwidth * 1e3
@@ -317,6 +324,7 @@ class Bench:
             target_layers=models.target_layers,
             tensor_parallel_size=models.tensor_parallel_size,
             draft_tensor_parallel_size=models.tensor_parallel_size if models.draft_divided else 1,
+            separate_draft=models.separate_draft,
             collectives=models.collectives_of(case.implementation),
             synthetic_kv=case.synthetic_kv,
             weight_bytes=weights,

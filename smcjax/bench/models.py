@@ -8,9 +8,9 @@ import functools
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
 from smcjax.engine.loading import prepared
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
-from smcjax.engine.spread import Spread
+from smcjax.engine.spread import Apart, Spread
 from smcjax.model.config import ModelConfig
-from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one
+from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import check_quantization
 from smcjax.numerics import key_of
@@ -22,7 +22,8 @@ class Models:
 
     `attention` names the kind that the target has in all layers; None leaves the shape's own. `target_layers`: how many
     of its layers the target has; None: all. `tensor_parallel_size` devices hold the target together, and the draft
-    where that is `draft_divided`. `collectives` of these are "auto", or "xla": all by XLA.
+    where that is `draft_divided`. `collectives` of these are "auto", or "xla": all by XLA. With `separate_draft` each
+    of two devices has both models whole, and one drafts while the other scores.
     """
 
     target: str
@@ -34,6 +35,7 @@ class Models:
     tensor_parallel_size: int = 1
     draft_divided: bool = False
     collectives: str = "auto"
+    separate_draft: bool = False
 
     def __post_init__(self) -> None:
         for name in (self.target, self.draft):
@@ -58,9 +60,21 @@ class Models:
         """The devices that hold models together; None: one device. Raises ValueError where there are not so many."""
         return devices_of_host(self.tensor_parallel_size) if self.tensor_parallel_size > 1 else None
 
+    @functools.cached_property
+    def apart(self) -> TensorParallel | None:
+        """The two devices of which one drafts. Raises ValueError where there are not two."""
+        return two_devices("separate_draft") if self.separate_draft else None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run the models."""
+        return 2 if self.separate_draft else self.tensor_parallel_size
+
     @property
     def spread(self) -> Spread | None:
         """How programs run on several devices."""
+        if self.apart is not None:
+            return Apart(self.apart, self.target_config)
         if self.parallel is None:
             return None
         draft = self.draft_config if self.draft_divided else None
@@ -116,21 +130,24 @@ class Models:
 
     def require_room(self, *, with_draft: bool) -> None:
         """Raises ValueError where there are not so many devices, or the weights alone are more than their memory."""
-        if self.tensor_parallel_size > 1:
+        if self.separate_draft:
+            two_devices("separate_draft")
+        elif self.tensor_parallel_size > 1:
             devices_of_host(self.tensor_parallel_size)
         weights = {self.target: weight_bytes(self.held_target)}
         if with_draft:
             weights[self.draft] = weight_bytes(self.held_draft)
         mend = "use smaller ones, such as tiny-target and tiny-draft, or fewer layers of the target"
-        require_room_for_weights(weights, mend, self.tensor_parallel_size)
+        require_room_for_weights(weights, mend, self.devices)
 
     def target_params(self, implementation: str) -> Params:
         """Random weights of the target, as `LLM` keeps them for this implementation."""
-        return self._random(self.parallel, self.target_config, 0, self.quantization, implementation)
+        made = self._random(self.parallel, self.target_config, 0, self.quantization, implementation)
+        return made if self.apart is None else self.apart.whole(made)
 
     def draft_params(self, implementation: str) -> Params:
         """Random weights of the draft, as `LLM` keeps them for this implementation."""
-        parallel = self.parallel
+        parallel = self.apart or self.parallel
         if parallel is not None and not self.draft_divided:
             return parallel.whole(self._random(None, self.draft_config, 1, self.draft_quantization, implementation))
         by_layers = None if parallel is None else parallel.by_layers

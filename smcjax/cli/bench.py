@@ -28,7 +28,7 @@ from smcjax.cli.bench_options import (
     shape_decoding,
     shape_models,
 )
-from smcjax.cli.options import add_debug_option
+from smcjax.cli.options import add_debug_option, add_separate_option
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS
 
@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "cycle", help="one decoding step of LLM.generate, against the roofline", description=__doc__
     )
     _add_common_options(cycle, cycles=16)
+    add_separate_option(cycle)
     cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
     cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
@@ -128,6 +129,8 @@ def run_cycle(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--compare has no peer for --tensor-parallel-size {args.tensor_parallel_size}; leave one of them out."
         )
+    if args.compare and args.separate_draft:
+        raise ValueError("--compare has no peer for --separate-draft; leave one of them out.")
     if args.compare and args.target_layers is not None:
         raise ValueError(f"--compare has no peer for --target-layers {args.target_layers}; leave one of them out.")
     from smcjax.bench.cycle import Case, bench_cycle
@@ -283,6 +286,8 @@ def _conditions(result: CycleResult, models: Models) -> str:
 def _devices(result: CycleResult) -> str:
     """The device, or how many; bytes, rates and rooflines beside it are those of each."""
     size, of_draft = result.tensor_parallel_size, result.draft_tensor_parallel_size
+    if result.separate_draft:
+        return f"2 × {result.device} (one drafts, one scores), the busier one"
     if size == 1:
         return result.device
     collectives = ", collectives by XLA" if result.collectives == "xla" else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smcjax.cli.options import QUANTIZATIONS, add_parallel_options, check_output
 from smcjax.cli.parser import whole
-from smcjax.decoders import DECODINGS, Decoding
+from smcjax.decoders import DECODINGS, SMC, Decoding
 
 if TYPE_CHECKING:
     from smcjax.bench.models import Models
@@ -60,7 +60,20 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
 def shape_decoding(args: argparse.Namespace) -> Decoding:
     """The decoder to time."""
     chosen = DECODINGS[args.decoding]
-    return chosen(**{chosen.rows_argument: args.n_particles, "gamma": args.gamma} if chosen.rows_argument else {})
+    sizes = {chosen.rows_argument: args.n_particles, "gamma": args.gamma} if chosen.rows_argument else {}
+    if not getattr(args, "separate_draft", False):  # an option of one benchmark
+        return chosen(**sizes)
+    if chosen is not SMC:
+        raise ValueError(
+            f"--separate-draft is for --decoding smc, whose draft need not wait for the target, got --decoding "
+            f"{args.decoding}; leave one of them out."
+        )
+    if args.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--separate-draft is for two devices that have each model whole, got --tensor-parallel-size "
+            f"{args.tensor_parallel_size}; leave one of them out."
+        )
+    return SMC(n_particles=args.n_particles, gamma=args.gamma, pipelined=True)
 
 
 def shape_models(args: argparse.Namespace) -> Models:
@@ -89,6 +102,7 @@ def shape_models(args: argparse.Namespace) -> Models:
         args.tensor_parallel_size,
         draft_divided=args.tensor_parallel_size > 1 and args.draft_tensor_parallel_size == args.tensor_parallel_size,
         collectives=args.collectives,
+        separate_draft=getattr(args, "separate_draft", False),
     )
     print(f"Making random weights: {models.target}, {models.draft} …", file=sys.stderr)
     return models

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         name: name
         for name in (
             *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            *("control", "watchdog", "early_end", "branching", "approximate"),
+            *("control", "watchdog", "early_end", "branching", "pipelined", "approximate"),
         )
     },
     "rejection": {
@@ -127,6 +127,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="the target's matrices (default: as they are)")
     group.add_argument("--draft-quantization", choices=QUANTIZATIONS, help="the draft's (default: as they are)")
     add_parallel_options(group)
+    add_separate_option(group)
     group.add_argument("--max-model-len", type=whole(2, 1 << 20), metavar="T", help="prompt and answer at most")
     group.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     group.add_argument("--page-size", type=whole(1, 128), metavar="B", help="tokens in a KV page (16; or 128, see LLM)")
@@ -145,6 +146,13 @@ def add_parallel_options(parser: argparse._ActionsContainer, usual_draft: str = 
         type=devices,
         metavar="n",
         help=f"the draft: 1, each of them has all of it, or as many ({usual_draft})",
+    )
+
+
+def add_separate_option(parser: argparse._ActionsContainer) -> None:
+    """Adds the option for two devices, one of which drafts while the other scores."""
+    parser.add_argument(
+        "--separate-draft", action="store_true", help="two devices: one drafts while the other scores (SMC, pipelined)"
     )
 
 
@@ -191,6 +199,12 @@ def add_decoding_options(
         type=float,
         metavar="LAMBDA",
         help="of SMC: draw from weighted children, LAMBDA from 1, in place of a control (off)",
+    )
+    group.add_argument(
+        "--pipelined",
+        action="store_const",
+        const=True,
+        help="of SMC: draft each block while the one before it is scored (wait)",
     )
     group.add_argument("--select", choices=SELECTIONS, help="the answer (sample); vote: by the text behind ####")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
@@ -364,6 +378,7 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "draft_quantization": args.draft_quantization,
         "tensor_parallel_size": args.tensor_parallel_size,
         "draft_tensor_parallel_size": args.draft_tensor_parallel_size,
+        "separate_draft": args.separate_draft,
         "max_model_len": args.max_model_len,
         "page_size": args.page_size,
         "num_pages": args.num_pages,

@@ -61,6 +61,16 @@ def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> In
     return groups.sequences.write_pages(positions, groups.live[:, None] & within, page_size)
 
 
+def written_once(groups: Groups, pages: Int[Array, "R T"]) -> Int[Array, "R T"]:
+    """These pages, of positions that are the same in rows that share them, for the first such row of a group alone."""
+    of_group = groups.by_group(pages)  # [G, N, T]
+    n = of_group.shape[1]
+    earlier = jnp.arange(n)[:, None] > jnp.arange(n)
+    same = of_group[:, :, None] == of_group[:, None]  # [G, N, N, T]
+    taken = (same & earlier[None, :, :, None]).any(axis=2)
+    return jnp.where(taken, TRASH, of_group).reshape(pages.shape)
+
+
 def view_of(
     groups: Groups,
     tokens: Int[Array, "R T"],

@@ -48,6 +48,8 @@ class Program[D: Decoding]:
         constrains: whether they bring `Requests.automaton`, the rows `Sequences.automaton`, and memory the automata.
         scores: whether reports bring the `Scores` of new tokens (`smcjax.decoding.scores`).
         scores_prompts: whether reports of prefill bring those of the prompt's tokens.
+        apart: the mesh axis of two devices, of which one drafts and the other scores at the same time, where the
+            decoder does not need one for the other (`SMC(pipelined=True)`); None: one device does both.
         by: a decoder whose cycles advance the groups in place of `decoding`'s (`smcjax.engine.narrowing`); None: none.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
@@ -65,6 +67,7 @@ class Program[D: Decoding]:
     constrains: bool = False
     scores: bool = False
     scores_prompts: bool = False
+    apart: str | None = None
     by: Decoding | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class Program[D: Decoding]:
                 str(self.proposer),
                 full_support=self.proposer.full_support,
                 branches=self.proposer.branches,
+                reads_target=bool(self.proposer.taps),
                 control=control,
             )
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.cycle_view import pages_at, reserve, view_of
+from smcjax.decoding.cycle_view import pages_at, reserve, view_of, written_once
 from smcjax.decoding.distribution import SamplingDistribution
 from smcjax.decoding.features import fused, remember, taps_of
 from smcjax.decoding.groups import Groups, PairParams
@@ -60,15 +60,27 @@ def propose[S: Groups](
 
 
 def score[S: Groups](
-    program: Program[Any], params: PairParams, groups: S, drafts: Int[Array, "R K"], copies: Copies | None
+    program: Program[Any],
+    params: PairParams,
+    groups: S,
+    drafts: Int[Array, "R K"],
+    copies: Copies | None,
+    *,
+    once: bool = False,
 ) -> tuple[S, Float[Array, "R C V"]]:
-    """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV and features it writes."""
+    """The target's logits behind each of [frontier, d₀ …], C = width tokens a row, whose KV and features it writes.
+
+    With `once`, rows of a group may share pages of these tokens, which then are the same, and the first row writes.
+    """
     width, config, sequences = program.speculation.width, program.target, groups.sequences
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
     view = view_of(groups, tokens, positions, copies, width=width, page_size=program.page_size)
     view = dataclasses.replace(view, sparse=program.speculation.sparse)
+    if once:
+        pages = written_once(groups, view.write_pages)
+        view = dataclasses.replace(view, write_pages=pages, held=view.written())
     plans = plan_attention(config, params.target, view, columns=width)
     taps, draft = taps_of(program), groups.memory.draft
     hidden, cache = paged_hidden_states(config, params.target, groups.memory.target, view, plans, taps)

@@ -60,8 +60,15 @@ def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
         raise ValueError(f"{name} must be {'True, False or None' if or_none else 'True or False'}, got {value!r}.")
 
 
-def check_devices(size: object, of_draft: object) -> None:
+def check_devices(size: object, of_draft: object, separate_draft: object) -> None:
     """Raises ValueError where the two models cannot be held by so many devices."""
+    check_flag("separate_draft", separate_draft)
+    if separate_draft and (size != 1 or of_draft is not None):
+        name = "draft_tensor_parallel_size" if size == 1 else "tensor_parallel_size"
+        raise ValueError(
+            f"separate_draft is True and {name} is {of_draft if size == 1 else size}, but devices of their own have "
+            "each model whole; leave one of them out."
+        )
     check_range("tensor_parallel_size", size, 1, 1 << 10)
     check_range("draft_tensor_parallel_size", of_draft, 1, 1 << 10, or_none=True)
     if of_draft not in (None, 1, size):

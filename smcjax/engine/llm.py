@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections import deque
@@ -57,7 +58,7 @@ from smcjax.engine.settings import require_settings
 from smcjax.engine.turnstile import Turnstile
 from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.errors import RequestsLost
-from smcjax.model.parallel import bytes_on_one, devices_of_host
+from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
 
@@ -107,6 +108,8 @@ class LLM:
         draft_tensor_parallel_size: devices that hold a draft model together: 1, each of the target's then has all of
             it, or as many as the target's, which then divide its layers. None: the target's number where the draft
             shares its weights, and where two devices were quicker so (docs/parallel.md); else 1.
+        separate_draft: two devices, one of which drafts while the other scores, for `SMC(pipelined=True)`. Each has
+            both models whole (docs/parallel.md).
         seed: of requests that bring none.
         share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
             models then stay at their defaults. Close it after this one.
@@ -141,6 +144,7 @@ class LLM:
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         draft_tensor_parallel_size: int | None = None,
+        separate_draft: bool = False,
         seed: int = 0,
         share: LLM | None = None,
         kv_fraction: float = 1.0,
@@ -171,7 +175,7 @@ class LLM:
         check_flag("enable_prefix_caching", enable_prefix_caching)
         check_choice("admission", admission, "worst_case", "optimistic")
         check_flag("compile_at_start", compile_at_start, or_none=True)
-        check_devices(tensor_parallel_size, draft_tensor_parallel_size)
+        check_devices(tensor_parallel_size, draft_tensor_parallel_size, separate_draft)
         check_share("gpu_memory_utilization", gpu_memory_utilization)
         check_share("kv_fraction", kv_fraction)
         if share is not None:
@@ -187,6 +191,7 @@ class LLM:
                 dtype=None if dtype == "auto" else dtype,
                 tensor_parallel_size=None if tensor_parallel_size == 1 else tensor_parallel_size,
                 draft_tensor_parallel_size=draft_tensor_parallel_size,
+                separate_draft=separate_draft or None,
                 implementation=None if implementation in ("auto", share._implementation) else implementation,
             )
             implementation = share._implementation
@@ -207,6 +212,11 @@ class LLM:
                 logger.info("Decoding by %s.", choice)
         self.decoding: Decoding = choice
         drafts = self.decoding.drafts
+        if separate_draft and not self.decoding.overlaps:
+            raise ValueError(
+                f"separate_draft is True and decoding is {self.decoding}, whose draft and target wait for each other; "
+                "use SMC(pipelined=True), or tensor_parallel_size for several devices."
+            )
         of_drafts: dict[str, Any] = {
             "draft_quantization": draft_quantization,
             "draft_drop_layers": draft_drop_layers,
@@ -249,12 +259,17 @@ class LLM:
                 page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
                 accepts=lambda proposer: self.decoding.check_draft(
-                    str(proposer), full_support=proposer.full_support, branches=proposer.branches
+                    str(proposer),
+                    full_support=proposer.full_support,
+                    branches=proposer.branches,
+                    reads_target=bool(proposer.taps),
                 ),
                 parallel=parallel,
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
                 implementation=implementation,
             )
+            if separate_draft:
+                self.models = dataclasses.replace(self.models, apart=two_devices("separate_draft"))
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
@@ -293,8 +308,9 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
+        geometry = (longest, self.page_size, self._implementation)
         decoder = make_decoder(
-            self.decoding, models.local_target, models.local_proposer, longest, self.page_size, self._implementation
+            self.decoding, models.local_target, models.local_proposer, *geometry, apart=models.apart is not None
         )
         workspace = 0 if models.spread is None else models.spread.workspace_bytes(decoder.implementation)
         self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)

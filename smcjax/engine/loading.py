@@ -19,7 +19,7 @@ from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.memory import require_room_for_weights, weight_bytes
 from smcjax.engine.settings import own_settings
-from smcjax.engine.spread import Spread
+from smcjax.engine.spread import Apart, Spread
 from smcjax.model.checkpoint import (
     load_checkpoint,
     load_config,
@@ -34,7 +34,7 @@ from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
 from smcjax.model.nsa_scratch import kept_scores_bytes
-from smcjax.model.parallel import TensorParallel, check_split, held_by_one
+from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
@@ -61,11 +61,17 @@ def make_decoder(
     max_model_len: int,
     page_size: int = USUAL_PAGE_SIZE,
     implementation: str = "auto",
+    *,
+    apart: bool = False,
 ) -> Decoder[Any, Any, Any]:
-    """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`."""
-    return DECODERS[type(decoding)](
+    """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`.
+
+    `apart` says that it runs on two devices of which, where the decoder is pipelined, one drafts and one scores.
+    """
+    decoder = DECODERS[type(decoding)](
         decoding, target, draft if decoding.drafts else None, max_model_len, page_size, implementation
     )
+    return dataclasses.replace(decoder, apart=AXIS) if apart and decoding.overlaps else decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Models:
 
     `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's. With
     `parallel` several devices hold the target together, and where `draft_divided` the draft as well, which each has
-    whole otherwise. Configs are those of whole models.
+    whole otherwise. The two devices `apart` have both models whole. Configs are those of whole models.
     """
 
     tokenizer: Tokenizer | None
@@ -86,15 +92,19 @@ class Models:
     proposes: Proposer | None = None  # instead of a draft model
     parallel: TensorParallel | None = None
     draft_divided: bool = False
+    apart: TensorParallel | None = None
 
     @property
     def devices(self) -> int:
         """The number of devices that run the models."""
-        return 1 if self.parallel is None else self.parallel.size
+        several = self.parallel or self.apart
+        return 1 if several is None else several.size
 
     @property
     def spread(self) -> Spread | None:
         """How programs run on several devices; None on one."""
+        if self.apart is not None:
+            return Apart(self.apart, self.target)
         if self.parallel is None:
             return None
         return Spread(self.parallel, self.target, self.draft if self.draft_divided else None)
@@ -191,6 +201,11 @@ def prepared_models(
     models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
 ) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
+    if models.apart is not None:
+        on_one = dataclasses.replace(models, apart=None)
+        found = prepared_models(on_one, quantization, draft_quantization, implementation)
+        target_params, draft_params = models.apart.whole((found.target_params, found.draft_params))
+        return dataclasses.replace(found, target_params=target_params, draft_params=draft_params, apart=models.apart)
     target_params, draft_params = models.target_params, models.draft_params
     if models.parallel is not None:
         return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
@@ -252,7 +267,8 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
         check_pages(models.draft, page_size)
     if models.proposes is not None:
         of = models.proposes
-        decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches)
+        reads_target = bool(of.taps)
+        decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches, reads_target=reads_target)
     return models
 
 

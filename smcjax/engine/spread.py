@@ -186,6 +186,26 @@ class Spread:
         return jax.tree.map(seen, pieces, is_leaf=lambda part: isinstance(part, PairParams))
 
 
+class Apart(Spread):
+    """Two devices, of which each has all of both models, and one drafts while the other scores.
+
+    In the pipelined cycle alone (`smcjax.decoding.apart`): whatever else there is, both compute. Weights and KV are on
+    both from the first, so nothing is sent when a cycle needs them; of the answers' KV each device keeps one model's.
+    """
+
+    def has_peers(self, implementation: str) -> bool:
+        """False: what devices say to each other in a cycle is one small sum."""
+        return False
+
+    def _map(
+        self, tree: Any, params: Callable[[Any], Any], memory: Callable[[Any], Any], other: Callable[[Any], Any]
+    ) -> Any:
+        return jax.tree.map(other, tree)
+
+    def _seen(self, pieces: Any) -> Any:
+        return pieces
+
+
 @functools.cache  # one remark a process
 def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
     reached = reach_each_other(devices)

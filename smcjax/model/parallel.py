@@ -163,6 +163,16 @@ def devices_of_host(size: int, argument: str = "tensor_parallel_size") -> Tensor
     return TensorParallel(Mesh(np.array(devices[:size]), (AXIS,), axis_types=(AxisType.Auto,)))
 
 
+def two_devices(argument: str) -> TensorParallel:
+    """The first two devices of this process, for a model each. Raises ValueError where there are not two alike."""
+    if len(jax.local_devices()) < 2:
+        raise ValueError(
+            f"{argument} is True and JAX has 1 device here ({jax.local_devices()[0].platform}); use a machine with "
+            "two, or leave it out."
+        )
+    return devices_of_host(2, argument)
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
     """Devices that hold a model together, in a mesh of one axis; without `vocabulary`, its layers alone."""

@@ -37,6 +37,7 @@ class BatchView:
         num_immutable: int32, slots of a row that hold KV before the first forward and that every query sees but for
             windows.
         copies: shared pages to copy before rows write to their copies (`smcjax.kv.make_room`); None for none.
+        held: int32, `written()` of rows for which others of their group write; None: each row writes for itself.
         rows: N, consecutive rows that form a group and may share pages.
         sparse: how selected blocks are read, and which layers select; None: each query by itself, in every layer.
         page_size: B, slots of a page.
@@ -49,6 +50,7 @@ class BatchView:
     lengths: Int[Array, " R"]
     num_immutable: Int[Array, " R"]
     copies: Copies | None = None
+    held: Int[Array, " R"] | None = None
     rows: int = dataclasses.field(default=1, metadata={"static": True})
     sparse: SparseVerification | None = dataclasses.field(default=None, metadata={"static": True})
     page_size: int = dataclasses.field(kw_only=True, metadata={"static": True})
@@ -59,7 +61,9 @@ class BatchView:
         return self.positions % self.page_size
 
     def written(self) -> Int[Array, " R"]:
-        """Slots of each row that hold KV after this forward; 0 for a row that writes nothing."""
+        """Slots of each row that hold KV after this forward; 0 for a row that writes nothing, unless `held` says so."""
+        if self.held is not None:
+            return self.held
         return jnp.max(jnp.where(self.write_pages == TRASH, 0, self.positions + 1), axis=1)
 
 

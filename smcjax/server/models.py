@@ -138,6 +138,7 @@ def label_of(decoding: Decoding) -> str:
         parts += [f"p{decoding.power:g}"] if decoding.power != 1 else []
         parts += [f"b{decoding.branching:g}"] if decoding.branching is not None else []
         parts += ["early"] if decoding.early_end else []
+        parts += ["pipelined"] if decoding.pipelined else []
     elif isinstance(decoding, Rejection):
         parts += [f"n{decoding.n_candidates}"] if decoding.n_candidates > 1 else []
         parts += ["tree" if decoding.tree is not None else f"k{decoding.gamma}"]

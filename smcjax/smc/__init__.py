@@ -12,11 +12,11 @@ from smcjax.decoding.admission import prefill
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.sequences import Requests
-from smcjax.smc.cycle import run, step
 from smcjax.smc.decoder import SMCDecoder
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, start
 from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, State
+from smcjax.smc.steps import run, step
 from smcjax.smc.weights import effective_sample_size
 
 __all__ = [

@@ -67,12 +67,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     return state, dataclasses.replace(info, ran=ran, done=~state.running, scores=of_rows)
 
 
-def run(program: SMCProgram, params: PairParams, state: State, num_cycles: int) -> tuple[State, Info]:
-    """Runs `num_cycles` cycles in one program; Info gets a leading [num_cycles] axis. Ended groups stay frozen."""
-    return jax.lax.scan(lambda state, _: step(program, params, state), state, length=num_cycles)
-
-
-def _tempered(
+def tempered(
     state: State, logits: Float[Array, "R C V"], temperature: Float[Array, " R"], columns: Int[Array, " C"]
 ) -> Float[Array, "R C V"]:
     """`temper`'s logits for these columns of the block, stop tokens impossible where the request's minimum says so."""
@@ -88,17 +83,18 @@ def _tempered(
 
 
 def draft(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Drafts, Copies | None]:
-    """K draft tokens a row with log q, whole where they can be rejected.
+    """K draft tokens a row with log q, whole where they can be rejected."""
+    return propose(program, params, state, draft_law(program, state), keep_logits=program.ragged)
 
-    q has the target's minimum of tokens and constraint, and never truncates.
-    """
-    distribution = SamplingDistribution(
+
+def draft_law(program: SMCProgram, state: State) -> SamplingDistribution:
+    """q, with the target's minimum of tokens and constraint, and never truncated."""
+    return SamplingDistribution(
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
         constraint=row_constraint(state, program.rows),
     )
-    return propose(program, params, state, distribution, keep_logits=program.ragged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +116,7 @@ def verify(
     smc = program.decoding
     state, logits = score(program, params, state, drafts.tokens, copies)
     temperature = state.per_row(state.requests.temperature)
-    logits = _tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
+    logits = tempered(state, logits, temperature, jnp.arange(smc.tokens_per_cycle))
     if program.ragged:
         return state, _scored(program, logits, controlled(program, state, logits, drafts))
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
@@ -259,8 +255,11 @@ def broken(log_weight: Float[Array, "G N"]) -> Bool[Array, " G"]:
 
 
 @jax.named_scope("resample")
-def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tuple[State, Info]:
-    """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report."""
+def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"], *, pending: int = 0) -> tuple[State, Info]:
+    """Resamples the running groups whose ESS is low; `tokens` are the rows' newest block, for the report.
+
+    Copies get the `pending` tokens behind the committed ones as well.
+    """
     smc, log_weight = program.decoding, state.log_weight
     plan = plan_resampling(
         group_keys(state.requests.key, state.cycle, Purpose.RESAMPLE),
@@ -269,7 +268,7 @@ def resample(program: SMCProgram, state: State, tokens: Int[Array, "R C"]) -> tu
         method=smc.resampling,
         threshold=smc.ess_threshold,
     )
-    resampled = fork(state, plan)
+    resampled = fork(state, plan, pending=pending)
     info = Info(
         ran=state.running,
         ess=plan.ess,
@@ -292,10 +291,10 @@ def sources(plan: Resampling) -> Int[Array, " R"]:
     return (jnp.arange(num_groups)[:, None] * n + plan.ancestors).reshape(-1)
 
 
-def fork(state: State, plan: Resampling) -> State:
+def fork(state: State, plan: Resampling, *, pending: int = 0) -> State:
     """Makes every row a copy of its ancestor; resampled groups' mean weight moves into log Ẑ.
 
-    Integers move, keys and values do not.
+    Integers move, keys and values do not. The `pending` tokens behind a row's committed ones are copied too.
     """
     n = plan.ancestors.shape[1]
     source = sources(plan)
@@ -307,7 +306,7 @@ def fork(state: State, plan: Resampling) -> State:
         source,
         plan.offspring.reshape(-1),
         begin=state.per_row(state.requests.prompt_length),
-        end=sequences.length,
+        end=sequences.length + pending,
         group=n,
     )
     automaton = None if sequences.automaton is None else sequences.automaton[source]
@@ -335,7 +334,7 @@ def branch(
     lam, gamma, ran, live = smc.branching, smc.gamma, state.running, state.live
     assert lam is not None
     state, logits = score(program, params, state, drafts.tokens, copies)
-    logits = _tempered(state, logits, state.per_row(state.requests.temperature), jnp.arange(smc.tokens_per_cycle))
+    logits = tempered(state, logits, state.per_row(state.requests.temperature), jnp.arange(smc.tokens_per_cycle))
     laws = laws_of(program, state, logits, drafts)
     stops, limit = state.per_row(state.requests.stops), state.per_row(state.requests.limit)
     trunk = cut_block(drafts.tokens, stops, state.sequences.length, limit)

@@ -9,7 +9,7 @@ import numpy as np
 
 from smcjax.decoders import ALARM, SMC, USUAL_RATE
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
-from smcjax.smc import cycle, lifecycle
+from smcjax.smc import lifecycle, steps
 from smcjax.smc.history import History, alarmed_after, trace_of
 from smcjax.smc.state import Info, State
 
@@ -19,7 +19,7 @@ class SMCDecoder(Decoder[SMC, State, Info]):
 
     begin = lifecycle.begin
     start = lifecycle.start
-    step = cycle.step
+    step = steps.step
     conclude = lifecycle.conclude
 
     def rows_after(self, info: Info) -> RowsAfter:

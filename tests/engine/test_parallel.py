@@ -23,6 +23,7 @@ LAWS = [
         "engine/parallel_laws.py",
         "engine/parallel_turns_laws.py",
         "engine/parallel_drafts_laws.py",
+        "engine/separate_laws.py",
     )
 ]
 

@@ -381,7 +381,7 @@ class Enumeration:
             elif failed:
                 self.failed += chance
             else:
-                for (tokens, _, _), weight in zip(rows, w, strict=True):
+                for (tokens, *_), weight in zip(rows, w, strict=True):
                     if weight > 0:
                         self.measure[tokens] = self.measure.get(tokens, 0.0) + measure * np.exp(log_evidence) * weight
                         self.selected[tokens] = self.selected.get(tokens, 0.0) + chance * weight
@@ -392,7 +392,7 @@ class Enumeration:
         result: dict = {}
         mixed = []
         for (rows, watch), (measure, chance) in populations.items():
-            done = {finished for _, finished, log_weight in rows if log_weight > -np.inf}
+            done = {finished for _, finished, log_weight, *_ in rows if log_weight > -np.inf}
             if len(done) == 2:
                 mixed.append((rows, watch, measure, chance))
             else:
@@ -406,7 +406,7 @@ class Enumeration:
                 (after,) = chunked(functools.partial(_spin, self.mutation), log_weight, finished, uniforms)
                 self.stopped += float(sum(chance * s for (*_, chance), s in zip(mixed, of, strict=True))) * stops
                 for (rows, watch, measure, chance), p, new in zip(mixed, of.tolist(), after.tolist(), strict=True):
-                    kept = tuple((*row[:2], w) for row, w in zip(rows, new, strict=True))
+                    kept = tuple((*row[:2], w, *row[3:]) for row, w in zip(rows, new, strict=True))
                     _add(result, kept, watch, measure * p, chance * p)
         return result
 
@@ -425,9 +425,13 @@ class Enumeration:
             uniforms = np.array([u for *_, u in jobs])
             outs = chunked(functools.partial(fork, self.mutation, self.config.resampling), log_weight, uniforms)
             for (rows, watch, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
-                copies = tuple((*rows[i][:2], float(w)) for i, w in zip(source, fresh, strict=True))
+                copies = self._copies(rows, source.tolist(), fresh.tolist())
                 _add(result, copies, watch, measure * np.exp(log_evidence), chance)
         return result
+
+    def _copies(self, rows: tuple[Any, ...], source: list[int], fresh: list[float]) -> tuple[Any, ...]:
+        """Rows that are copies of these, with new log weights."""
+        return tuple((*rows[i][:2], w, *rows[i][3:]) for i, w in zip(source, fresh, strict=True))
 
     def _judge(self, populations: dict) -> Iterator[tuple[Any, ...]]:
         if populations:
@@ -438,9 +442,9 @@ class Enumeration:
             yield from ((key, mass, v) for (key, mass), v in zip(populations.items(), verdicts, strict=True))
 
 
-def _add(populations: dict, rows: tuple[Row, ...], watch: Watch, measure: float, chance: float) -> None:
+def _add(populations: dict, rows: tuple[Any, ...], watch: Watch, measure: float, chance: float) -> None:
     """Adds mass to a population, known by its log weights, control and excess to 1e-13."""
-    rows = tuple((tokens, finished, round(w, 13)) for tokens, finished, w in rows)
+    rows = tuple((tokens, finished, round(w, 13), *rest) for tokens, finished, w, *rest in rows)
     key = (rows, (watch[0], round(watch[1], 13)))
     old = populations.get(key, (0.0, 0.0))
     populations[key] = (old[0] + measure, old[1] + chance)

@@ -43,6 +43,7 @@ class Row:
     tokens: list[int]
     finished: bool = False
     log_weight: float = 0.0
+    pending: tuple[list[int], list[float]] | None = None  # pipelined: drafts that no target has seen, with log q
 
 
 @dataclasses.dataclass
@@ -231,11 +232,14 @@ def decode(
             if row.finished:
                 continue
             drafts, q = [], []
+            before = row.pending[0] if row.pending else []
             for column in range(config.gamma):
-                logits = law(draft, row.tokens + drafts, config.draft_temperature or ask.temperature)
+                logits = law(draft, row.tokens + before + drafts, config.draft_temperature or ask.temperature)
                 token = draw(logits, cycle, i, Purpose.DRAFT, column)
                 drafts.append(token)
                 q.append(logits[token] - lse(logits))
+            if config.pipelined:
+                (drafts, q), row.pending = row.pending or ([], []), (drafts, q)
             if config.branching is not None:
                 families.append(family(row, drafts))
                 continue
@@ -266,7 +270,7 @@ def decode(
             shape = (1,) if config.resampling == "systematic" else (n,)
             u = np.asarray(jax.random.uniform(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
             ancestors = ancestors_of(counts_of(config.resampling, u, weights, n))
-            rows = [Row(list(rows[a].tokens), rows[a].finished) for a in ancestors]
+            rows = [Row(list(rows[a].tokens), rows[a].finished, pending=rows[a].pending) for a in ancestors]
         cycle += 1
         cycles.append(Cycle(ess, log_weight, resampled, ancestors, [tuple(row.tokens) for row in rows]))
 

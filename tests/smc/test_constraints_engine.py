@@ -38,7 +38,7 @@ def z_scores(program: smc.Program, batches: int = 2) -> dict[str, float]:
         memory = program.create_memory(PAIR.params, GROUPS * program.rows * program.max_pages + 1)
         memory = dataclasses.replace(memory, automata=jax.tree.map(jnp.asarray, tables(FORM.regex, LETTERS)))
         state = smc.init(program, PAIR.params, prompts, requests, memory=memory)
-        state, info = smc.run(program, PAIR.params, state, ASK.max_tokens - 1)
+        state, info = smc.run(program, PAIR.params, state, ASK.max_tokens)
         s, shape = state.sequences, state.log_weight.shape
         tokens, length = s.tokens.reshape(*shape, -1)[:, :, 2:], s.length.reshape(shape) - 2
         weights = jax.nn.softmax(state.log_weight, axis=1)
@@ -67,7 +67,12 @@ def z_scores(program: smc.Program, batches: int = 2) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "config",
-    [{"gamma": 2, "draft_temperature": 0.8}, {"gamma": 2, "control": 0.3}, {"gamma": 2, "branching": 1.5}],
+    [
+        {"gamma": 2, "draft_temperature": 0.8},
+        {"gamma": 2, "control": 0.3},
+        {"gamma": 2, "branching": 1.5},
+        {"gamma": 2, "pipelined": True},
+    ],
     ids=str,
 )
 def test_estimates_are_unbiased(config: dict[str, Any]) -> None:

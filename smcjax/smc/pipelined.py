@@ -1,0 +1,141 @@
+"""The cycle of `SMC(pipelined=True)`: the draft writes the next block while the target scores this one.
+
+A row in flight has committed tokens and behind them a *pending* block of K drafts, which no target has seen. A cycle
+
+    drafts    K tokens behind the pending block, by the draft alone
+    scores    the pending block, by the target alone
+    commits   the pending block with its weights, which makes the new drafts the pending block
+    resamples rows together with their pending blocks
+
+Drafts and scores need nothing of each other, so two devices can compute them at the same time
+(`smcjax.decoding.apart`). Weights decide about a block one cycle later than they would otherwise: copies of a row share
+the pending block and part behind it. The law is unbiased all the same: the block is drawn from q behind its row
+whichever cycle weighs it, and resampling by the weights of the committed tokens keeps expectations of whatever the
+rows carry with them. No bonus token is drawn: the draft has gone on before the target could say it.
+
+Pending tokens and their log q stand where the row's next tokens and log p will, `Sequences.tokens` and `.logprobs`
+from `length` on. In its first cycle a group has no pending block, and nothing to score: an answer takes one cycle more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from smcjax.decoding.apart import Part, run_parts
+from smcjax.decoding.constraints import row_constraint
+from smcjax.decoding.cycle_view import reserve
+from smcjax.decoding.groups import PairParams
+from smcjax.decoding.program import by_implementation
+from smcjax.decoding.proposer import Drafts
+from smcjax.decoding.scores import Scores, by_group, scores
+from smcjax.decoding.speculation import score
+from smcjax.smc.cycle import Proposal, draft_law, resample, tempered, update_running, weigh
+from smcjax.smc.roulette import spin
+from smcjax.smc.state import Info, SMCProgram, State
+from smcjax.smc.weights import draft_increment, logprob_at
+
+
+@by_implementation
+def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, Info]:
+    """Advances every live particle by its K pending tokens and drafts the next K; a group's first cycle only drafts."""
+    ran, waiting = state.running, state.running & (state.cycle == 0)
+    pending = pending_of(state, program.decoding.gamma)
+    state, drafts, proposal = draft_and_score(program, params, state, pending)
+    state = weigh_pending(state, waiting, proposal)
+    if program.decoding.early_end:
+        state = update_running(spin(state))
+    state = put_pending(state, drafts)
+    state, info = resample(program, state, proposal.tokens, pending=program.decoding.gamma)
+    state = dataclasses.replace(state, cycle=state.cycle + ran)
+    of_rows = None if proposal.scores is None else by_group(state, proposal.scores)
+    return state, dataclasses.replace(info, ran=ran, done=~state.running, scores=of_rows)
+
+
+def pending_of(state: State, gamma: int) -> Drafts:
+    """The K tokens behind each row's committed ones, and their log q. In a group's first cycle they say nothing."""
+    sequences = state.sequences
+    columns = sequences.length[:, None] + jnp.arange(gamma)
+    row = jnp.arange(columns.shape[0])[:, None]
+    return Drafts(*(array.at[row, columns].get(mode="clip") for array in (sequences.tokens, sequences.logprobs)))
+
+
+def put_pending(state: State, drafts: Drafts) -> State:
+    """Writes K drafts a row and their log q behind the committed tokens, which hold the block before them by now."""
+    sequences = state.sequences
+    columns = sequences.length[:, None] + jnp.arange(drafts.tokens.shape[1])
+    columns = jnp.where(state.live[:, None], columns, sequences.tokens.shape[1])  # out of range: dropped
+    row = jnp.arange(columns.shape[0])[:, None]
+    sequences = dataclasses.replace(
+        sequences,
+        tokens=sequences.tokens.at[row, columns].set(drafts.tokens, mode="drop"),
+        logprobs=sequences.logprobs.at[row, columns].set(drafts.logprobs, mode="drop"),
+    )
+    return dataclasses.replace(state, sequences=sequences)
+
+
+def ahead_of(state: State, pending: Drafts) -> State:
+    """The state as the draft sees it: pending tokens are committed, and rows that those take to the cap, finished."""
+    gamma, sequences = pending.tokens.shape[1], state.sequences
+    lead = state.per_row(jnp.where(state.cycle == 0, 0, gamma))
+    length = sequences.length + lead
+    capped = (lead > 0) & (length >= state.per_row(state.requests.limit))
+    constraint = row_constraint(state, state.log_weight.shape[1])
+    automaton = None
+    if constraint is not None:
+        none = constraint.stops.shape[1]  # stands for no token
+        automaton = constraint.behind(jnp.where(lead[:, None] > 0, pending.tokens, none)).state
+    longer = dataclasses.replace(sequences, length=length, finished=sequences.finished | capped, automaton=automaton)
+    return dataclasses.replace(state, sequences=longer)
+
+
+@jax.named_scope("draft and score")
+def draft_and_score(
+    program: SMCProgram, params: PairParams, state: State, pending: Drafts
+) -> tuple[State, Drafts, Proposal]:
+    """The next K drafts a row, and the pending block with its weights, each written to its model's KV."""
+    smc, waiting = program.decoding, state.cycle == 0
+    proposer = program.proposer
+    assert proposer is not None
+    ahead, copies = reserve(ahead_of(state, pending), width=program.speculation.width, page_size=program.page_size)
+    own_table = dataclasses.replace(state.sequences, block_table=ahead.sequences.block_table)
+    state = dataclasses.replace(
+        state, sequences=own_table, memory=dataclasses.replace(state.memory, pool=ahead.memory.pool)
+    )
+
+    def drafting(memory: Any) -> tuple[Any, Drafts]:
+        groups = dataclasses.replace(ahead, memory=dataclasses.replace(ahead.memory, draft=memory))
+        drafts, memory = proposer.propose(
+            program.speculation, params.draft, groups, copies, draft_law(program, ahead),
+            page_size=program.page_size,
+        )  # fmt: skip
+        return memory, drafts
+
+    def scoring(memory: Any) -> tuple[Any, tuple[Float[Array, "R K"], Scores | None]]:
+        # Before pending tokens are written, unlike elsewhere: a page to copy may hold some.
+        if copies is not None:
+            memory = memory.copy_pages(copies)
+        groups = dataclasses.replace(
+            state, running=state.running & ~waiting, memory=dataclasses.replace(state.memory, target=memory)
+        )
+        groups, logits = score(program, params, groups, pending.tokens, None, once=True)
+        logits = tempered(groups, logits, groups.per_row(groups.requests.temperature), jnp.arange(smc.gamma))
+        logprobs = logprob_at(logits, pending.tokens)
+        return groups.memory.target, (logprobs, scores(logits, logprobs) if program.scores else None)
+
+    (draft, drafts), (target, (logprobs, of_block)) = run_parts(
+        Part(drafting, state.memory.draft), Part(scoring, state.memory.target), apart=program.apart
+    )
+    state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=target, draft=draft))
+    increments = draft_increment(smc.power, logprobs, pending.logprobs)
+    return state, drafts, Proposal(pending.tokens, increments, logprobs, scores=of_block)
+
+
+def weigh_pending(state: State, waiting: Bool[Array, " G"], proposal: Proposal) -> State:
+    """Commits pending blocks to the live rows and their weights, as `weigh` does; groups that wait have none."""
+    weighed = weigh(dataclasses.replace(state, running=state.running & ~waiting), proposal)
+    return dataclasses.replace(weighed, running=weighed.running | waiting)

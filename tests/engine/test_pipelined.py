@@ -1,0 +1,107 @@
+"""Pipelined SMC through the engine: any mix of requests, streamed, preempted; what is reported and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.engine.test_control import COUNT, MAX_MODEL_LEN, PAGES, ROWS, run
+from tests.engine.test_eagle import TARGET
+from tests.engine.test_engine import fingerprint
+from tests.model.test_eagle import HEAD
+
+FORM = {"type": "regex", "regex": "(ab|c){4,}"}
+
+
+@pytest.fixture(scope="module")
+def pipelined(pair: Pair) -> Iterator[LLM]:
+    smc = {"n_particles": ROWS, "pipelined": True}
+    fields = {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN}
+    with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def answers(pipelined: LLM) -> list[Any]:
+    done = run(pipelined, list(range(COUNT)))
+    for output, tokens, text in done.values():
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text), "streamed is whole"
+    return [done[number][0] for number in range(COUNT)]
+
+
+def test_cycles_give_whole_blocks_but_the_first(answers: list[Any]) -> None:
+    resamples = 0
+    for output in answers:
+        trace, before, done = output.smc.trace, np.ones(ROWS, int), np.zeros(ROWS, bool)
+        for cycle, (ancestors, lengths, finished) in enumerate(
+            zip(trace.ancestors, trace.lengths, trace.finished, strict=True)
+        ):
+            gained = lengths - before[ancestors]
+            assert (gained[~finished] == (3 if cycle else 0)).all()
+            assert not gained[done[ancestors]].any()
+            before, done = lengths, finished
+        assert done.all()
+        resamples += output.metrics.resamples
+    assert resamples > 0
+
+
+def test_few_pages_and_another_order_change_nothing(pipelined: LLM, answers: list[Any]) -> None:
+    done = run(pipelined, list(range(COUNT))[::-1], PAGES)
+    for number, answer in enumerate(answers):
+        output, tokens, text = done[number]
+        assert fingerprint(output) == fingerprint(answer)
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (tokens, text)
+    assert sum(output.metrics.preemptions for output, *_ in done.values()) > 0
+
+
+def test_log_probabilities_and_forms(pipelined: LLM) -> None:
+    """Log p_T of each token is the target's, also within a form."""
+    asked = SamplingParams(seed=3, max_tokens=12, logprobs=2, response_format=FORM)
+    (output,) = pipelined.generate(["ab"], asked, use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.text.replace("ab", "").strip("c") == ""
+    assert len(answer.logprobs) == len(answer.token_ids) == len(answer.top_logprobs) > 3
+    whole = {"prompt_token_ids": [*output.prompt_token_ids, *answer.token_ids]}
+    (read,) = pipelined.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    np.testing.assert_allclose(answer.logprobs, read.prompt_logprobs[-len(answer.token_ids) :], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"control": 0.1}, r"pipelined is True and control 0\.1, which would reject drafts"),
+        ({"watchdog": 0.5}, r"pipelined is True and watchdog 0\.5, which would reject drafts"),
+        ({"branching": 2}, r"pipelined is True and branching 2, which would reject drafts"),
+        ({"pipelined": 1}, "pipelined must be True or False, got 1"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SMC(**{"pipelined": True, **arguments})
+
+
+def test_requests_and_models_that_are_refused(pipelined: LLM, pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"control is 0\.1 and the decoder pipelined, which cannot reject"):
+        pipelined.generate(["ab"], SamplingParams(control=0.1))
+    with pytest.raises(ValueError, match=r"pipelined is True and draft_model is .*EAGLE.*; use pipelined=False"):
+        LLM(TARGET, draft_model=HEAD, decoding=SMC(2, 2, pipelined=True))
+    fields: dict[str, Any] = {"draft_model": pair.draft, "separate_draft": True}
+    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is SMC, N=8, K=8, whose draft and"):
+        LLM(pair.target, **fields)
+    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is target alone"):
+        LLM(pair.target, decoding=Autoregressive(), **fields)
+    fields["decoding"] = SMC(2, 2, pipelined=True)
+    with pytest.raises(ValueError, match=r"separate_draft is True and tensor_parallel_size is 2, but devices of their"):
+        LLM(pair.target, tensor_parallel_size=2, **fields)
+    with pytest.raises(ValueError, match=r"separate_draft is True and draft_tensor_parallel_size is 1, but devices"):
+        LLM(pair.target, draft_tensor_parallel_size=1, **fields)
+    with pytest.raises(ValueError, match=r"separate_draft is True and JAX has 1 device here \(cpu\); use a machine"):
+        LLM(pair.target, **fields)
+    with pytest.raises(ValueError, match="separate_draft must be True or False, got 'yes'"):
+        LLM(pair.target, **{**fields, "separate_draft": "yes"})
