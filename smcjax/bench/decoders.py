@@ -97,10 +97,9 @@ def contenders(
                 result.append(Contender(f"{name}, vote", vote))
                 never = dataclasses.replace(vote, ess_threshold=0.0)
                 result.append(Contender(f"{name}, vote, never resampled", never))
-        result += [
-            Contender(f"SMC, N={n}, K={gamma}, branching {lam:g}", SMC(n, gamma, branching=lam, **by))
-            for n, lam in itertools.product(particles, branching)
-        ]
+        for n, lam in itertools.product(particles, branching):
+            smc = SMC(n_particles=n, gamma=gamma, branching=lam, approximate=approximate, **by)
+            result.append(Contender(f"SMC, N={n}, K={gamma}, branching {lam:g}", smc))
     return result
 
 

@@ -52,7 +52,7 @@ class Trace:
     selected: int = 0  # the row that answered
     tokens: Sequence[list[list[int]]] = ()  # [C][N] what each row went on with, before resampling
     log_evidences: np.ndarray | None = None  # [C] float64, log Ẑ as if the request ended after the cycle
-    branched: bool = False  # rows were copies before they went on: `tokens` and `Cycle.branched` are about the copies
+    branched: bool = False  # rows were copied first, as `Cycle.branched` says: `tokens` are then the copies'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +154,7 @@ class Cycle:
     ess: float | None = None  # likewise
     resampled: bool = False
     log_evidence: float | None = None  # log Ẑ as if the request ended after the cycle; None as above
-    branched: bool = (
-        False  # rows were resampled first, by what their children weigh, and then given tokens of their own
-    )
+    branched: bool = False  # rows were resampled first, by their children's weights, and then given their own tokens
 
 
 @dataclasses.dataclass(frozen=True)

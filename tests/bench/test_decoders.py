@@ -67,7 +67,8 @@ def test_contenders_that_branch() -> None:
 def test_contenders_that_verify_alike() -> None:
     """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
     shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
-    target, draft, *others = contenders([2], [4], [], None, shared, approximate=True)
+    target, draft, *others = contenders([2], [4], [], None, shared, True, branching=[2.0])
+    assert str(others[-1].decoding).startswith("SMC, N=2, K=4, branching 2, shared")
     assert (target.decoding, draft.decoding) == (Autoregressive(schedule), Autoregressive())
     assert {one.decoding.speculation.sparse for one in others} == {shared}
     assert target.exact

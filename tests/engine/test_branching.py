@@ -65,6 +65,25 @@ def _first_rows(first: list[list[int]], ancestors: np.ndarray) -> list[list[int]
     return rows
 
 
+def test_cycles_replayed_as_they_come_are_the_population(branched: LLM) -> None:
+    """By what docs/usage.md says of them; with copies made after tokens, as elsewhere, they are not."""
+    chunks = list(branched.generate_stream(prompt(1), SamplingParams(seed=1, ignore_eos=True, trace=True)))
+    output = chunks[-1].output
+    assert output is not None
+    assert output.smc is not None
+    first, *others = (chunk.cycle for chunk in chunks if chunk.cycle is not None)
+    assert not first.branched
+    rows = tokens_late = [list(block) for block in first.blocks]
+    for cycle in others:
+        assert cycle.branched
+        late = [row + block for row, block in zip(tokens_late, cycle.blocks, strict=True)]
+        tokens_late = [late[ancestor] for ancestor in cycle.ancestors]
+        rows = [rows[ancestor] + block for ancestor, block in zip(cycle.ancestors, cycle.blocks, strict=True)]
+    particles = [particle.token_ids for particle in output.smc.particles]
+    assert rows == particles
+    assert tokens_late != particles
+
+
 def test_few_pages_and_another_order_change_nothing(branched: LLM, answers: Run) -> None:
     """Two at a time in the pages of one: some are preempted, all have their tokens, and streams hold."""
     done = run(branched, list(range(COUNT))[::-1], PAGES)
