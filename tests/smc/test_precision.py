@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import pytest
 from smcjax import SMC, smc
 from smcjax.decoders import COLDEST, SHARPEST
 from smcjax.decoding.sampling import log_softmax_at
+from smcjax.decoding.sequences import Block
 from smcjax.decoding.speculation import Drafts
 from smcjax.model import init_params
-from smcjax.smc import cycle
+from smcjax.smc import branching, cycle
+from smcjax.smc.weights import temper
 from tests.helpers import tiny_config
 from tests.smc.enumeration import _state as empty_state
 
@@ -103,6 +106,43 @@ def test_the_control_logits_that_are_not_relative(
     )
     found = increments(logits, tokens, power, temperature, monkeypatch)
     assert np.abs(found - exact(logits, tokens, power, temperature)).max() > NATS
+
+
+def children(
+    logits: np.ndarray, off: np.ndarray, tokens: np.ndarray, power: float, temperature: float, lam: float
+) -> np.ndarray:
+    """[R, K + 1] in float64: log weights of branching's children, q being of `off` at the same temperature."""
+    tempered, of_draft = (x.astype(np.float64) / np.float64(np.float32(temperature)) for x in (logits, off))
+    log_p = power * tempered - log_total(power * tempered)[..., None]
+    log_q = of_draft - log_total(of_draft)[..., None]
+    constant = log_total(power * tempered) - power * log_total(tempered)
+    at_p, at_q = (np.take_along_axis(x[:, :GAMMA], tokens[..., None], -1)[..., 0] for x in (log_p, log_q))
+    kept = np.cumsum(constant[:, :GAMMA] + np.minimum(at_p - at_q, np.log(lam)), axis=1)
+    kept = np.concatenate([np.zeros((ROWS, 1)), kept], axis=1)
+    with np.errstate(divide="ignore"):
+        mass = np.log(np.maximum(np.exp(log_p[:, :GAMMA]) - lam * np.exp(log_q), 0).sum(-1))
+    return kept + constant + np.concatenate([mass, np.zeros((ROWS, 1))], axis=1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "control: bfloat16"])
+def test_children_are_exact_to_a_thousandth(dtype: Any) -> None:
+    """Branching's: a row's total weight in nats and each child's share of it, made of small differences of p and λq."""
+    logits, rng = real_logits(1), np.random.default_rng(5)
+    off = logits[:, :GAMMA] + rng.normal(0, 0.5, logits[:, :GAMMA].shape).astype(np.float32)
+    apart = []
+    for power, temperature, lam in ((1.0, 1.0, 1.0), (1.0, 0.7, 2.0), (1000.0, 1.0, 2.0), (1.0, 1.0, 1e6)):
+        t = np.float32(temperature)
+        tokens = np.argmax(off / t + rng.gumbel(size=off.shape), axis=-1).astype(np.int32)
+        tempered = temper(jnp.asarray(logits), jnp.full((ROWS, 1), t))
+        laws = cycle.Laws.of(power, tempered, jnp.asarray(off / t, dtype).astype(jnp.float32))
+        trunk = Block(counted=jnp.ones((ROWS, GAMMA), bool), ended=jnp.zeros(ROWS, bool))
+        offers = branching.offered(laws.target, laws.draft, laws.constant, jnp.asarray(tokens), trunk, lam)
+        expected, found = children(logits, off, tokens, power, temperature, lam), np.asarray(offers, np.float64)
+        totals = log_total(expected), log_total(found)
+        apart.append(np.abs(totals[1] - totals[0]).max())
+        shares = np.exp(expected - totals[0][:, None]), np.exp(found - totals[1][:, None])
+        apart.append(np.abs(shares[1] - shares[0]).max())
+    assert (max(apart) < NATS) == (dtype == jnp.float32), apart
 
 
 def test_a_token_that_is_forbidden_costs_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
