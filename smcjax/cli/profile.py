@@ -82,6 +82,11 @@ def run(args: argparse.Namespace) -> int:
     check_task(args)
     if args.model is not None and args.draft_model is None and args.draft_drop_layers is None:
         args.decoding = "autoregressive"
+    if args.separate_draft:
+        raise ValueError(
+            "--separate-draft is for pipelined SMC, which profile does not measure; leave it out: other decoders run "
+            "on two such devices as on one."
+        )
     check_models(args)
     has_draft = args.decoding == "rejection"
 

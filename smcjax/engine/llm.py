@@ -246,6 +246,7 @@ class LLM:
             self.models: Models = models_for(self.decoding, share.models, checked_size)
         else:
             parallel = devices_of_host(tensor_parallel_size) if tensor_parallel_size > 1 else None
+            apart = two_devices("separate_draft") if separate_draft else None
             self.models = load_models(
                 model,
                 draft_model,
@@ -268,8 +269,7 @@ class LLM:
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
                 implementation=implementation,
             )
-            if separate_draft:
-                self.models = dataclasses.replace(self.models, apart=two_devices("separate_draft"))
+            self.models = dataclasses.replace(self.models, apart=apart)
         try:
             if share is None:
                 self.models = prepared_models(self.models, quantization, draft_quantization, implementation)

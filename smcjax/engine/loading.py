@@ -202,10 +202,7 @@ def prepared_models(
 ) -> Models:
     """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
     if models.apart is not None:
-        on_one = dataclasses.replace(models, apart=None)
-        found = prepared_models(on_one, quantization, draft_quantization, implementation)
-        target_params, draft_params = models.apart.whole((found.target_params, found.draft_params))
-        return dataclasses.replace(found, target_params=target_params, draft_params=draft_params, apart=models.apart)
+        return _prepared_on_both(models, models.apart, quantization, draft_quantization, implementation)
     target_params, draft_params = models.target_params, models.draft_params
     if models.parallel is not None:
         return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
@@ -246,6 +243,25 @@ def _prepared_on_all(
         )
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
     return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+
+
+def _prepared_on_both(
+    models: Models,
+    apart: TensorParallel,
+    quantization: str | None,
+    draft_quantization: str | None,
+    implementation: str,
+) -> Models:
+    """`prepared_models` whole on each of two devices. What the models share, each device has once as well."""
+    on_one = dataclasses.replace(models, apart=None)
+    found = prepared_models(on_one, quantization, draft_quantization, implementation)
+    target_params = apart.whole(found.target_params)
+    draft_params = found.draft_params
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    else:
+        draft_params = apart.whole(draft_params)
+    return dataclasses.replace(found, target_params=target_params, draft_params=draft_params, apart=apart)
 
 
 def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Models:

@@ -201,9 +201,15 @@ def load(
         if isinstance(one, Auto) and profile is not None:
             Planned(profile, one, has_draft=has_draft, max_num_seqs=max_num_seqs)
     profiles: list[dict[str, Any]] = [{"profile": profile} if isinstance(one, Auto) else {} for one in decodings]
-    # Whoever needs a draft loads it for all. Decoders by a profile may turn out to need none.
-    drafting = sorted((isinstance(one, Auto), at) for at, one in enumerate(decodings) if one.drafts)
-    first = drafting[0][1] if drafting else 0
+    # Whoever needs a draft loads it for all, on devices that somebody needs. Decoders by a profile may turn out to need
+    # none.
+    separate = bool(of_models.get("separate_draft"))
+    drafting = sorted(
+        (isinstance(one, Auto), separate and not (isinstance(one, Decoding) and one.overlaps), at)
+        for at, one in enumerate(decodings)
+        if one.drafts
+    )
+    first = drafting[0][-1] if drafting else 0
     llms: dict[int, AsyncLLM] = {}
     try:
         llms[first] = AsyncLLM(model, decoding=decodings[first], **profiles[first], **{**of_models, **per_llm})

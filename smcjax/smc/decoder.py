@@ -78,6 +78,8 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         if lam is not None:
             mend = "more particles follow" if lam == 1 else f"branching below {lam:g}, or more particles, follow"
             return f"{fallen}{mend} it closer"
+        if self.decoding.pipelined:
+            return f"{fallen}more particles follow it closer, and a control, without pipelined, rejects such drafts"
         return f"{fallen}a control above {control:g} rejects such drafts, and a watchdog raises it where it must"
 
     def _raised(self, cycles: int, raised: int, control: float) -> str:

@@ -44,6 +44,7 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
         (("--sparse-groups", "4"), "--sparse-groups are about --sparse-modes, and there are none"),
         (("--temperature", "0", "--particles", "4"), "temperature is 0"),
         (("--budget", "0"), "must be a number above 0"),
+        (("--separate-draft",), "--separate-draft is for pipelined SMC, which profile does not measure"),
         (("--draft-model", "x"), "--draft-model is given and --model is not"),
     ],
 )

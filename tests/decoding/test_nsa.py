@@ -167,9 +167,9 @@ def test_tokens_are_the_targets(decoding: Any, draft: ModelConfig | None, page_s
         assert set(accepted.tolist()) == set(range(decoding.gamma + 1))
 
 
-def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET) -> None:
+def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET, **config: Any) -> None:
     """Every row of SMC is plain Python's. Every cycle resamples, and 3 tokens a cycle keep no step with pages."""
-    decoding = smc.SMC(n_particles=3, gamma=2, ess_threshold=1.0)
+    decoding = smc.SMC(**{"n_particles": 3, "gamma": 2, "ess_threshold": 1.0, **config})
     program = dataclasses.replace(program_of(decoding, draft, page_size), target=target)
     state, infos = finished(program, pair_of(draft), SAMPLED)
     assert any(np.asarray(info.resampled).any() for info in infos)
@@ -185,6 +185,11 @@ def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET) 
 def test_smc_equals_plain_python(draft: ModelConfig, page_size: int) -> None:
     """Forks and resampling give every row the keys that it would have alone."""
     check_smc(draft, page_size)
+
+
+def test_pipelined_smc_equals_plain_python() -> None:
+    """Rows share pages of pending blocks, and one of them writes these tokens and bears those that they compress to."""
+    check_smc(DENSE_DRAFT, 2, gamma=4, pipelined=True)
 
 
 class ByLogicalPage(NSA):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench.cycle import Bench, Case, Rates
 from smcjax.bench.models import Models
 from smcjax.decoding import apart
+from smcjax.engine.fingerprints import fingerprints
 from smcjax.engine.scheduler import ChunkLengths
 from tests.checkpoints import write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, asked, collectives, same_everywhere, told
@@ -48,8 +50,9 @@ def two(pair: tuple[str, str]) -> Iterator[LLM]:
 
 def test_tokens_are_those_of_one_device(pair: tuple[str, str], two: LLM) -> None:
     with of(pair) as one:
-        want = asked(one)
+        want, whose = asked(one), fingerprints(one.models)
     assert asked(two) == want
+    assert fingerprints(two.models) == whose, "what one device was measured to take, two take as well"
     integers_alike(two)
     assert two.models.devices == 2
 
@@ -73,6 +76,21 @@ def test_each_device_computes_its_own_part(two: LLM) -> None:
     for cache, keeper in ((memory.draft, 0), (memory.target, 1)):
         written = [np.asarray(shard.data).any(axis=(2, 3)).sum() for shard in cache.keys[0].addressable_shards]
         assert written[keeper] > 3 * written[1 - keeper] > 0, "prompts are read by both"
+
+
+def test_a_draft_of_the_targets_layers_shares_them(tmp_path: Path) -> None:
+    """On each device, as on one."""
+    target = write_model(tmp_path, 264, 1, **{**TARGET_SHAPE, "num_layers": 2})
+    fields = {**FIELDS, "draft_drop_layers": (1,), "separate_draft": True}
+    with LLM(target, decoding=DECODING, compile_at_start=False, **fields) as llm:
+        kept = [shard.data.unsafe_buffer_pointer() for shard in shards(llm.models.target_params)]
+        shared = [shard.data.unsafe_buffer_pointer() for shard in shards(llm.models.draft_params)]
+    assert len(shared) > 10
+    assert not set(shared) - set(kept)
+
+
+def shards(params: Any) -> list[Any]:
+    return [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
 
 
 def test_control_devices_must_be_told(pair: tuple[str, str], two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,16 @@ def test_cycles_give_whole_blocks_but_the_first(answers: list[Any]) -> None:
     assert resamples > 0
 
 
+def test_a_warning_says_what_can_be_done(answers: list[Any]) -> None:
+    """A pipelined decoder has no control to raise."""
+    warnings = [output.smc.warning for output in answers if output.smc.warning is not None]
+    assert warnings
+    for warning in warnings:
+        assert warning.endswith(
+            "more particles follow it closer, and a control, without pipelined, rejects such drafts"
+        )
+
+
 def test_few_pages_and_another_order_change_nothing(pipelined: LLM, answers: list[Any]) -> None:
     done = run(pipelined, list(range(COUNT))[::-1], PAGES)
     for number, answer in enumerate(answers):
@@ -102,6 +112,6 @@ def test_requests_and_models_that_are_refused(pipelined: LLM, pair: Pair) -> Non
     with pytest.raises(ValueError, match=r"separate_draft is True and draft_tensor_parallel_size is 1, but devices"):
         LLM(pair.target, draft_tensor_parallel_size=1, **fields)
     with pytest.raises(ValueError, match=r"separate_draft is True and JAX has 1 device here \(cpu\); use a machine"):
-        LLM(pair.target, **fields)
+        LLM("/nowhere", **fields)  # before models are looked for
     with pytest.raises(ValueError, match="separate_draft must be True or False, got 'yes'"):
         LLM(pair.target, **{**fields, "separate_draft": "yes"})

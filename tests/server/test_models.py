@@ -74,6 +74,13 @@ def test_a_profile_is_for_auto(pair_on_disk: Pair) -> None:
         load(pair_on_disk.target, [Autoregressive()], profile="profile.json")
 
 
+def test_devices_are_those_of_the_decoder_that_needs_them(pair_on_disk: Pair) -> None:
+    """Whichever comes first, the pipelined one loads the models; here is one device."""
+    decoders = [Rejection(2), SMC(2, 2, pipelined=True)]
+    with pytest.raises(ValueError, match=r"^separate_draft is True and JAX has 1 device here"):
+        load(pair_on_disk.target, decoders, draft_model=pair_on_disk.draft, separate_draft=True)
+
+
 def test_listed(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [model.id for model in client.models.list()] == ["pair", SMC_NAME, EXACT_NAME]
     one = client.models.retrieve(SMC_NAME)
