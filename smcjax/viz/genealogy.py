@@ -49,15 +49,15 @@ def families(ancestors: np.ndarray, most: int) -> np.ndarray:
 def finished_nodes(trace: TraceFile) -> np.ndarray:
     """[C+1, N] bool: sequences known to have ended by then.
 
-    Every cycle says who had ended after it. Of those before the first, only descendants tell: a row that the cycle
-    does not advance had ended before. And the request is over: unless it failed, what still has weight at the end has
-    ended, be it by a stop string.
+    Every cycle says who had ended after it. Of those before the first, only descendants tell: a row that has ended and
+    was not advanced by the cycle had ended before; a pipelined decoder's first cycle advances nobody. And the request
+    is over: unless it failed, what still has weight at the end has ended, be it by a stop string.
     """
     cycles, n = trace.ancestors.shape
     finished = np.zeros((cycles + 1, n), bool)
     finished[1:] = trace.finished
     if cycles:
-        finished[0, trace.ancestors[0][trace.lengths[0] == 1]] = True
+        finished[0, trace.ancestors[0][(trace.lengths[0] == 1) & trace.finished[0]]] = True
     if np.isfinite(trace.log_evidence):
         finished[cycles] |= np.isfinite(trace.final_log_weights)
     return finished

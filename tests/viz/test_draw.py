@@ -92,6 +92,15 @@ def test_finished_nodes(cycles: int, n: int, seed: int, gamma: int, failed: bool
         np.testing.assert_array_equal(np.flatnonzero(finished[0]), np.unique(seen).astype(int))
 
 
+def test_rows_that_a_first_cycle_does_not_advance_have_not_ended() -> None:
+    """As in a pipelined decoder's, which only drafts; those that end with their first token have."""
+    made = history(3, 4, seed=1, gamma=2).trace
+    lengths, finished = made.lengths.copy(), made.finished.copy()
+    lengths[0], finished[0] = 1, [True, False, False, False]
+    found = finished_nodes(dataclasses.replace(made, lengths=lengths, finished=finished))
+    assert np.flatnonzero(found[0]).tolist() == [made.ancestors[0, 0]]
+
+
 # ------------------------------------------------------------------------------------------------------ weights
 
 
