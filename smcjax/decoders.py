@@ -229,7 +229,7 @@ class SMC(Decoding):
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
             there is no bonus token (`bonus` is then False), an answer takes one cycle more, and nothing can be
-            rejected: no control, no watchdog.
+            rejected: no control, no watchdog, no branching.
     """
 
     name = "smc"
