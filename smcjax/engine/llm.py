@@ -269,10 +269,10 @@ class LLM:
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
                 implementation=implementation,
             )
-            self.models = dataclasses.replace(self.models, apart=apart)
         try:
             if share is None:
-                self.models = prepared_models(self.models, quantization, draft_quantization, implementation)
+                loaded = dataclasses.replace(self.models, apart=apart)
+                self.models = prepared_models(loaded, quantization, draft_quantization, implementation)
             if self._planned is None:
                 self.decoding = usual_reading(self.decoding, self.models, page_size, implementation)
             else:
