@@ -51,7 +51,8 @@ def process(pair: Pair) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of the target alone, and its URL."""
     options = ["--model", pair.target, "--decoding", "autoregressive", "--port", "0", "--max-model-len", "1024"]
     command = [sys.executable, "-c", SLOW, "serve", *options, "--page-size", "4", "--max-num-seqs", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NPROC": "2"}) as process:
+    settings = {**os.environ, "NPROC": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings) as process:
         assert process.stderr is not None
         found = None
         while found is None:
