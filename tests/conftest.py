@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ from tests.interpreted import hand_arrays_over  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
 from tests.passes import leave_llvm_passes_out  # noqa: E402
+from tests.patched import changes_programs  # noqa: E402
 from tests.sizes import one_size  # noqa: E402
 from tests.weights import draw_on_the_host  # noqa: E402
 
@@ -119,6 +120,9 @@ WITH_LLVM_PASSES = {
 }
 
 
+_every_patch = True
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All compiled programs stay in pytest's cache, none in the user's."""
@@ -139,6 +143,8 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     file = request.path.relative_to(Path(__file__).parent)
     leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
+    global _every_patch
+    _every_patch = file.as_posix() in COMPILED_AT_ONCE
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     with (
         contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size(),
@@ -152,16 +158,17 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.freeze()  # what is left lives as long as the process, modules above all: no later collection looks at it
 
 
-def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:
+def _forget_programs(method: Callable[..., Any], targets: Callable[..., Iterable[Any]]) -> Callable[..., Any]:
     """Makes a patch a moment after which programs are compiled anew, since what they are made of may be another.
 
-    Programs that were asked for before it and wait for their first call are compiled without it.
+    Programs that were asked for before it and wait for their first call are compiled without it. In files about what is
+    compiled every patch is one; in others those are not that nothing of a program can be made of (`patched.py`).
     """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if method.__name__ == "undo" and not args[0]._setattr:
-            return method(*args, **kwargs)  # of nothing that a program is made of
+        if not any(_every_patch or changes_programs(target) for target in targets(*args)):
+            return method(*args, **kwargs)
         Later.none_is_left()
         try:
             return method(*args, **kwargs)
@@ -171,9 +178,13 @@ def _forget_programs(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for patching, begin, end in ((pytest.MonkeyPatch, "setattr", "undo"), (unittest.mock._patch, "__enter__", "__exit__")):
-    for name in (begin, end):
-        setattr(patching, name, _forget_programs(getattr(patching, name)))
+for patching, method, targets in (
+    (pytest.MonkeyPatch, "setattr", lambda patch, target, *_: [target]),
+    (pytest.MonkeyPatch, "undo", lambda patch: [target for target, _, _ in patch._setattr]),
+    (unittest.mock._patch, "__enter__", lambda patch: [patch.getter()]),
+    (unittest.mock._patch, "__exit__", lambda patch, *_: [patch.target]),
+):
+    setattr(patching, method, _forget_programs(getattr(patching, method), targets))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
