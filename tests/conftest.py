@@ -192,10 +192,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A worker takes a file at a time; were a long one left for the end, the other worker would have nothing beside it.
     """
-    slow = {item.path for item in items if "slow" in item.keywords}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # not by keyword: a directory may have that name
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -1,191 +1,24 @@
-"""The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second.
-
-`smcjax.engine.loading.make_decoder` builds the `smcjax.decoding.decoder.Decoder` of each, which computes.
-"""
+"""The choice of SMC, with all its options."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
-from smcjax.plain import plain_numbers, short, use_plain_numbers
+from smcjax.decoders.base import COLDEST, Decoding, Speculation, in_words
+from smcjax.plain import short, use_plain_numbers
 from smcjax.sparse import SparseVerification
-from smcjax.trees import ORDERS, DraftTree
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
-SELECTIONS = ("sample", "best", "vote")  # of SMC's answer
-VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
-SIBLINGS = ("sampled", "top")  # of a draft tree
+SELECTIONS = ("sample", "best", "vote")  # of the answer
 
-MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported
-
-# Beyond these float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
+# Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
 ALARM = 3.0  # nats by which evidence falls short of a rate before a control is raised, or a warning given
 USUAL_RATE = 0.5  # nats a token: SMC without a watchdog says where evidence falls faster (docs/usage.md, "Control")
-COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """The static numbers of a cycle.
-
-    Attributes:
-        rows: N, rows of a group.
-        gamma: K, draft tokens of a row; 0 without a draft.
-        bonus: whether the target forward also covers the last draft, so that a token more can be drawn behind it.
-        defers: whether the draft lacks the KV of the token before the frontier when a cycle starts, so that its first
-            forward is over two tokens.
-        draft_temperature: T_q; None: the request's.
-        tree: the drafts' tree, K deep, in place of a chain of K; None: a chain.
-        siblings: how children of one node of the tree are chosen, one of `SIBLINGS`.
-        order: the order in which the target's forward sees the tree's nodes, one of `smcjax.trees.ORDERS`.
-        sparse: how the target's selected blocks are read behind the prompt; None: each query by itself.
-    """
-
-    rows: int
-    gamma: int
-    bonus: bool = True
-    defers: bool = True
-    draft_temperature: float | None = None
-    tree: DraftTree | None = None
-    siblings: str = "sampled"
-    order: str = "bfs"
-    sparse: SparseVerification | None = None
-
-    @property
-    def width(self) -> int:
-        """Tokens of a block: positions that the target's forward covers."""
-        return self.gamma + 1 if self.bonus else self.gamma
-
-    @property
-    def drafts(self) -> int:
-        """Draft tokens of a row."""
-        return self.gamma if self.tree is None else self.tree.size - 1
-
-    @property
-    def scored(self) -> int:
-        """Tokens of a row that the target's forward scores: a block's, or all nodes of a tree."""
-        return self.width if self.tree is None else self.tree.size
-
-
-class Decoding(abc.ABC):
-    """A choice of decoder, as `LLM(decoding=…)` takes it.
-
-    Attributes:
-        name: the decoder's, in options and reports.
-        drafts: whether it needs a draft model.
-        weighted: whether the rows of a request are weighted particles.
-        rows_argument: the argument that says how many rows a request has; None where there is one.
-        agrees: whether the rows of a request agree between cycles, which is all that they have pages for then.
-    """
-
-    name: ClassVar[str]
-    drafts: ClassVar[bool] = True
-    weighted: ClassVar[bool] = False
-    rows_argument: ClassVar[str | None] = None
-    agrees: ClassVar[bool] = False
-
-    @property
-    @abc.abstractmethod
-    def speculation(self) -> Speculation:
-        """The numbers of a cycle that draft and verification need."""
-
-    @property
-    def exact(self) -> bool:
-        """True where answers are distributed exactly as the target's, which approximate sparse modes are not."""
-        sparse = self.speculation.sparse
-        return sparse is None or sparse.precision != "approximate"
-
-    @property
-    def ragged(self) -> bool:
-        """True where drafts can be rejected: a cycle may give a row fewer than `tokens_per_cycle` tokens."""
-        return False
-
-    @property
-    def overlaps(self) -> bool:
-        """True where drafting a block and scoring one need nothing of each other, so that two devices can do both."""
-        return False
-
-    @property
-    def rows(self) -> int:
-        """N, rows of a request."""
-        return self.speculation.rows
-
-    @property
-    def drafts_per_cycle(self) -> int:
-        """Draft tokens of a request in a cycle."""
-        return self.speculation.rows * self.speculation.drafts
-
-    @property
-    def tokens_per_cycle(self) -> int:
-        """Tokens by which a cycle advances a row, at most where drafts can be rejected."""
-        return self.speculation.width
-
-    @abc.abstractmethod
-    def __str__(self) -> str:
-        """A few words for a line of figures."""
-
-    def check(self, params: Any) -> None:
-        """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
-        if params.control is not None:
-            raise ValueError(
-                f"control is {params.control:g} and decides what SMC rejects, but decoding is {self.name}; leave it "
-                "out, or use decoding=SMC()."
-            )
-
-    def check_draft(  # noqa: B027
-        self,
-        draft: str,
-        *,
-        full_support: bool,
-        branches: bool,
-        reads_target: bool = False,
-        control: float | None = None,
-    ) -> None:
-        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes.
-
-        `reads_target` says that it drafts from what the target has computed (`Proposer.taps`).
-
-        `control` is a request's own, None the decoder's.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class Autoregressive(Decoding):
-    """Decoding by the target model alone.
-
-    Attributes:
-        sparse: by its `schedule` layers of a sparse target take the blocks of earlier ones behind the prompt. Groups of
-            one query, "merged" ones, compute the same by kernels, which an engine takes for None where they apply; with
-            None every layer selects.
-    """
-
-    name = "autoregressive"
-    drafts = False
-    agrees = True
-
-    sparse: SparseVerification | None = None
-
-    def __post_init__(self) -> None:
-        check_sparse(self.sparse)
-        if self.sparse is not None and self.sparse.queries > 1:
-            raise ValueError(
-                f"sparse has mode {self.sparse.mode!r} for groups of {self.sparse.queries}, and the target alone has "
-                "one query at a time; use group=1, or mode='per_query'."
-            )
-
-    @property
-    def speculation(self) -> Speculation:
-        """One token a cycle, without a draft."""
-        return Speculation(rows=1, gamma=0, defers=False, sparse=self.sparse)
-
-    def __str__(self) -> str:
-        return f"target alone{_in_words(self.sparse)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +211,7 @@ class SMC(Decoding):
         vote = ", vote" if self.select == "vote" else ""
         early = ", early end" if self.early_end else ""
         early += ", pipelined" if self.pipelined else ""
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{_in_words(self.sparse)}"
+        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{in_words(self.sparse)}"
 
     def check_draft(
         self,
@@ -463,130 +296,3 @@ class SMC(Decoding):
             raise ValueError(
                 f"stop strings change the law at power {self.power}; use power=1, or stop_token_ids, which are exact."
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Rejection(Decoding):
-    """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
-
-    Attributes:
-        gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens. None: 4, or
-            with a tree its depth, which is what the field then holds.
-        verification: "token" decides draft by draft (arXiv 2211.17192, 2302.01318), "block" about all of them together,
-            which accepts never fewer in the mean (arXiv 2403.10444).
-        n_candidates: N, independent drafts of a request, of which the target accepts along one ("token" only):
-            recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
-        draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
-        tree: drafts that branch, scored by one forward of the target: how many children a node of each depth has, as
-            (4, 2, 1), or every node's parent, as (-1, 0, 0, 1), node 0 being the newest token of the answer
-            (`smcjax.trees`; at most 64 nodes). None: a chain of `gamma` tokens.
-        siblings: how the draft chooses the k children of a node: "sampled" draws k times independently, "top" takes
-            its k likeliest tokens. Greedy requests always take the likeliest: draws would all be one.
-        order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
-            the law is the same.
-        sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
-            approximate modes are not exact. None: each query by itself, which an engine does in groups of 16,
-            "merged", where kernels do that.
-    """
-
-    name = "rejection"
-    rows_argument = "n_candidates"
-    agrees = True
-
-    gamma: int | None = None
-    verification: str = "token"
-    n_candidates: int = 1
-    draft_temperature: float | None = None
-    tree: tuple[int, ...] | None = None
-    siblings: str = "sampled"
-    order: str = "bfs"
-    sparse: SparseVerification | None = None
-
-    def __post_init__(self) -> None:
-        use_plain_numbers(self)
-        if self.tree is None and self.gamma is None:
-            object.__setattr__(self, "gamma", 4)
-        if self.tree is not None:
-            self._set_tree()
-        check_sizes(self, "gamma", "n_candidates")
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
-        if self.verification == "block" and self.n_candidates > 1:
-            raise ValueError(
-                f"verification='block' is for one candidate, got n_candidates={self.n_candidates}; "
-                "use verification='token' or n_candidates=1."
-            )
-        for name, known in (("siblings", SIBLINGS), ("order", ORDERS)):
-            value, usual = getattr(self, name), known[0]
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
-            if self.tree is None and value != usual:
-                raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
-        check_draft_temperature(self.draft_temperature, COLDEST)
-        check_sparse(self.sparse)
-
-    def _set_tree(self) -> None:
-        """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
-        tree = plain_numbers(self.tree)
-        depth = DraftTree.of(tree).depth
-        object.__setattr__(self, "tree", tree)
-        if self.gamma not in (None, depth) or isinstance(self.gamma, bool):
-            raise ValueError(f"gamma is {self.gamma!r} and the tree is {depth} deep; leave gamma out.")
-        object.__setattr__(self, "gamma", depth)
-        if self.n_candidates != 1:
-            raise ValueError(
-                f"n_candidates is {self.n_candidates!r} and a tree drafts for one row; leave one of them out."
-            )
-        if self.verification == "block":
-            raise ValueError(
-                "verification='block' is for a chain of drafts, got a tree; use verification='token' or no tree."
-            )
-
-    @property
-    def speculation(self) -> Speculation:
-        """The numbers of a cycle that draft and verification need."""
-        assert self.gamma is not None
-        return Speculation(
-            self.n_candidates,
-            self.gamma,
-            draft_temperature=self.draft_temperature,
-            tree=None if self.tree is None else DraftTree.of(self.tree),
-            siblings=self.siblings,
-            order=self.order,
-            sparse=self.sparse,
-        )
-
-    @property
-    def ragged(self) -> bool:
-        """True: drafts can be rejected."""
-        return True
-
-    def __str__(self) -> str:
-        if self.tree is not None:
-            shape = f"{'parents' if self.tree[0] < 0 else 'children'} {' '.join(map(str, self.tree))}"
-            return f"rejection along a tree, {shape}, {self.siblings}{_in_words(self.sparse)}"
-        candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
-        return f"rejection by {self.verification}, K={self.gamma}{candidates}{_in_words(self.sparse)}"
-
-    def check_draft(
-        self,
-        draft: str,
-        *,
-        full_support: bool,
-        branches: bool,
-        reads_target: bool = False,
-        control: float | None = None,
-    ) -> None:
-        """Refuses a tree of drafts that cannot branch."""
-        if self.tree is not None and not branches:
-            raise ValueError(
-                f"draft_model is {draft}, which proposes one continuation, and decoding asks for a tree of drafts; "
-                f"use Rejection(gamma={self.gamma}), or a draft model."
-            )
-
-
-DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
-
-
-def _in_words(sparse: SparseVerification | None) -> str:
-    return "" if sparse is None else f", {sparse}"

@@ -1,0 +1,29 @@
+"""The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second.
+
+`smcjax.engine.loading.make_decoder` builds the `smcjax.decoding.decoder.Decoder` of each, which computes.
+"""
+
+from smcjax.decoders.autoregressive import Autoregressive
+from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, Speculation
+from smcjax.decoders.rejection import SIBLINGS, VERIFICATIONS, Rejection
+from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, USUAL_RATE
+
+DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
+
+__all__ = [
+    "ALARM",
+    "COLDEST",
+    "DECODINGS",
+    "MOST_ALTERNATIVES",
+    "SCHEMES",
+    "SELECTIONS",
+    "SHARPEST",
+    "SIBLINGS",
+    "SMC",
+    "USUAL_RATE",
+    "VERIFICATIONS",
+    "Autoregressive",
+    "Decoding",
+    "Rejection",
+    "Speculation",
+]

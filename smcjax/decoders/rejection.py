@@ -1,0 +1,134 @@
+"""The choice of exact speculative sampling, with all its options."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
+from smcjax.decoders.base import COLDEST, Decoding, Speculation, in_words
+from smcjax.plain import plain_numbers, use_plain_numbers
+from smcjax.sparse import SparseVerification
+from smcjax.trees import ORDERS, DraftTree
+
+VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
+SIBLINGS = ("sampled", "top")  # of a draft tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection(Decoding):
+    """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
+
+    Attributes:
+        gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens. None: 4, or
+            with a tree its depth, which is what the field then holds.
+        verification: "token" decides draft by draft (arXiv 2211.17192, 2302.01318), "block" about all of them together,
+            which accepts never fewer in the mean (arXiv 2403.10444).
+        n_candidates: N, independent drafts of a request, of which the target accepts along one ("token" only):
+            recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
+        draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
+        tree: drafts that branch, scored by one forward of the target: how many children a node of each depth has, as
+            (4, 2, 1), or every node's parent, as (-1, 0, 0, 1), node 0 being the newest token of the answer
+            (`smcjax.trees`; at most 64 nodes). None: a chain of `gamma` tokens.
+        siblings: how the draft chooses the k children of a node: "sampled" draws k times independently, "top" takes
+            its k likeliest tokens. Greedy requests always take the likeliest: draws would all be one.
+        order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
+            the law is the same.
+        sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
+            approximate modes are not exact. None: each query by itself, which an engine does in groups of 16,
+            "merged", where kernels do that.
+    """
+
+    name = "rejection"
+    rows_argument = "n_candidates"
+    agrees = True
+
+    gamma: int | None = None
+    verification: str = "token"
+    n_candidates: int = 1
+    draft_temperature: float | None = None
+    tree: tuple[int, ...] | None = None
+    siblings: str = "sampled"
+    order: str = "bfs"
+    sparse: SparseVerification | None = None
+
+    def __post_init__(self) -> None:
+        use_plain_numbers(self)
+        if self.tree is None and self.gamma is None:
+            object.__setattr__(self, "gamma", 4)
+        if self.tree is not None:
+            self._set_tree()
+        check_sizes(self, "gamma", "n_candidates")
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
+        if self.verification == "block" and self.n_candidates > 1:
+            raise ValueError(
+                f"verification='block' is for one candidate, got n_candidates={self.n_candidates}; "
+                "use verification='token' or n_candidates=1."
+            )
+        for name, known in (("siblings", SIBLINGS), ("order", ORDERS)):
+            value, usual = getattr(self, name), known[0]
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+            if self.tree is None and value != usual:
+                raise ValueError(f"{name} is {value!r} and is about a tree's nodes; give tree, or leave it out.")
+        check_draft_temperature(self.draft_temperature, COLDEST)
+        check_sparse(self.sparse)
+
+    def _set_tree(self) -> None:
+        """Keeps the tree as a tuple and its depth as `gamma`, refusing what contradicts it."""
+        tree = plain_numbers(self.tree)
+        depth = DraftTree.of(tree).depth
+        object.__setattr__(self, "tree", tree)
+        if self.gamma not in (None, depth) or isinstance(self.gamma, bool):
+            raise ValueError(f"gamma is {self.gamma!r} and the tree is {depth} deep; leave gamma out.")
+        object.__setattr__(self, "gamma", depth)
+        if self.n_candidates != 1:
+            raise ValueError(
+                f"n_candidates is {self.n_candidates!r} and a tree drafts for one row; leave one of them out."
+            )
+        if self.verification == "block":
+            raise ValueError(
+                "verification='block' is for a chain of drafts, got a tree; use verification='token' or no tree."
+            )
+
+    @property
+    def speculation(self) -> Speculation:
+        """The numbers of a cycle that draft and verification need."""
+        assert self.gamma is not None
+        return Speculation(
+            self.n_candidates,
+            self.gamma,
+            draft_temperature=self.draft_temperature,
+            tree=None if self.tree is None else DraftTree.of(self.tree),
+            siblings=self.siblings,
+            order=self.order,
+            sparse=self.sparse,
+        )
+
+    @property
+    def ragged(self) -> bool:
+        """True: drafts can be rejected."""
+        return True
+
+    def __str__(self) -> str:
+        if self.tree is not None:
+            shape = f"{'parents' if self.tree[0] < 0 else 'children'} {' '.join(map(str, self.tree))}"
+            return f"rejection along a tree, {shape}, {self.siblings}{in_words(self.sparse)}"
+        candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
+        return f"rejection by {self.verification}, K={self.gamma}{candidates}{in_words(self.sparse)}"
+
+    def check_draft(
+        self,
+        draft: str,
+        *,
+        full_support: bool,
+        branches: bool,
+        reads_target: bool = False,
+        control: float | None = None,
+    ) -> None:
+        """Refuses a tree of drafts that cannot branch."""
+        if self.tree is not None and not branches:
+            raise ValueError(
+                f"draft_model is {draft}, which proposes one continuation, and decoding asks for a tree of drafts; "
+                f"use Rejection(gamma={self.gamma}), or a draft model."
+            )
