@@ -124,6 +124,12 @@ def batch(asks: Sequence[Ask], vocab_size: int, max_model_len: int, width: int =
     )
 
 
+def with_nan_behind(params: smc.PairParams, token: int) -> smc.PairParams:
+    """Weights by which the target gives NaN behind the token."""
+    target = params.target
+    return dataclasses.replace(params, target=dataclasses.replace(target, embed=target.embed.at[token].set(jnp.nan)))
+
+
 def start(program: smc.Program, params: smc.PairParams, asks: Sequence[Ask], **kwargs: Any) -> smc.State:
     """A population for each request, x₀ drawn."""
     prompts, requests = batch(asks, program.target.vocab_size, program.max_model_len)

@@ -22,7 +22,7 @@ OF_PYTHON = ("asyncio", "importlib", "resource", "shutil", "socket", "subprocess
 
 
 def changes_programs(target: Any) -> bool:
-    """Whether a patch of an attribute of `target`, an object or the name of one, can reach into a trace.
+    """Tells whether a patch of an attribute of `target`, an object or the name of one, can reach into a trace.
 
     A name in a module of the host may be that of a class which makes programs. So patches of its classes and instances
     are harmless and those of the module are not, but for the one whose names are of no such class.

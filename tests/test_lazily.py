@@ -104,7 +104,7 @@ def files_traced(function: Any, *arguments: Any) -> set[str]:
 
 
 def of_the_host(files: set[str]) -> set[str]:
-    """Those of modules whose patches are said to change no program."""
+    """Returns the names among these of modules whose patches are said to change no program."""
     names = {".".join(Path(file).with_suffix("").parts[-4:]) for file in files}
     return {name for name in names if any(f".{one}." in f".{name}." for one in OF_THE_HOST)}
 

@@ -130,10 +130,7 @@ class Models:
 
     def require_room(self, *, with_draft: bool) -> None:
         """Raises ValueError where there are not so many devices, or the weights alone are more than their memory."""
-        if self.separate_draft:
-            two_devices("separate_draft")
-        elif self.tensor_parallel_size > 1:
-            devices_of_host(self.tensor_parallel_size)
+        _ = self.parallel, self.apart
         weights = {self.target: weight_bytes(self.held_target)}
         if with_draft:
             weights[self.draft] = weight_bytes(self.held_draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from smcjax.sparse import SparseVerification
 from smcjax.trees import DraftTree
@@ -54,6 +54,19 @@ class Speculation:
     def scored(self) -> int:
         """Tokens of a row that the target's forward scores: a block's, or all nodes of a tree."""
         return self.width if self.tree is None else self.tree.size
+
+
+class Drafting(Protocol):
+    """What a decoder asks about a way to draft: of a `smcjax.decoding.proposer.Proposer` as much as needs no JAX."""
+
+    @property
+    def full_support(self) -> bool: ...
+
+    @property
+    def branches(self) -> bool: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
 
 class Decoding(abc.ABC):
@@ -121,18 +134,8 @@ class Decoding(abc.ABC):
                 "out, or use decoding=SMC()."
             )
 
-    def check_draft(  # noqa: B027
-        self,
-        draft: str,
-        *,
-        full_support: bool,
-        branches: bool,
-        reads_target: bool = False,
-        control: float | None = None,
-    ) -> None:
-        """Raises ValueError for drafts that this decoder cannot use: a `Proposer`, as a string, and its attributes.
-
-        `reads_target` says that it drafts from what the target has computed (`Proposer.taps`).
+    def check_draft(self, draft: Drafting, control: float | None = None) -> None:  # noqa: B027
+        """Raises ValueError for drafts that this decoder cannot use.
 
         `control` is a request's own, None the decoder's.
         """

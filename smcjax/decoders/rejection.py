@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
-from smcjax.decoders.base import COLDEST, Decoding, Speculation, in_words
+from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
 from smcjax.plain import plain_numbers, use_plain_numbers
 from smcjax.sparse import SparseVerification
 from smcjax.trees import ORDERS, DraftTree
@@ -117,17 +117,9 @@ class Rejection(Decoding):
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
         return f"rejection by {self.verification}, K={self.gamma}{candidates}{in_words(self.sparse)}"
 
-    def check_draft(
-        self,
-        draft: str,
-        *,
-        full_support: bool,
-        branches: bool,
-        reads_target: bool = False,
-        control: float | None = None,
-    ) -> None:
+    def check_draft(self, draft: Drafting, control: float | None = None) -> None:
         """Refuses a tree of drafts that cannot branch."""
-        if self.tree is not None and not branches:
+        if self.tree is not None and not draft.branches:
             raise ValueError(
                 f"draft_model is {draft}, which proposes one continuation, and decoding asks for a tree of drafts; "
                 f"use Rejection(gamma={self.gamma}), or a draft model."

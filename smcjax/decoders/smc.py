@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
-from smcjax.decoders.base import COLDEST, Decoding, Speculation, in_words
+from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
 from smcjax.plain import short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 
@@ -205,37 +205,30 @@ class SMC(Decoding):
         return self.pipelined
 
     def __str__(self) -> str:
-        control = f", control {self.control:g}" if self.control else ""
-        control += "" if self.branching is None else f", branching {self.branching:g}"
-        watchdog = "" if self.watchdog is None else f", watchdog {self.watchdog:g}"
-        vote = ", vote" if self.select == "vote" else ""
-        early = ", early end" if self.early_end else ""
-        early += ", pipelined" if self.pipelined else ""
-        return f"SMC, N={self.n_particles}, K={self.gamma}{control}{watchdog}{early}{vote}{in_words(self.sparse)}"
+        words = [f"SMC, N={self.n_particles}, K={self.gamma}"]
+        words += [f"control {self.control:g}"] if self.control else []
+        words += [f"branching {self.branching:g}"] if self.branching is not None else []
+        words += [f"watchdog {self.watchdog:g}"] if self.watchdog is not None else []
+        words += ["early end"] if self.early_end else []
+        words += ["pipelined"] if self.pipelined else []
+        words += ["vote"] if self.select == "vote" else []
+        return ", ".join(words) + in_words(self.sparse)
 
-    def check_draft(
-        self,
-        draft: str,
-        *,
-        full_support: bool,
-        branches: bool,
-        reads_target: bool = False,
-        control: float | None = None,
-    ) -> None:
+    def check_draft(self, draft: Drafting, control: float | None = None) -> None:
         """Refuses drafts that give probability 0 to tokens of the target, but at control 1 and with branching.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
         such a draft is, where the target likes it. Branching's children that leave have all that drafts lack.
         Pipelined, it refuses drafts that wait for the target.
         """
-        if self.pipelined and reads_target:
+        if self.pipelined and draft.taps:
             raise ValueError(
                 f"pipelined is True and draft_model is {draft}, which drafts from what the target has computed; use "
                 "pipelined=False, or a draft model that needs none of it."
             )
         if self.branching is not None:
             return
-        if not full_support and (self.control if control is None else control) < 1.0:
+        if not draft.full_support and (self.control if control is None else control) < 1.0:
             raise ValueError(
                 f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "

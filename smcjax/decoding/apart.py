@@ -6,7 +6,7 @@ stays where the part runs: on the other device what is kept of it is out of date
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ def _only_where(here: jax.Array, part: Part) -> tuple[Any, Any]:
     """
     shapes = jax.eval_shape(part.compute, part.memory)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
     return jax.lax.cond(here, part.compute, lambda memory: (memory, nothing), part.memory)
 
 
@@ -51,12 +50,10 @@ def _told(results: Any, axis: str) -> Any:
     leaves, structure = jax.tree.flatten(results)
     words = [_words(leaf).reshape(-1) for leaf in leaves]
     joined = jax.lax.psum(jnp.concatenate(words), axis)
-    ends = [0]
-    for leaf in leaves:
-        ends.append(ends[-1] + math.prod(leaf.shape))
+    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
     pieces = [
-        _like(joined[begin:end].reshape(leaf.shape), leaf.dtype)
-        for leaf, begin, end in zip(leaves, ends[:-1], ends[1:], strict=True)
+        _like(piece.reshape(leaf.shape), leaf.dtype)
+        for leaf, piece in zip(leaves, jnp.split(joined, ends[:-1]), strict=True)
     ]
     return jax.tree.unflatten(structure, pieces)
 

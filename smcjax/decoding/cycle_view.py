@@ -62,7 +62,7 @@ def pages_at(groups: Groups, positions: Int[Array, "R T"], page_size: int) -> In
 
 
 def written_once(groups: Groups, pages: Int[Array, "R T"]) -> Int[Array, "R T"]:
-    """These pages, of positions that are the same in rows that share them, for the first such row of a group alone."""
+    """Keeps each page for the first row of a group that names it, `TRASH` for others: they write the same there."""
     of_group = groups.by_group(pages)  # [G, N, T]
     n = of_group.shape[1]
     earlier = jnp.arange(n)[:, None] > jnp.arange(n)

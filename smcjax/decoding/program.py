@@ -84,13 +84,7 @@ class Program[D: Decoding]:
 
     def _check_draft(self, control: float | None = None) -> None:
         if self.proposer is not None:
-            self.decoding.check_draft(
-                str(self.proposer),
-                full_support=self.proposer.full_support,
-                branches=self.proposer.branches,
-                reads_target=bool(self.proposer.taps),
-                control=control,
-            )
+            self.decoding.check_draft(self.proposer, control)
 
     @property
     def ragged(self) -> bool:

@@ -187,6 +187,17 @@ def append(
     live: Bool[Array, " R"],
 ) -> Sequences:
     """Commits a block to the live rows; the others stay as they are."""
+    return dataclasses.replace(
+        put_behind(sequences, tokens, logprobs, live),
+        length=jnp.where(live, sequences.length + jnp.sum(block.counted, axis=1, dtype=jnp.int32), sequences.length),
+        finished=sequences.finished | (live & block.ended),
+    )
+
+
+def put_behind(
+    sequences: Sequences, tokens: Int[Array, "R C"], logprobs: Float[Array, "R C"], live: Bool[Array, " R"]
+) -> Sequences:
+    """Writes C tokens and log-probabilities behind the committed ones of the live rows, whose lengths stay."""
     rows, columns = tokens.shape
     row = jnp.arange(rows)[:, None]
     position = sequences.length[:, None] + jnp.arange(columns)
@@ -195,6 +206,4 @@ def append(
         sequences,
         tokens=sequences.tokens.at[row, position].set(tokens, mode="drop"),
         logprobs=sequences.logprobs.at[row, position].set(logprobs, mode="drop"),
-        length=jnp.where(live, sequences.length + jnp.sum(block.counted, axis=1, dtype=jnp.int32), sequences.length),
-        finished=sequences.finished | (live & block.ended),
     )

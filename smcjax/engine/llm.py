@@ -223,7 +223,7 @@ class LLM:
             "draft_tensor_parallel_size": draft_tensor_parallel_size,
         }
         if draft_model == NGRAM and drafts:
-            self.decoding.check_draft(str(NGram()), full_support=NGram.full_support, branches=NGram.branches)
+            self.decoding.check_draft(NGram())
             of_drafts["draft_revision"] = draft_revision
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):
@@ -259,12 +259,7 @@ class LLM:
                 draft_quantization=draft_quantization,
                 page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
-                accepts=lambda proposer: self.decoding.check_draft(
-                    str(proposer),
-                    full_support=proposer.full_support,
-                    branches=proposer.branches,
-                    reads_target=bool(proposer.taps),
-                ),
+                accepts=self.decoding.check_draft,
                 parallel=parallel,
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
                 implementation=implementation,

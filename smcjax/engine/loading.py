@@ -282,9 +282,7 @@ def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Mod
     if models.draft is not None:
         check_pages(models.draft, page_size)
     if models.proposes is not None:
-        of = models.proposes
-        reads_target = bool(of.taps)
-        decoding.check_draft(str(of), full_support=of.full_support, branches=of.branches, reads_target=reads_target)
+        decoding.check_draft(models.proposes)
     return models
 
 

@@ -33,6 +33,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.scores import Scores, by_group, scores
+from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score
 from smcjax.smc.cycle import Proposal, draft_law, resample, tempered, update_running, weigh
 from smcjax.smc.roulette import spin
@@ -49,7 +50,9 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state = weigh_pending(state, waiting, proposal)
     if program.decoding.early_end:
         state = update_running(spin(state))
-    state = put_pending(state, drafts)
+    # Behind the committed tokens, among which the block before it is by now.
+    sequences = put_behind(state.sequences, drafts.tokens, drafts.logprobs, state.live)
+    state = dataclasses.replace(state, sequences=sequences)
     state, info = resample(program, state, proposal.tokens, pending=program.decoding.gamma)
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     of_rows = None if proposal.scores is None else by_group(state, proposal.scores)
@@ -62,20 +65,6 @@ def pending_of(state: State, gamma: int) -> Drafts:
     columns = sequences.length[:, None] + jnp.arange(gamma)
     row = jnp.arange(columns.shape[0])[:, None]
     return Drafts(*(array.at[row, columns].get(mode="clip") for array in (sequences.tokens, sequences.logprobs)))
-
-
-def put_pending(state: State, drafts: Drafts) -> State:
-    """Writes K drafts a row and their log q behind the committed tokens, which hold the block before them by now."""
-    sequences = state.sequences
-    columns = sequences.length[:, None] + jnp.arange(drafts.tokens.shape[1])
-    columns = jnp.where(state.live[:, None], columns, sequences.tokens.shape[1])  # out of range: dropped
-    row = jnp.arange(columns.shape[0])[:, None]
-    sequences = dataclasses.replace(
-        sequences,
-        tokens=sequences.tokens.at[row, columns].set(drafts.tokens, mode="drop"),
-        logprobs=sequences.logprobs.at[row, columns].set(drafts.logprobs, mode="drop"),
-    )
-    return dataclasses.replace(state, sequences=sequences)
 
 
 def ahead_of(state: State, pending: Drafts) -> State:

@@ -141,7 +141,7 @@ OWN = {0: 0.1, 2: 1.0, 3: 0.1, 5: 0.0}
 
 @pytest.fixture(scope="module")
 def uncontrolled(pair: Pair) -> Iterator[LLM]:
-    """The same but for its control, 0, no watchdog, and three requests at a time."""
+    """Makes the `LLM` of `controlled` without control and watchdog, for three requests at a time."""
     smc, fields = {"n_particles": ROWS}, {"num_pages": 1 + 2 * PAGES, "max_num_seqs": 3, "max_model_len": MAX_MODEL_LEN}
     with smc_llm(pair, smc, admission="optimistic", **fields) as llm:
         yield llm

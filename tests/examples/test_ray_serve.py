@@ -98,7 +98,7 @@ def test_a_stream_is_the_whole_and_errors_pass(client: httpx.Client) -> None:
 
 
 def test_a_full_replica_passes_requests_on(client: httpx.Client) -> None:
-    """Of three alike requests at most two wait for their replica, which stands still; the other one answers the rest.
+    """At most two of three alike requests wait for their replica, which stands still; the other one answers the rest.
 
     How many wait is Ray's: a replica that does not say how many it has may be passed by before it is full.
     """

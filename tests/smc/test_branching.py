@@ -20,7 +20,7 @@ from smcjax.decoding.ngram import NGram
 from smcjax.engine.page_budget import Footprint
 from smcjax.smc import branching, history
 from smcjax.smc.history import alarmed_after
-from tests.helpers import finish, start
+from tests.helpers import finish, start, with_nan_behind
 from tests.smc.branching_enumeration import Branching, ConstrainedBranching
 from tests.smc.enumeration import Tokens, Toy
 from tests.smc.mutations import BRANCHING_MUTATIONS
@@ -177,8 +177,7 @@ def test_certain_drafts_are_exact() -> None:
 
 def test_nan_ends_its_group_alone() -> None:
     """A target that gives NaN behind token 3 ends the groups that meet it, and no other."""
-    target = PAIR.params.target
-    params = dataclasses.replace(PAIR.params, target=dataclasses.replace(target, embed=target.embed.at[3].set(jnp.nan)))
+    params = with_nan_behind(PAIR.params, 3)
     asks = [dataclasses.replace(ask, prompt=(1, 2), stops=(3,), min_tokens=100) for ask in ASKS[:3]]
     asks.append(dataclasses.replace(asks[0], prompt=(1, 3)))
     state, _ = finish(BASE, params, start(BASE, params, asks))

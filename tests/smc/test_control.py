@@ -23,7 +23,7 @@ from smcjax.decoding.ngram import NGram
 from smcjax.engine.page_budget import Footprint
 from smcjax.kv import pages_for
 from smcjax.smc.history import alarmed_after
-from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
+from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair, with_nan_behind
 from tests.smc.enumeration import Enumeration, Toy
 from tests.smc.mutations import CONTROL_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
@@ -225,8 +225,7 @@ def test_full_control_weighs_nothing() -> None:
 
 def test_nan_ends_its_group_alone() -> None:
     """A target that gives NaN behind token 3 ends the groups that meet it, and no other."""
-    target = PAIR.params.target
-    params = dataclasses.replace(PAIR.params, target=dataclasses.replace(target, embed=target.embed.at[3].set(jnp.nan)))
+    params = with_nan_behind(PAIR.params, 3)
     asks = [dataclasses.replace(ask, prompt=(1, 2), stops=(3,), min_tokens=100) for ask in ASKS[:3]]
     asks.append(dataclasses.replace(asks[0], prompt=(1, 3)))
     state, _ = finish(BASE, params, start(BASE, params, asks))

@@ -91,7 +91,7 @@ def systematic(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass
 class Cycle:
-    """What a cycle makes of a population: `measure[s]` = E[Ẑ·mean_i exp(w_i)·1{s_i = s}], s the tokens of a row."""
+    """Enumerates a cycle of a population: `measure[s]` = E[Ẑ·mean_i exp(w_i)·1{s_i = s}], s a row's tokens."""
 
     measure: dict[Tokens, float]
     resampled: float  # probability that the population is resampled
@@ -138,7 +138,7 @@ def value(toy: Toy, power: float, measure: dict[Tokens, float]) -> dict[Tokens, 
 
 
 def deviations(toy: Toy, population: Population, config: smc.SMC, mutation: str = "none") -> list[float]:
-    """Of the two sides of the law by control, the largest over Ω; under each some outcomes resample and some do not."""
+    """Returns, by control, how far the law's two sides lie apart at most; some outcomes resample and some do not."""
     before: dict[Tokens, float] = {}
     for tokens, _, log_weight in population:
         before[tokens] = before.get(tokens, 0.0) + float(np.exp(log_weight)) / len(population)

@@ -19,7 +19,18 @@ from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
 from smcjax.pallas import paged_attention_reference
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
-from tests.helpers import Ask, Pair, assert_pages_sound, batch, finish, outputs, select, start, step, tiny_pair
+from tests.helpers import (
+    Ask,
+    assert_pages_sound,
+    batch,
+    finish,
+    outputs,
+    select,
+    start,
+    step,
+    tiny_pair,
+    with_nan_behind,
+)
 from tests.smc import reference
 
 MAX_MODEL_LEN = 24
@@ -35,12 +46,6 @@ ASKS = [
 SPOILED = dataclasses.replace(ASKS[1], prompt=(2, BAD, 1))
 
 
-def poisoned(pair: Pair) -> smc.PairParams:
-    """A target that gives NaN once it has seen token BAD."""
-    target = pair.params.target
-    return dataclasses.replace(pair.params, target=dataclasses.replace(target, embed=target.embed.at[BAD].set(jnp.nan)))
-
-
 def assert_same_groups(a: smc.State, b: smc.State, groups: tuple[int, ...]) -> None:
     for group in groups:
         assert outputs(a)[group] == outputs(b)[group]
@@ -52,7 +57,7 @@ def assert_same_groups(a: smc.State, b: smc.State, groups: tuple[int, ...]) -> N
 @pytest.mark.slow
 def test_nan_ends_its_group_alone() -> None:
     """A NaN in one group changes no bit of another, nor of the requests that get its pages afterwards."""
-    params = poisoned(PAIR)
+    params = with_nan_behind(PAIR.params, BAD)
     clean, _ = finish(PROGRAM, params, start(PROGRAM, params, ASKS))
     assert not clean.failed.any()
     spoiled, _ = finish(PROGRAM, params, start(PROGRAM, params, [ASKS[0], SPOILED, ASKS[2]]))
