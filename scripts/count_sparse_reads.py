@@ -2,8 +2,10 @@
 
     python scripts/count_sparse_reads.py                       # SMC, N = 8, K = 8, at 65,536 positions
     python scripts/count_sparse_reads.py --rows 32 --groups 16 72 --order dfs
+    python scripts/count_sparse_reads.py --measure --groups 16 72 1     # on a GPU: bytes by the memory's own counter
 
-No kernel runs: the layer makes its tasks as always (`smcjax.model.nsa_groups`), and units are counted instead of read.
+Without `--measure` no kernel runs: the layer makes its tasks as always (`smcjax.model.nsa_groups`), and units are
+counted instead of read.
 `issued` is what groups read, a task of a group and key-value head its unit once; `unique` are the slots that some query
 sees, each once, whether the selection, the window or both read it. Rows of a request share a prompt's pages and have
 the last `--tail` positions in pages of their own. Neighbours, column by column, select sets of which the fraction
@@ -12,132 +14,28 @@ the last `--tail` positions in pages of their own. Neighbours, column by column,
 A group of more than 16 queries at four heads a key-value head is several tiles for the kernel, which read the same
 units at about the same time: those after the first find them in the L2, if the device keeps them there. `loads` counts
 every tile's.
+
+With `--measure` the layer's launches run, and the memory's own counter says what it moves (`smcjax.bench.dram`,
+`sparse_traffic`). `moved` is everything that is read and written; `other` the same where the tasks name few pages,
+which the L2 holds, so all but KV. Their difference, `KV`, stands over `unique`. Compressed tokens are read with scores
+kept and blocks ranked by them, as a layer that selects has it, and without scores; "layer" is the first of these and
+the launch of selection and window.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from bench_sparse_attention import Case, Layer, sets_of
+from bench_sparse_attention import Layer
+from sparse_population import Population
+from sparse_traffic import WAYS, measure
 
-from smcjax.model import nsa_groups
-from smcjax.model.nsa import NSA
-from smcjax.model.view import BatchView
-from smcjax.pallas.grouped_attention import Branch, Part
-from smcjax.pallas.products import QUERIES
+from smcjax.bench.dram import MemoryCounterError
+from smcjax.pallas import uses_kernels
 from smcjax.sparse import SparseVerification
-
-
-class Counted(Exception):
-    """Tasks are counted and nothing is to be computed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """Slots of one key-value head, summed over heads: of a verification of one request."""
-
-    compressed: int  # by the groups' tasks, as the next two
-    selected: int
-    window: int
-    unique: int
-    tiles: int  # that read a group's tasks
-
-    @property
-    def issued(self) -> int:
-        return self.compressed + self.selected + self.window
-
-
-class Population:
-    """N rows of T new tokens each at the end of `context` positions, and the blocks that they select."""
-
-    def __init__(self, layer: Layer, context: int, rows: int, columns: int, tail: int, overlap: float) -> None:
-        size, pages = layer.page_size, context // layer.page_size
-        self.layer, self.context = layer, context
-        self.kind = NSA(kv="shared", phi="mean", num_blocks=layer.num_blocks, window=layer.window)
-        first = (context - columns - tail) // size  # the first page of each row's own
-        shared = np.broadcast_to(np.arange(1, 1 + first), (rows, first))
-        own = 1 + first + np.arange(rows * (pages - first)).reshape(rows, -1)
-        self.table = np.concatenate([shared, own], axis=1)
-        self.positions = context - columns + np.arange(columns) + np.zeros((rows, 1), int)
-        by_column = sets_of(Case(context, rows * columns, 1, overlap), layer)[0]
-        self.selected = by_column.reshape(columns, rows, *by_column.shape[1:]).swapaxes(0, 1)  # [N, T, S, blocks]
-
-    def view(self, sparse: SparseVerification) -> BatchView:
-        """Makes the view of a forward over the new tokens."""
-        rows = self.table.shape[0]
-        written = np.take_along_axis(self.table, self.positions // self.layer.page_size, axis=1)
-        ends = np.full(rows, self.context)
-        of_tokens = jnp.asarray(self.positions, jnp.int32)
-        table, written_to, lengths = (jnp.asarray(array, jnp.int32) for array in (self.table, written, ends))
-        arrays = (of_tokens, of_tokens, table, written_to, lengths, lengths)
-        return BatchView(*arrays, rows=rows, sparse=sparse, page_size=self.layer.page_size)
-
-    def unique(self) -> int:
-        """Slots that some query sees, summed over heads."""
-        layer, kind = self.layer, self.kind
-        at, last = np.arange(self.context), self.positions[..., None]
-        window = (at <= last) & (at > last - kind.window)
-        seen = self.selected.repeat(kind.block_size, axis=-1)[..., : self.context] & (at <= last)[:, :, None]
-        seen = (seen | window[:, :, None]).any(axis=1)  # [N, S, positions]
-        slot = self.table[:, at // layer.page_size] * layer.page_size + at % layer.page_size
-        positions = sum(np.unique(slot[seen[:, head]]).size for head in range(layer.kv_heads))
-        ends = np.arange(kind.kernel_size - 1, self.positions.max() + 1, kind.kernel_stride)
-        compressed = np.unique(slot[:, ends][(ends <= last.max(axis=1))]).size
-        return positions + layer.kv_heads * compressed
-
-    def reads(self, sparse: SparseVerification) -> Reads:
-        """Counts what a layer that selects reads by its tasks."""
-        layer = self.layer
-        of_pages = jnp.zeros((1, layer.page_size, layer.kv_heads, layer.dim), jnp.bfloat16)
-        of_tokens = of_pages[:, : layer.compressed_page]
-        q = jnp.zeros((*self.positions.shape, layer.heads, layer.dim), jnp.bfloat16)
-
-        @jax.jit
-        def count(view: BatchView, chosen: jax.Array) -> dict[str, jax.Array]:
-            slots: dict[str, jax.Array] = {}
-            with recorded(slots):
-                with contextlib.suppress(Counted):
-                    nsa_groups.rows_routed(self.kind, q, (of_tokens, of_tokens), view, view.positions)
-                with contextlib.suppress(Counted):
-                    nsa_groups.rows_by_groups(self.kind, q, (of_pages,) * 4, None, view, chosen, view.positions)
-            return slots
-
-        slots = {name: int(many) for name, many in count(self.view(sparse), jnp.asarray(self.selected)).items()}
-        size = min(sparse.queries, self.positions.size)
-        tiles = -(-size * (layer.heads // layer.kv_heads) // QUERIES)
-        return Reads(**slots, unique=self.unique(), tiles=tiles)
-
-
-@contextlib.contextmanager
-def recorded(slots: dict[str, jax.Array]) -> Iterator[None]:
-    """Counts the slots of tasks that `nsa_groups` hands to its kernels, instead of computing."""
-
-    def count(*of: tuple[str, Any, int]) -> None:
-        for name, tasks, unit in of:
-            slots[name] = tasks.number.sum() * unit
-        raise Counted
-
-    def scores(q: Any, keys: Any, values: Any, tasks: Any, *rest: Any, unit: int, **options: Any) -> tuple[Part, Any]:
-        count(("compressed", tasks, unit))
-        raise AssertionError
-
-    def branches(q: Any, of: tuple[Branch, ...], *rest: Any, units: tuple[int, ...], **options: Any) -> Any:
-        count(*((name, one.tasks, unit) for name, one, unit in zip(("selected", "window"), of, units, strict=True)))
-
-    kept = nsa_groups.grouped_scores, nsa_groups.grouped_branches
-    nsa_groups.grouped_scores, nsa_groups.grouped_branches = scores, branches  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nsa_groups.grouped_scores, nsa_groups.grouped_branches = kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,12 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--order", default="bfs", help="of queries: bfs or dfs")
     parser.add_argument("--tail", type=int, default=256, help="positions of a row's own before its new tokens")
     parser.add_argument("--overlap", type=float, default=0.75, help="of neighbours' sets")
+    parser.add_argument("--measure", action="store_true", help="count what a GPU's memory moves")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that are measured")
+    parser.add_argument("--json", type=Path, help="write what is measured there")
     args = parser.parse_args(argv)
+    if args.measure and not uses_kernels():
+        parser.error("there is no Hopper GPU here; run it on one, or without --measure.")
     layer = Layer()
     population = Population(layer, args.context, args.rows, args.gamma + 1, args.tail, args.overlap)
     print(
         f"{args.rows} rows of {args.gamma + 1} queries, {args.context} positions, the last {args.tail} each row's own"
     )
+    if args.measure:
+        grouped = [SparseVerification("merged", size, args.order) for size in args.groups]
+        try:
+            measure(population, [(sparse, way) for sparse in grouped for way in args.ways], args.json)
+        except MemoryCounterError as error:
+            raise SystemExit(f"count_sparse_reads: {error}") from None
+        return 0
     print("MB a layer; of each row by itself compressed tokens would be read as often as there are rows")
     print(f"{'C':>4} {'compressed':>11} {'selected':>9} {'window':>7} {'issued':>7} {'unique':>7}  ratio  loads")
     for size in args.groups:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_sparse as bench
 import bench_sparse_quality as quality
-import count_sparse_reads as count
+import sparse_population as count
 from bench_sparse_attention import Layer
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification

@@ -1,0 +1,150 @@
+"""A population at the end of its context, whose sparse layers make their tasks, and what these tasks name.
+
+The layer makes its tasks as always (`smcjax.model.nsa_groups`); who takes them from it is said by `handed_to`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_sparse_attention import Case, Layer, sets_of
+
+from smcjax.model import nsa_groups
+from smcjax.model.nsa import NSA
+from smcjax.model.view import BatchView
+from smcjax.pallas.grouped_attention import Branch, Part
+from smcjax.pallas.products import QUERIES
+from smcjax.sparse import SparseVerification
+
+
+class Counted(Exception):
+    """Tasks are counted and nothing is to be computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """Slots of one key-value head, summed over heads: of a verification of one request."""
+
+    compressed: int  # by the groups' tasks, as the next two
+    selected: int
+    window: int
+    unique_compressed: int
+    unique_tokens: int
+    tiles: int  # that read a group's tasks
+
+    @property
+    def issued(self) -> int:
+        return self.compressed + self.selected + self.window
+
+    @property
+    def unique(self) -> int:
+        return self.unique_compressed + self.unique_tokens
+
+    def of_way(self, way: str) -> tuple[int, int]:
+        """Slots that one of `WAYS` issues, and those that differ."""
+        tokens = (self.selected + self.window, self.unique_tokens)
+        if way == "layer":
+            return self.issued, self.unique
+        return tokens if way == "selected, window" else (self.compressed, self.unique_compressed)
+
+
+class Population:
+    """N rows of T new tokens each at the end of `context` positions, and the blocks that they select."""
+
+    def __init__(self, layer: Layer, context: int, rows: int, columns: int, tail: int, overlap: float) -> None:
+        size, pages = layer.page_size, context // layer.page_size
+        self.layer, self.context = layer, context
+        self.kind = NSA(kv="shared", phi="mean", num_blocks=layer.num_blocks, window=layer.window)
+        first = (context - columns - tail) // size  # the first page of each row's own
+        shared = np.broadcast_to(np.arange(1, 1 + first), (rows, first))
+        own = 1 + first + np.arange(rows * (pages - first)).reshape(rows, -1)
+        self.table = np.concatenate([shared, own], axis=1)
+        self.positions = context - columns + np.arange(columns) + np.zeros((rows, 1), int)
+        by_column = sets_of(Case(context, rows * columns, 1, overlap), layer)[0]
+        self.selected = by_column.reshape(columns, rows, *by_column.shape[1:]).swapaxes(0, 1)  # [N, T, S, blocks]
+
+    def view(self, sparse: SparseVerification) -> BatchView:
+        """Makes the view of a forward over the new tokens."""
+        rows = self.table.shape[0]
+        written = np.take_along_axis(self.table, self.positions // self.layer.page_size, axis=1)
+        ends = np.full(rows, self.context)
+        of_tokens = jnp.asarray(self.positions, jnp.int32)
+        table, written_to, lengths = (jnp.asarray(array, jnp.int32) for array in (self.table, written, ends))
+        arrays = (of_tokens, of_tokens, table, written_to, lengths, lengths)
+        return BatchView(*arrays, rows=rows, sparse=sparse, page_size=self.layer.page_size)
+
+    def unique(self) -> tuple[int, int]:
+        """Slots that some query sees, summed over heads: of compressed tokens, and of positions."""
+        layer, kind = self.layer, self.kind
+        at, last = np.arange(self.context), self.positions[..., None]
+        window = (at <= last) & (at > last - kind.window)
+        seen = self.selected.repeat(kind.block_size, axis=-1)[..., : self.context] & (at <= last)[:, :, None]
+        seen = (seen | window[:, :, None]).any(axis=1)  # [N, S, positions]
+        slot = self.table[:, at // layer.page_size] * layer.page_size + at % layer.page_size
+        positions = sum(np.unique(slot[seen[:, head]]).size for head in range(layer.kv_heads))
+        ends = np.arange(kind.kernel_size - 1, self.positions.max() + 1, kind.kernel_stride)
+        compressed = np.unique(slot[:, ends][(ends <= last.max(axis=1))]).size
+        return layer.kv_heads * compressed, positions
+
+    def reads(self, sparse: SparseVerification) -> Reads:
+        """Counts what a layer that selects reads by its tasks."""
+        layer = self.layer
+        of_pages = jnp.zeros((1, layer.page_size, layer.kv_heads, layer.dim), jnp.bfloat16)
+        of_tokens = of_pages[:, : layer.compressed_page]
+        q = jnp.zeros((*self.positions.shape, layer.heads, layer.dim), jnp.bfloat16)
+
+        @jax.jit
+        def count(view: BatchView, chosen: jax.Array) -> dict[str, jax.Array]:
+            slots: dict[str, jax.Array] = {}
+            with recorded(slots):
+                with contextlib.suppress(Counted):
+                    nsa_groups.rows_routed(self.kind, q, (of_tokens, of_tokens), view, view.positions)
+                with contextlib.suppress(Counted):
+                    nsa_groups.rows_by_groups(self.kind, q, (of_pages,) * 4, None, view, chosen, view.positions)
+            return slots
+
+        slots = {name: int(many) for name, many in count(self.view(sparse), jnp.asarray(self.selected)).items()}
+        size = min(sparse.queries, self.positions.size)
+        tiles = -(-size * (layer.heads // layer.kv_heads) // QUERIES)
+        compressed, tokens = self.unique()
+        return Reads(**slots, unique_compressed=compressed, unique_tokens=tokens, tiles=tiles)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a layer's pool."""
+        return int(self.table.max()) + 1
+
+
+@contextlib.contextmanager
+def handed_to(scores: Any, branches: Any) -> Iterator[None]:
+    """Has `nsa_groups` call these in the place of its kernels."""
+    kept = nsa_groups.grouped_scores, nsa_groups.grouped_branches
+    nsa_groups.grouped_scores, nsa_groups.grouped_branches = scores, branches
+    try:
+        yield
+    finally:
+        nsa_groups.grouped_scores, nsa_groups.grouped_branches = kept
+
+
+def recorded(slots: dict[str, jax.Array]) -> contextlib.AbstractContextManager[None]:
+    """Counts the slots of tasks that `nsa_groups` hands to its kernels, instead of computing."""
+
+    def count(*of: tuple[str, Any, int]) -> None:
+        for name, tasks, unit in of:
+            slots[name] = tasks.number.sum() * unit
+        raise Counted
+
+    def scores(q: Any, keys: Any, values: Any, tasks: Any, *rest: Any, unit: int, **options: Any) -> tuple[Part, Any]:
+        count(("compressed", tasks, unit))
+        raise AssertionError
+
+    def branches(q: Any, of: tuple[Branch, ...], *rest: Any, units: tuple[int, ...], **options: Any) -> Any:
+        count(*((name, one.tasks, unit) for name, one, unit in zip(("selected", "window"), of, units, strict=True)))
+
+    return handed_to(scores, branches)
