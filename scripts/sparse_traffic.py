@@ -158,19 +158,19 @@ def measured(
     pools, slot = pools_of(population, layers), population.layer.slot
     everything, hot = jnp.int32(layers * population.pages), jnp.int32(HOT_PAGES)
     views = [population.view(sparse) for sparse, _ in ways]
-    reads = {sparse: population.reads(sparse) for sparse, _ in ways}
     with ThreadPoolExecutor() as threads:
         compiling = []
         for view, (_, way) in zip(views, ways, strict=True):  # traced one by one: what kernels are is set meanwhile
             lowered = jax.jit(program(population, way, layers, turns)).lower(pools, view, *rest, everything)
             compiling.append(threads.submit(lowered.compile))
-        for (sparse, way), view, compiled in zip(ways, views, compiling, strict=True):
-            runs = [functools.partial(compiled.result(), pools, view, *rest, pages) for pages in (everything, hot)]
-            found = [counter.during(run, calls=layers * turns, seconds=seconds) for run in runs]
-            issued, unique = (slot * number for number in reads[sparse].of_way(way))
-            moved, other = (one.bytes(scale) for one in found)
-            us, busy = found[0].seconds * 1e6, found[0].busy
-            yield Line(sparse.queries, way, us, busy, issued, unique, moved, other)
+        reads = {sparse: population.reads(sparse) for sparse, _ in ways}
+        programs = [future.result() for future in compiling]
+    for (sparse, way), view, compiled in zip(ways, views, programs, strict=True):
+        runs = [functools.partial(compiled, pools, view, *rest, pages) for pages in (everything, hot)]
+        found = [counter.during(run, calls=layers * turns, seconds=seconds) for run in runs]
+        issued, unique = (slot * number for number in reads[sparse].of_way(way))
+        moved, other = (one.bytes(scale) for one in found)
+        yield Line(sparse.queries, way, found[0].seconds * 1e6, found[0].busy, issued, unique, moved, other)
 
 
 def measure(population: Population, ways: Sequence[tuple[SparseVerification, str]], path: Path | None) -> None:
@@ -200,3 +200,18 @@ def measure(population: Population, ways: Sequence[tuple[SparseVerification, str
             lines.append(line)
             print(line, flush=True)
             write(calibrated)
+    for size, kv, ratio in without_scores(lines):
+        print(f"groups of {size}, no scores: {kv / 1e6:.1f} MB of KV a layer, {ratio:.2f} times what differs")
+
+
+def without_scores(lines: Sequence[Line]) -> Iterator[tuple[int, float, float]]:
+    """Yields, by group, bytes of KV and how often they are what differs, where no kept scores drive KV out of the L2.
+
+    A layer's launches one by one, for groups of which both were measured.
+    """
+    found = {(line.queries, line.way): line for line in lines}
+    for size in dict.fromkeys(line.queries for line in lines):
+        both = [found[size, way] for way in WAYS[1:3] if (size, way) in found]
+        if len(both) == 2:
+            kv, unique = (sum(numbers) for numbers in zip(*((line.kv, line.unique) for line in both), strict=True))
+            yield size, kv, kv / unique

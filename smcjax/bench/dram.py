@@ -209,7 +209,7 @@ class MemoryCounter:
             return _unsupported(name)
         if status == NO_PERMISSION:
             return (
-                f"this process may not read the GPU's counters ({name}); run it as root, on the host or with its GPU."
+                f"this process may not read the GPU's counters ({name}); run it as root, on a GPU that is all its own."
             )
         describe = self._nvml.nvmlErrorString
         describe.restype = ctypes.c_char_p

@@ -139,6 +139,17 @@ def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert said.splitlines()[-1].endswith(f"{3:8.1f}{1:8.1f}{2:8.1f} {ratio:6.2f}")
 
 
+def test_kv_without_scores() -> None:
+    """3 MB of 2 and 5 of 4: 8 of 6. Of groups of 1 one launch is missing."""
+    lines = [
+        traffic.Line(16, "compressed", 1.0, 1.0, 9_000_000, 2_000_000, 9e6, 1e6),
+        traffic.Line(16, "compressed, no scores", 1.0, 1.0, 9_000_000, 2_000_000, 4e6, 1e6),
+        traffic.Line(16, "selected, window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
+        traffic.Line(1, "selected, window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
+    ]
+    assert list(traffic.without_scores(lines)) == [(16, 8e6, pytest.approx(8 / 6))]
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a GPU, and where the counter says no."""
     with pytest.raises(SystemExit) as refused:
