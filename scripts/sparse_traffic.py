@@ -27,7 +27,7 @@ from smcjax.model.view import BatchView
 from smcjax.pallas.grouped_attention import Branch, Tasks
 from smcjax.sparse import SparseVerification
 
-WAYS = ("compressed", "compressed, no scores", "selected, window", "layer")
+WAYS = ("compressed", "compressed-no-scores", "selection-window", "layer")
 LAYERS, TURNS = 8, 8  # that a program goes over, and how often
 HOT_PAGES = 8  # whose units stand for all where KV is to come from the L2
 
@@ -69,11 +69,11 @@ def attend(
     """Results of one of `WAYS` in the layer of this index, whose tasks name units of the first `pages` alone."""
     keys, values, *compressed = pools
     found: list[jax.Array] = []
-    with redirected(index * population.pages, pages, keeps=way != "compressed, no scores"):
-        if way != "selected, window":
+    with redirected(index * population.pages, pages, keeps=way != "compressed-no-scores"):
+        if way != "selection-window":
             routed = nsa_groups.rows_routed(population.kind, q, (compressed[0], compressed[1]), view, view.positions)
             found += [routed.output] + ([] if routed.selected is None else [routed.selected])
-        if way in ("selected, window", "layer"):
+        if way in ("selection-window", "layer"):
             pairs = (keys, values, keys, values)
             found += nsa_groups.rows_by_groups(population.kind, q, pairs, None, view, selected, view.positions)
     return tuple(found)

@@ -65,7 +65,7 @@ def test_a_layer_reads_its_own_pages(way: str) -> None:
     """
     size = population().pages
     its = attended(way, 1, everything())
-    assert len(its) == {"selected, window": 2, "layer": 3}.get(way, 1)
+    assert len(its) == {"selection-window": 2, "layer": 3}.get(way, 1)
     alone = attended(way, 0, size, tuple(pool[size:] for pool in pools()))
     assert all(map(np.array_equal, its, alone))
     assert not any(map(np.array_equal, its, attended(way, 0, everything())))
@@ -143,9 +143,9 @@ def test_kv_without_scores() -> None:
     """3 MB of 2 and 5 of 4: 8 of 6. Of groups of 1 one launch is missing."""
     lines = [
         traffic.Line(16, "compressed", 1.0, 1.0, 9_000_000, 2_000_000, 9e6, 1e6),
-        traffic.Line(16, "compressed, no scores", 1.0, 1.0, 9_000_000, 2_000_000, 4e6, 1e6),
-        traffic.Line(16, "selected, window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
-        traffic.Line(1, "selected, window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
+        traffic.Line(16, "compressed-no-scores", 1.0, 1.0, 9_000_000, 2_000_000, 4e6, 1e6),
+        traffic.Line(16, "selection-window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
+        traffic.Line(1, "selection-window", 1.0, 1.0, 9_000_000, 4_000_000, 5.5e6, 0.5e6),
     ]
     assert list(traffic.without_scores(lines)) == [(16, 8e6, pytest.approx(8 / 6))]
 
