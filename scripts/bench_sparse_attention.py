@@ -21,6 +21,7 @@ compared with the reference in float32 once. `--json` writes all of it.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -49,10 +50,9 @@ from smcjax.pallas.grouped_attention import (
     span_tasks,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import CHUNK, default_tuning, grouped_branches_mosaic
-from smcjax.pallas.products import QUERIES
+from smcjax.pallas.grouped_attention_sm90 import grouped_branches_mosaic
+from smcjax.pallas.grouped_shares import Tuning
 from smcjax.pallas.query_groups import QueryGroups
-from smcjax.pallas.shared_tuning import Tuning
 
 MODES = ("per query", "merged", "shared")
 LEAST_SLOTS = 8  # of a unit that the kernels take
@@ -148,36 +148,31 @@ class Inputs:
 
     def branches(self) -> tuple[Branch, ...]:
         """All branches, with the first pools."""
+        tasks = jax.jit(self._tasks)(self.sets, self.table)
+        return tuple(Branch(*self.pools[name][0], *rest) for name, rest in zip(self.layer.branches, tasks, strict=True))
+
+    def _tasks(self, sets: jax.Array, table: jax.Array) -> list[tuple[Any, jax.Array, jax.Array]]:
+        """Tasks, first and last slots of each branch."""
         layer, case = self.layer, self.case
         found = []
         for name, unit in zip(layer.branches, self.units, strict=True):
             low, high, tasks = jnp.zeros_like(self.positions), self.positions, None
             span = {"unit": unit, "sets": layer.kv_heads, "page_size": layer.page_size}
             if name == "slc":
-                tasks = jax.jit(self.selection)(self.sets, self.table)
+                tasks = self.selection(sets, table)
             elif name == "win":
                 low = jnp.maximum(high - layer.window + 1, 0)
                 tasks = span_tasks(
-                    low, high, self.table, self.groups, most_slots=layer.window + self.groups.size - 1, **span
+                    low, high, table, self.groups, most_slots=layer.window + self.groups.size - 1, **span
                 )
             else:
                 sizes = {"kernel_size": layer.kernel_size, "kernel_stride": layer.kernel_stride}
                 low, high = compressed_slots(self.positions, **sizes)
                 span["page_size"] = layer.compressed_page
                 most = case.context // layer.kernel_stride
-                tasks = span_tasks(low, high, self.table, self.groups, most_slots=most, **span)
-            found.append(Branch(*self.pools[name][0], tasks, low, high))
-        return tuple(found)
-
-    def tuning(self, branches: tuple[Branch, ...]) -> Tuning:
-        """Shares by the tasks that there are, not by the most that there can be."""
-        chunks = tuple(
-            max(1, round(float(branch.tasks.number.mean()) * unit / CHUNK))
-            for branch, unit in zip(branches, self.units, strict=True)
-        )
-        rows = self.groups.size * self.layer.heads // self.layer.kv_heads
-        blocks = self.case.requests * self.groups.number * self.layer.kv_heads
-        return default_tuning(blocks=blocks, tiles=-(-rows // QUERIES), chunks=chunks, dim=self.layer.dim)
+                tasks = span_tasks(low, high, table, self.groups, most_slots=most, **span)
+            found.append((tasks, low, high))
+        return found
 
     def unique_bytes(self) -> int:
         """Bytes of what some query reads; selection and window share their pages."""
@@ -212,77 +207,91 @@ def pools_of(context: int, layer: Layer, count: int, requests: int = 1) -> dict[
     return found | ({"cmp": pairs(1, layer.compressed_page)} if "cmp" in layer.branches else {})
 
 
-def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int, runs: int) -> tuple[Any, float]:
-    """First result, and microseconds that the device works for one of the `calls` in a program; `run(i, …)` is one.
+def compiled(run: Callable[..., Any], arguments: Sequence[Any], calls: int) -> Callable[[], Any]:
+    """A program of `calls` calls of `run(i, *arguments)`, which returns the first one's result."""
+    program = jax.jit(lambda *x: [run(i, *x) for i in range(calls)]).lower(*arguments).compile()
+    return lambda: jax.block_until_ready(program(*arguments))[0]
 
-    A single run is not measured: then the time is the host's, compilation included.
+
+def measure(program: Callable[[], Any], calls: int, runs: int) -> tuple[Any, float]:
+    """A program's result, and microseconds that the device works for one of its `calls`.
+
+    A single run is not measured: then the time is the host's.
     """
-    program = jax.jit(lambda *x: [run(i, *x) for i in range(calls)])
     began = time.perf_counter()
-    out = jax.block_until_ready(program(*arguments))
+    out = program()
     if runs == 1:
         return out, (time.perf_counter() - began) / calls * 1e6
-    jax.block_until_ready(program(*arguments))
+    program()
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             for _ in range(runs):
-                jax.block_until_ready(program(*arguments))
+                program()
         kernels = list(read_kernels(Path(directory), {}))
     assert kernels, "the profiler has seen no kernel"
-    return out[0], sum(kernel.microseconds for kernel in kernels) / (runs * calls)
+    return out, sum(kernel.microseconds for kernel in kernels) / (runs * calls)
 
 
-def error(got: tuple[Part, ...], inputs: Inputs, branches: tuple[Branch, ...]) -> float:
+def error(got: tuple[Part, ...], q: jax.Array, branches: tuple[Branch, ...], inputs: Inputs) -> jax.Array:
     """Largest difference of outputs from the reference in float32, relative to the largest of its branch."""
-    exact = tuple(
+    exact = [
         branch._replace(
             key_pages=branch.key_pages.astype(jnp.float32), value_pages=branch.value_pages.astype(jnp.float32)
         )
         for branch in branches
-    )
+    ]
     want = [
-        grouped_branches_reference(inputs.q.astype(jnp.float32), (one,), inputs.groups, units=(unit,))[0]
+        grouped_branches_reference(q.astype(jnp.float32), (one,), inputs.groups, units=(unit,))[0]
         for one, unit in zip(exact, inputs.units, strict=True)
     ]
-    return max(float(jnp.abs(a.out - b.out).max() / jnp.abs(b.out).max()) for a, b in zip(got, want, strict=True))
+    each = [jnp.abs(a.out - b.out).max() / jnp.abs(b.out).max() for a, b in zip(got, want, strict=True)]
+    return jnp.stack(each).max()
 
 
-def measured(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One line of the table."""
+def prepared(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Namespace) -> Callable[[], dict[str, Any]]:
+    """Compiles what a line of the table needs; the result measures it."""
     inputs = Inputs(case, layer, mode, pools)
     branches = inputs.branches()
     interpret = plgpu.InterpretGPUParams() if args.tiny else None
-    tuning = Tuning(splits=(1,) * len(branches), stages=2) if args.tiny else inputs.tuning(branches)
+    tuning = Tuning(blocks=4, stages=2) if args.tiny else None
     _, _, tasks, low, high = zip(*branches, strict=True)
+    queries = [inputs.q * (1 + i / 64) for i in range(args.calls)]  # another's each, lest XLA make one call of all
 
-    def attend(i: int, q: jax.Array, pools: Any, tasks: Any, low: Any, high: Any) -> tuple[Part, ...]:
+    def attend(i: int, queries: Any, pools: Any, tasks: Any, low: Any, high: Any) -> tuple[Part, ...]:
         read = tuple(
             Branch(*pools[name][i % len(pools[name])], *rest)
             for name, *rest in zip(layer.branches, tasks, low, high, strict=True)
         )
-        return grouped_branches_mosaic(
-            q * (1 + i / 64), read, inputs.groups, units=inputs.units, tuning=tuning, interpret=interpret
-        )
+        options = {"units": inputs.units, "tuning": tuning, "interpret": interpret}
+        return grouped_branches_mosaic(queries[i], read, inputs.groups, **options)
 
     def build(i: int, sets: jax.Array, table: jax.Array) -> Any:
         return inputs.selection(jnp.roll(sets, i, axis=1), table)
 
-    got, kernel = measure(attend, (inputs.q, pools, tasks, low, high), args.calls, args.runs)
-    _, building = measure(build, (inputs.sets, inputs.table), args.calls, args.runs)
-    got = got[0] if args.runs == 1 else got
-    unique, issued = inputs.unique_bytes(), inputs.issued_bytes(branches)
-    bandwidth = this_device().bandwidth or HOPPER.bandwidth
-    return {
-        **dataclasses.asdict(case),
-        "mode": mode,
-        "us": kernel,
-        "tasks_us": building,
-        "unique_bytes": unique,
-        "issued_bytes": issued,
-        "unique_fraction": unique / bandwidth / kernel * 1e6,
-        "issued_fraction": issued / bandwidth / kernel * 1e6,
-        "error": error(got, inputs, branches),
-    }
+    attention = compiled(attend, (queries, pools, tasks, low, high), args.calls)
+    building = compiled(build, (inputs.sets, inputs.table), args.calls)
+    shapes = jax.eval_shape(functools.partial(attend, 0), queries, pools, tasks, low, high)
+    difference = jax.jit(functools.partial(error, inputs=inputs)).lower(shapes, inputs.q, branches).compile()
+
+    def measured() -> dict[str, Any]:
+        """One line of the table."""
+        got, kernel = measure(attention, args.calls, args.runs)
+        _, tasks_take = measure(building, args.calls, args.runs)
+        unique, issued = inputs.unique_bytes(), inputs.issued_bytes(branches)
+        bandwidth = this_device().bandwidth or HOPPER.bandwidth
+        return {
+            **dataclasses.asdict(case),
+            "mode": mode,
+            "us": kernel,
+            "tasks_us": tasks_take,
+            "unique_bytes": unique,
+            "issued_bytes": issued,
+            "unique_fraction": unique / bandwidth / kernel * 1e6,
+            "issued_fraction": issued / bandwidth / kernel * 1e6,
+            "error": float(difference(got, inputs.q, branches)),
+        }
+
+    return measured
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -297,6 +306,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=128, help="B, positions")
     parser.add_argument("--calls", type=int, default=4, help="in a program")
     parser.add_argument("--runs", type=int, default=3, help="of the program, whose kernels' times are added up")
+    parser.add_argument("--threads", type=int, default=4, help="that compile lines beside each other (4)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--tiny", action="store_true", help="a small shape, interpreted once, whose times say nothing")
     args = parser.parse_args(argv)
@@ -309,6 +319,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def lines_of(context: int, requests: int, args: argparse.Namespace) -> list[tuple[str, Case]]:
+    """The modes and cases of a context, in the table's order."""
+    lines = []
+    for queries, overlap in itertools.product(args.queries, args.overlaps):
+        sizes = sorted({min(size, queries) for size in args.sizes})
+        cases = [Case(context, queries, size, overlap, requests) for size in sizes]
+        lines.append(("per query", dataclasses.replace(cases[0], size=1)))
+        lines += [(mode, case) for case in cases for mode in MODES[1:]]
+    return [line for line in lines if line[0] in args.modes]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 where a result differs from the reference."""
     args = arguments(argv)
@@ -317,18 +338,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = this_device().kind or this_device().platform
     for context, requests in itertools.product(args.contexts, args.requests):
         pools = pools_of(context, layer, 1 if args.tiny else 2 if requests > 1 else 4, requests)
-        for queries, overlap in itertools.product(args.queries, args.overlaps):
-            sizes = sorted({min(size, queries) for size in args.sizes})
-            cases = [Case(context, queries, size, overlap, requests) for size in sizes]
-            lines = [("per query", dataclasses.replace(cases[0], size=1))]
-            lines += [(mode, case) for case in cases for mode in MODES[1:]]
-            alone = None
-            for mode, case in lines:
-                if mode in args.modes:
-                    line = measured(case, layer, mode, pools, args)
-                    alone = alone or line["us"]
-                    found.append(line | {"speedup": alone / line["us"]})
-                    print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        lines = lines_of(context, requests, args)
+        with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+            work = [pool.submit(prepared, case, layer, mode, pools, args) for mode, case in lines]
+        alone: dict[tuple[int, float], float] = {}
+        for one in work:
+            line = one.result()()
+            first = alone.setdefault((line["queries"], line["overlap"]), line["us"])
+            found.append(line | {"speedup": first / line["us"]})
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     if args.json:
         about = {
             "device": device,

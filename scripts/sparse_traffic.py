@@ -109,7 +109,7 @@ def redirected(first: jax.Array, pages: jax.Array, *, keeps: bool) -> contextlib
         if keeps:
             return run_scores(q, keys, values, tasks, groups, *bounds, unit=unit, slots=slots)
         branch = Branch(keys, values, tasks, *bounds)
-        (part,) = run_branches(q, (branch,), groups, units=(unit,), likely=(-(-slots // unit),))
+        (part,) = run_branches(q, (branch,), groups, units=(unit,))
         return part, jnp.zeros((*q.shape[:3], slots)), None
 
     def branches(q: Any, of: tuple[Branch, ...], groups: Any, *, units: tuple[int, ...], **options: Any) -> Any:

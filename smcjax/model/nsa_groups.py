@@ -108,12 +108,6 @@ class Grouped:
         kind = self.kind
         return kind.num_blocks + (kind.init_blocks + kind.local_blocks) * (self.mode == "shared_forced")
 
-    @property
-    def likely_blocks(self) -> int:
-        """Blocks that a group reads where each query has a quarter that its neighbour has not."""
-        others = (self.groups.size - 1) / 4 if self.mode == "merged" else 0
-        return round(self.most_blocks * (1 + others))
-
     def attend(
         self,
         q: Float[Array, "R M H D"],
@@ -168,8 +162,7 @@ class Grouped:
             for pool, bounds, size, of_unit, most_slots in zip(pools, slots, per_page, units, most, strict=True)
         )
         branches = (Branch(*pages[:2], tasks, jnp.zeros_like(high), high), *spans)
-        likely = self.likely_blocks * (kind.block_size // unit), *(one.tasks.unit.shape[3] for one in branches[1:])
-        return grouped_branches(q, branches, self.groups, units=(unit, *units), likely=likely)
+        return grouped_branches(q, branches, self.groups, units=(unit, *units))
 
 
 def takes_compressed(kind: Blocks, page_size: int) -> bool:

@@ -319,12 +319,8 @@ def grouped_branches_reference(
     *,
     units: tuple[int, ...],
     scale: float | None = None,
-    likely: tuple[int, ...] | None = None,
 ) -> tuple[Part, ...]:
-    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each.
-
-    Kernels share themselves out as if each branch had `likely` tasks a group and set; None: as many as it can have.
-    """
+    """`grouped_attention` of the same queries to each branch, of tasks of `units` slots: a softmax for each."""
     return tuple(
         grouped_attention_reference(
             q, *branch[:2], branch.tasks, groups, branch.low, branch.high, unit=unit, scale=scale

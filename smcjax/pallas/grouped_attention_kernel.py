@@ -1,18 +1,26 @@
 """Attention of query groups to their tasks: the kernel and the one that merges (Mosaic, Hopper).
 
-One block serves a group, one set's key-value head, one *tile* of the group's queries (C·G rows, G heads a set, packed
-64 to a warpgroup's product) and one share of the tasks, gathered to chunks of 64 slots:
+A *line* is what is read for one softmax: the tasks of a group, one set's key-value head and a branch, gathered to
+chunks of 64 slots, for a *tile* of the group's queries (C·G rows, G heads a set, packed 64 to a warpgroup's product):
 
-    S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk of the share
+    S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk
 
-A warpgroup of its own looks tasks up and fills a ring in shared memory unit by unit, by TMA: K of a chunk, V of it, K
-of the next. The others compute and take the chunks in turn. A query sees a slot where its bit of the task is set and
-the slot lies between its bounds. In a chunk that some query does not see whole, V is zeroed where nobody looks, since
-0 · NaN is NaN. A second launch merges the shares in a fixed order (`shared_merge.py`).
+Where a group has several tiles a line has as many as warpgroups compute, each of which takes every chunk; else they
+take the chunks of one tile in turn.
+
+The chunks of all lines, one line after the other, are cut into as many equal shares as there are multiprocessors, and
+one block has one share (`grouped_shares.py`): a *segment* of each line that its share touches. So all blocks are done
+at about the same time whatever the tasks are, and none begins anew for another line: two warpgroups, one for keys and
+one for values, look tasks up, fill a ring in shared memory unit by unit, by TMA, and run ahead into the next segment
+while the others, which compute, finish one.
+
+A query sees a slot where its bit of the task is set and the slot lies between its bounds. In a chunk that some query
+does not see whole, V is zeroed where nobody looks, since 0 · NaN is NaN. A second launch merges the segments of each
+line in a fixed order.
 
 *Branches* (of Native Sparse Attention: compressed tokens, selected blocks, a window) are attentions of the same queries
-to pages, tasks and bounds of their own, each with its own softmax. One launch takes several, so that all blocks of a
-layer fill the GPU together.
+to pages, tasks and bounds of their own, each with its own softmax. One launch takes several, so that a layer begins
+once.
 """
 
 from __future__ import annotations
@@ -28,14 +36,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas import eviction, online_softmax
+from smcjax.pallas import eviction, grouped_shares, online_softmax
 from smcjax.pallas.flags import WORD
 from smcjax.pallas.grouped_attention import CHUNK
+from smcjax.pallas.grouped_shares import LOADERS, Counts, Segment, Tuning, note, share_of
 from smcjax.pallas.kept_scores import store_by_slot
 from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part, product_of
 from smcjax.pallas.shared_attention import HALF, MOST_F16
-from smcjax.pallas.shared_merge import UNIT, merged, units_of
-from smcjax.pallas.shared_tuning import Tuning, part_of_share
 
 AT_ONCE = 4  # queries whose bounds are asked for together, as each answer takes half a microsecond
 
@@ -70,6 +77,7 @@ class Shape(NamedTuple):
     of_request: int  # M
     units: tuple[int, ...]  # slots, by branch
     scale: float  # of scores in base 2
+    together: int  # tiles of a line: 1, or one for each warpgroup that computes
 
     @property
     def rows(self) -> int:
@@ -77,14 +85,14 @@ class Shape(NamedTuple):
         return self.queries * self.group_heads
 
     @property
-    def tiles(self) -> int:
-        """Products' widths of a group's rows."""
-        return -(-self.rows // QUERIES)
+    def lines(self) -> int:
+        """Lines of a group, set and branch."""
+        return -(-self.rows // (self.together * QUERIES))
 
     @property
-    def by_pair(self) -> bool:
-        """True where what is merged at once lies within the heads of one query."""
-        return self.group_heads % UNIT == 0
+    def tiles(self) -> int:
+        """Products' widths of a group's rows, those of the last line that have none included."""
+        return self.lines * self.together
 
     @property
     def in_tile(self) -> int:
@@ -92,84 +100,93 @@ class Shape(NamedTuple):
         return QUERIES // self.group_heads
 
     @property
+    def in_line(self) -> int:
+        """Queries of a line."""
+        return self.in_tile * self.together
+
+    @property
     def words(self) -> int:
-        """Words of a mask that a tile's queries are in."""
-        return -(-self.in_tile // WORD)
+        """Words of a mask that a line's queries are in."""
+        return -(-self.in_line // WORD)
+
+    @property
+    def reads_once(self) -> bool:
+        """True where one line alone reads a key-value head's slots of a branch."""
+        return self.groups == self.lines == 1
 
 
 def attend(
     q_ref: Ref,  # [R·M, H, D] GMEM, in the groups' order
     *refs: Ref,  # `Refs` of each branch, then results:
-    # [G, shares, subs, S, 1, 64, D] f16 GMEM, [G, shares, subs, S, 1, 64] f32 GMEM,
+    # [lines + blocks, subs, 64, D] f16 GMEM, [lines + blocks, subs, 64] f32 GMEM, [lines, 2] int32 GMEM (`merge`),
     # and where scores of the only branch are kept [G, S, tiles·64, slots] f32 GMEM
     warpgroup_smem: tuple[Ref, Ref, Ref],  # SMEM, the same bytes: queries as they come [subs, D/64, pairs, G, 64], as
     # products read them [subs, D/64, 64, 64], and the result [subs, 64, D] f16
-    ring_smem: Ref,  # [2·stages, 64, D] SMEM
+    ring_and_share_smem: tuple[Ref, Ref],  # SMEM, the same bytes: [2·stages, 64, D], and int32 words of `share_of`
     q_ready: Ref,  # [subs] barriers
     ready: Ref,  # [2·stages] barriers
     used: Ref,  # [2·stages] barriers
+    share_read: Ref,  # barrier of all warpgroups
     tuning: Tuning,
     shape: Shape,
     interpret: bool,
 ) -> None:
     size = len(Refs._fields)
-    inputs, (parts_ref, lse_ref, *kept) = refs[: size * len(shape.units)], refs[size * len(shape.units) :]
+    inputs, (parts_ref, lse_ref, notes_ref, *kept) = refs[: size * len(shape.units)], refs[size * len(shape.units) :]
     branches = [Refs(*inputs[i : i + size]) for i in range(0, len(inputs), size)]
     product = product_of(interpret)
     dim, heads_of_set = q_ref.shape[2], shape.group_heads
     stages, subs = tuning.stages, tuning.subs
     q_rows, q_smem, out_smem = warpgroup_smem
+    ring_smem, share_smem = ring_and_share_smem
     copies = max(CHUNK // unit for unit in shape.units)  # arrivals that a buffer waits for
-    group, of_set, share = lax.axis_index("group"), lax.axis_index("set"), lax.axis_index("share")
-    warpgroup = lax.axis_index("warpgroup")
-
-    part, index, splits = part_of_share(share, tuning.splits)  # a part is a tile of a branch
-    branch, tile = lax.div(part, shape.tiles), lax.rem(part, shape.tiles)
-
-    def number_of_chunks(of: Refs, per: int) -> jax.Array:
-        """Chunks of the share: every `splits`-th of `per` tasks each."""
-        chunks = lax.div(of.number[group, of_set] + (per - 1), per)
-        return lax.div(lax.max(chunks - index, 0) + (splits - 1), splits)
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    counts = [Counts(of.number, unit) for of, unit in zip(branches, shape.units, strict=True)]
+    copy = plgpu.copy_gmem_to_smem
+    if shape.reads_once and not kept:  # with scores that are kept it took longer (dev/LOG.md)
+        copy = functools.partial(eviction.load_to_leave, interpret=interpret)
 
     def buffers_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The places in the ring to which keys and values of the share's `number`-th chunk come."""
         stage = lax.rem(number, stages)
         return 2 * stage, 2 * stage + 1
 
-    def load(of: Refs, unit: int) -> None:
-        """Fills the ring; the next chunk's units are looked up while this one's buffers become free."""
+    def load(which: int, of: Refs, unit: int, segment: Segment) -> None:
+        """Fills the ring with keys or values; the next chunk's units are looked up while a buffer becomes free."""
+        source = (of.keys, of.values)[which]
         per, (_, page_size, kv_heads, _) = CHUNK // unit, of.keys.shape
         in_page, last = page_size // unit, of.unit.shape[2] - 1
-        head = lax.div(of_set * kv_heads, shape.sets)
-        count = number_of_chunks(of, per)
+        head = lax.div(segment.of_set * kv_heads, shape.sets)
 
-        def look_up(number: jax.Array) -> list[jax.Array]:
+        def look_up(chunk: jax.Array) -> list[jax.Array]:
             # Not asking how many tasks there are: behind the last, unit 0 may be read, and nobody sees it.
-            at = (index + number * splits) * per
-            return [of.unit[group, of_set, lax.min(at + j, last)] for j in range(per)]
+            at = chunk * per
+            return [of.unit[segment.group, segment.of_set, lax.min(at + j, last)] for j in range(per)]
 
-        def fill(number: jax.Array, units: list[jax.Array]) -> list[jax.Array]:
-            following = look_up(number + 1)
-            for source, buffer in zip((of.keys, of.values), buffers_of(number), strict=True):
-                pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, used.at[buffer]))
-                for j, name in enumerate(units):
-                    page = name if in_page == 1 else lax.div(name, in_page)
-                    start = 0 if in_page == 1 else pl.multiple_of(lax.rem(name, in_page) * unit, unit)
-                    target = ring_smem.at[buffer, pl.ds(j * unit, unit)]
-                    plgpu.copy_gmem_to_smem(source.at[page, pl.ds(start, unit), head], target, ready.at[buffer])
-                for _ in range(copies - per):
-                    plgpu.barrier_arrive(ready.at[buffer])
+        def fill(chunk: jax.Array, units: list[jax.Array]) -> list[jax.Array]:
+            following = look_up(chunk + 1)
+            number = segment.number + (chunk - segment.begin)
+            buffer = buffers_of(number)[which]
+            pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, used.at[buffer]))
+            for j, name in enumerate(units):
+                page = name if in_page == 1 else lax.div(name, in_page)
+                start = 0 if in_page == 1 else pl.multiple_of(lax.rem(name, in_page) * unit, unit)
+                target = ring_smem.at[buffer, pl.ds(j * unit, unit)]
+                copy(source.at[page, pl.ds(start, unit), head], target, ready.at[buffer])
+            for _ in range(copies - per):
+                plgpu.barrier_arrive(ready.at[buffer])
             return following
 
-        def drain(number: jax.Array, _: None) -> None:
-            for buffer in buffers_of(number):
-                plgpu.barrier_wait(used.at[buffer])
+        lax.fori_loop(segment.begin, segment.end, fill, look_up(segment.begin))
 
-        lax.fori_loop(0, count, fill, look_up(jnp.int32(0)))
-        lax.fori_loop(lax.max(count - stages, 0), count, drain, None)
+    def drain(which: int, number: jax.Array, _: None) -> None:
+        plgpu.barrier_wait(used.at[buffers_of(number)[which]])
 
-    def compute(of: Refs, unit: int) -> None:
+    def compute(of: Refs, unit: int, segment: Segment) -> None:
         per, sub, size = CHUNK // unit, warpgroup, of.unit.shape[2]
+        group, of_set = segment.group, segment.of_set
+        line_query = segment.number_of_line * shape.in_line  # the line's first of the group
+        tile = segment.number_of_line * shape.together + (sub if shape.together > 1 else 0)
         words = of.queries.shape[2] // size
         first_query = lax.rem(group, shape.groups) * shape.queries + tile * shape.in_tile
         # Behind the group's last query come others' or zeros.
@@ -179,13 +196,16 @@ def attend(
             source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, q_rows.at[sub, j], q_ready.at[sub])
         # What is read from here to the queries' arrival takes as long as they do.
-        count = number_of_chunks(of, per)
-        turns = lax.div(lax.max(count - sub, 0) + (subs - 1), subs)
-        first_word = lax.min(lax.div(tile * shape.in_tile, WORD), words - 1)
+        # The warpgroup's first chunk of the segment, and how far it is to its next.
+        own, step_of = jnp.int32(0), 1
+        if shape.together == 1:
+            own, step_of = lax.rem(sub + subs - lax.rem(segment.number, subs), subs), subs
+        turns = lax.div(lax.max(segment.end - segment.begin - own, 0) + (step_of - 1), step_of)
+        first_word = lax.min(lax.div(line_query, WORD), words - 1)
 
         def tasks(turn: jax.Array) -> list[Task]:
             """The tasks of a turn's chunk."""
-            found, begin = [], (index + (turn * subs + sub) * splits) * per
+            found, begin = [], (segment.begin + own + turn * step_of) * per
             for j in range(per):
                 at = lax.min(begin + j, size - 1)
                 named = [
@@ -206,11 +226,12 @@ def attend(
         upcoming = tasks(jnp.int32(0))
         row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.ROWS)
         query = row >> int(math.log2(heads_of_set))
-        if shape.in_tile < WORD:
-            query = query + lax.rem(tile * shape.in_tile, WORD)
+        in_words = lax.rem(line_query, WORD) if shape.in_line < WORD else jnp.int32(0)  # of the line's first query
+        of_tile = in_words + (tile * shape.in_tile - line_query)  # of the tile's
+        query = query + of_tile
 
         def bit(task: Task, number: jax.Array) -> jax.Array:
-            """1 where a task is that of the tile's query `number`, counted from the first word's."""
+            """1 where a task is that of query `number`, counted from the line's first word's."""
             word: Any = task.words[0]
             for w, following in enumerate(task.words[1:], 1):
                 word = jnp.where(number >= w * WORD, following, word)
@@ -222,7 +243,7 @@ def attend(
             q_smem[sub] = q_rows[sub].reshape(dim // HALF, QUERIES, HALF)
         halves: list[Any] = [q_smem.at[sub, j] for j in range(dim // HALF)]
         # Of 64 dimensions, held over several chunks, they came out wrong on an H200 (dev/LOG.md); of 128 they do not.
-        if dim > HALF and tuning.holds_queries(dim=dim, chunk=CHUNK):
+        if dim > HALF and tuning.holds_queries(dim):
             halves = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
 
         def softmax_over(
@@ -245,12 +266,16 @@ def attend(
 
         def is_everyones(now: list[Task]) -> jax.Array:
             """True where all queries of the tile see a chunk whole."""
-            first = lax.rem(tile * shape.in_tile, WORD) if shape.in_tile < WORD else jnp.int32(0)
             there = lax.clamp(0, of.inner[group, 2] - tile * shape.in_tile, shape.in_tile)
+
+            def below(number: jax.Array, w: int) -> jax.Array:
+                """The bits of word w of queries before a number."""
+                number = lax.clamp(0, number - w * WORD, WORD)
+                return jnp.where(number < WORD, (jnp.int32(1) << number) - 1, -1)
+
             all_of_it = jnp.bool_(True)
             for w in range(min(shape.words, words)):
-                number = lax.clamp(0, there - w * WORD, WORD)
-                bits = jnp.where(number < WORD, (jnp.int32(1) << number) - 1, -1) << first
+                bits = below(of_tile + there, w) & ~below(of_tile, w)
                 for task in now:
                     all_of_it = all_of_it & ((task.words[w] & bits) == bits) & lies_within(task)
             return all_of_it
@@ -264,23 +289,21 @@ def attend(
             return whole
 
         def clean(values: Ref, now: list[Task]) -> None:
-            """Zeros in the slots of a chunk that no query of the tile sees."""
+            """Zeros in the slots of a chunk that no query of the line sees, all of whose warpgroups do so."""
             slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=online_softmax.ROWS)
             at = slot + of_part(slot, [task.first - j * unit for j, task in enumerate(now)], unit)
 
             # Bounds that are known would have the loop unrolled, which is seldom run.
-            count = lax.clamp(0, of.inner[group, 2] - tile * shape.in_tile, shape.in_tile)
+            count = lax.clamp(0, of.inner[group, 2] - line_query, shape.in_line)
 
             def look(turn: jax.Array, seen: jax.Array) -> jax.Array:
                 """Takes in some queries, whose bounds are on their way together."""
                 numbers = [lax.min(turn * AT_ONCE + i, count - 1) for i in range(AT_ONCE)]
                 bounds = [
-                    [of.bounds[group, i, tile * QUERIES + number * heads_of_set] for i in range(2)]
-                    for number in numbers
+                    [of.bounds[group, i, (line_query + number) * heads_of_set] for i in range(2)] for number in numbers
                 ]
                 for number, (first, last) in zip(numbers, bounds, strict=True):
-                    within = number + lax.rem(tile * shape.in_tile, WORD) if shape.in_tile < WORD else number
-                    reads = of_part(slot, [bit(task, within) for task in now], unit)
+                    reads = of_part(slot, [bit(task, in_words + number) for task in now], unit)
                     seen = jnp.where((at >= first) & (at <= last), seen | reads, seen)
                 return seen
 
@@ -293,7 +316,7 @@ def attend(
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             softmax, now = state
             upcoming = tasks(turn + 1)  # takes as long as a chunk
-            k_buffer, v_buffer = buffers_of(turn * subs + sub)
+            k_buffer, v_buffer = buffers_of(segment.number + own + turn * step_of)
             with jax.named_scope("wait k"):
                 plgpu.barrier_wait(ready.at[k_buffer])
             # Halves of D, whose products add up to the scores.
@@ -316,7 +339,8 @@ def attend(
             return softmax, upcoming
 
         softmax, _ = lax.fori_loop(0, turns, step, (online_softmax.nothing_yet(dim), upcoming))
-        place = (group, share, sub, of_set, 0)
+        place = (segment.line + block, sub)
+        pl.when(sub == 0)(lambda: note(notes_ref, segment, block, interpret=interpret))
         with jax.named_scope("result"):
             result, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             out_smem[sub] = jnp.clip(result.astype(out_smem.dtype), -MOST_F16, MOST_F16)
@@ -324,65 +348,36 @@ def attend(
             eviction.store_to_stay(out_smem.at[sub], parts_ref.at[place], interpret=interpret)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def for_branch(run: Callable[[Refs, int], None]) -> None:
-        for b, (of, unit) in enumerate(zip(branches, shape.units, strict=True)):
-            pl.when(branch == b)(functools.partial(run, of, unit))
+    def walk(run: Callable[[Refs, int, Segment], None], read: Callable[[], None]) -> jax.Array:
+        """Runs for each segment of the block's share, whose words have been `read`; returns the share's chunks."""
+        shares = {"lines": shape.lines, "blocks": tuning.blocks}
+        share = share_of(block, counts, share_smem, interpret=interpret, **shares)
+        read()
+        visit = [functools.partial(run, of, unit) for of, unit in zip(branches, shape.units, strict=True)]
+        return grouped_shares.walk(share, block, counts, visit, lines=shape.lines)
 
-    @pl.when(warpgroup == subs)
-    def _load() -> None:
-        if tuning.registers and not interpret:
-            plgpu.set_max_registers(tuning.registers.loading, action="decrease")
-        with jax.named_scope("load"):
-            for_branch(load)
+    def has_read() -> None:
+        plgpu.barrier_arrive(share_read)
+
+    def begin_ring() -> None:
+        """Waits until nobody needs the words in whose place the ring comes."""
+        has_read()
+        plgpu.barrier_wait(share_read)
+        plgpu.commit_smem()
+
+    for which in range(LOADERS):
+
+        @pl.when(warpgroup == subs + which)
+        def _load(which: int = which) -> None:
+            if not interpret:
+                plgpu.set_max_registers(tuning.registers.loading, action="decrease")
+            with jax.named_scope("load"):
+                chunks = walk(functools.partial(load, which), begin_ring)
+                lax.fori_loop(lax.max(chunks - stages, 0), chunks, functools.partial(drain, which), None)
 
     @pl.when(warpgroup < subs)
     def _compute() -> None:
-        if tuning.registers and not interpret:
+        if not interpret:
             plgpu.set_max_registers(tuning.registers.computing, action="increase")
         with jax.named_scope("compute"):
-            for_branch(compute)
-
-
-def merge(
-    parts_ref: Ref,  # [G, shares, subs, S, 1, 64, D] f16 GMEM
-    lse_ref: Ref,  # [G, shares, subs, S, 1, 64] f32 GMEM
-    *results: Ref,  # f32 GMEM, of each branch outputs and log-sum-exps (`result_types`)
-    tuning: Tuning,
-    shape: Shape,
-) -> None:
-    """Merges a unit of four rows, branch by branch."""
-    group, of_set, unit = (lax.axis_index(name) for name in ("group", "set", "unit"))
-    row = unit * UNIT
-    for b, (out_ref, sums_ref) in enumerate(zip(results[::2], results[1::2], strict=True)):
-        parts = range(b * shape.tiles, (b + 1) * shape.tiles)
-        found = merged(parts_ref, lse_ref, unit, group=group, head=of_set, tuning=tuning, parts=parts)
-        lse = jnp.where(found.top > 1.5 * MASKED, (found.top + jnp.log2(found.mass)) * math.log(2), -jnp.inf)
-        if not shape.by_pair:
-            sums_ref[group, of_set, pl.ds(row, UNIT)] = lse
-            out_ref[group, of_set, pl.ds(row, UNIT)] = found.out
-            continue
-        in_request = lax.rem(group, shape.groups) * shape.queries + lax.div(row, shape.group_heads)
-        pair = lax.div(group, shape.groups) * shape.of_request + in_request
-        heads = pl.ds(of_set * shape.group_heads + lax.rem(row, shape.group_heads), UNIT)
-
-        @pl.when(in_request < shape.of_request)
-        def _store(
-            to: tuple[Ref, Ref] = (out_ref, sums_ref),
-            at: tuple[Any, Any] = (pair, heads),
-            found: tuple[Any, Any] = (found.out, lse),
-        ) -> None:
-            for ref, values in zip(to, found, strict=True):
-                ref[at] = values
-
-
-def result_types(shape: Shape, requests: int, dim: int) -> list[Any]:
-    """Outputs and log-sum-exps of each branch: by pair where a unit lies within the heads of one, else by group.
-
-    [R·M, S·G heads, D], or [G, S, units·4, D]; log-sum-exps without D. Each is an array of its own, which XLA need not
-    cut.
-    """
-    lead: tuple[int, ...] = (requests * shape.of_request, shape.sets * shape.group_heads)
-    if not shape.by_pair:
-        lead = (requests * shape.groups, shape.sets, units_of(shape.rows) * UNIT)
-    shapes = ((*lead, dim), lead) * len(shape.units)
-    return [jax.ShapeDtypeStruct(one, jnp.float32) for one in shapes]
+            walk(compute, has_read)

@@ -1,13 +1,12 @@
 """Attention of query groups to their tasks by Mosaic GPU kernels (Hopper). Their reference: `grouped_attention.py`.
 
-What a launch computes is in `grouped_attention_kernel.py`; here are the arguments that kernels take, the shares that
-they are cut into, and what is read from their results.
+What a launch computes is in `grouped_attention_kernel.py`; here are the arguments that kernels take and what is read
+from their results.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 from typing import Any
 
@@ -17,7 +16,6 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from smcjax.device import HOPPER
 from smcjax.pallas.attention import divisor_of
 from smcjax.pallas.dispatch import Kernel
 from smcjax.pallas.grouped_attention import (
@@ -29,17 +27,15 @@ from smcjax.pallas.grouped_attention import (
     grouped_branches,
     grouped_scores,
 )
-from smcjax.pallas.grouped_attention_kernel import Refs, Shape, attend, merge, result_types
+from smcjax.pallas.grouped_attention_kernel import Refs, Shape, attend
+from smcjax.pallas.grouped_merge import by_pair, merge, result_types
+from smcjax.pallas.grouped_shares import LOADERS, MOST_PAIRS, Tuning, default_tuning, scratch_words
 from smcjax.pallas.products import QUERIES, SWIZZLED
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import HALF, padded
 from smcjax.pallas.shared_merge import units_of
-from smcjax.pallas.shared_tuning import BESIDE, MOST_SHARES, Tuning
 
 MOST_TILES = 8  # of 64 queries, of a group and set
-MOST_STAGES = 6
-MOST_BLOCKS = 4 * HOPPER.multiprocessors  # that are worth more shares
-BLOCK_TAKES = 3.5  # of the time of a chunk: from a block's launch to its first chunk, and its result (H200)
 
 
 def supports(
@@ -64,39 +60,6 @@ def supports(
         and CHUNK % unit == 0
         and page_size % unit == 0
         and 1 <= size * padded(num_heads // sets) <= MOST_TILES * QUERIES
-    )
-
-
-def default_tuning(*, blocks: int, tiles: int, chunks: tuple[int, ...], dim: int) -> Tuning:
-    """Shares of (group, set) pairs, `blocks` of them, whose branches have about so many `chunks` each.
-
-    As many shares as let the GPU be done first, where blocks take what each multiprocessor that is free finds next. The
-    busiest branch is the next to have one more, and none has more than chunks.
-    """
-    subs = 2
-    most = [min(count, MOST_SHARES // subs) for count in chunks]
-    tried = [[1] * len(chunks)]
-    while blocks * tiles * sum(tried[-1]) < MOST_BLOCKS:
-        splits, open_to = tried[-1].copy(), [b for b in range(len(chunks)) if tried[-1][b] < most[b]]
-        if not open_to:
-            break
-        splits[max(open_to, key=lambda b: chunks[b] / splits[b])] += 1
-        tried.append(splits)
-
-    def done(splits: list[int]) -> float:
-        """When the last block is, in chunks."""
-        free = [0.0] * HOPPER.multiprocessors
-        for _ in range(blocks):
-            for split, count in zip(splits, chunks, strict=True):
-                for _ in range(split * tiles):
-                    heapq.heappushpop(free, free[0] + BLOCK_TAKES + -(-count // split))
-        return max(free)
-
-    splits = min(tried, key=done)
-    ring = HOPPER.shared_memory - BESIDE - subs * QUERIES * dim * 2
-    stages = min(MOST_STAGES, ring // (4 * CHUNK * dim))
-    return Tuning(
-        splits=tuple(split for split in splits for _ in range(tiles)), subs=subs, stages=stages // subs * subs
     )
 
 
@@ -144,7 +107,6 @@ def grouped_scores_mosaic(
         groups,
         units=(unit,),
         scale=scale,
-        likely=(-(-slots // unit),),  # few pages are not all rows'
         tuning=tuning,
         interpret=interpret,
         slots=slots,
@@ -161,7 +123,6 @@ def grouped_branches_mosaic(
     *,
     units: tuple[int, ...],
     scale: float | None = None,
-    likely: tuple[int, ...] | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Part, ...]:
@@ -169,11 +130,11 @@ def grouped_branches_mosaic(
 
     All branches have as many sets. `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU.
     """
-    options = {"units": units, "scale": scale, "likely": likely, "tuning": tuning, "interpret": interpret}
+    options = {"units": units, "scale": scale, "tuning": tuning, "interpret": interpret}
     return _by_kernels(q, branches, groups, **options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("groups", "units", "scale", "likely", "tuning", "interpret", "slots"))
+@functools.partial(jax.jit, static_argnames=("groups", "units", "scale", "tuning", "interpret", "slots"))
 def _by_kernels(
     q: jax.Array,
     branches: tuple[Branch, ...],
@@ -181,7 +142,6 @@ def _by_kernels(
     *,
     units: tuple[int, ...],
     scale: float | None,
-    likely: tuple[int, ...] | None,
     tuning: Tuning | None,
     interpret: Any,
     slots: int | None = None,
@@ -207,7 +167,6 @@ def _by_kernels(
             groups,
             units=units,
             scale=scale,
-            likely=likely,
             tuning=tuning,
             interpret=interpret,
             slots=slots,
@@ -219,6 +178,7 @@ def _by_kernels(
 
         return tuple(Part(*map(cut, part)) for part in parts), None if scores is None else cut(scores), products
 
+    tuning = tuning or default_tuning(dim)
     shape = Shape(
         queries=groups.size,
         group_heads=of_set,
@@ -227,30 +187,21 @@ def _by_kernels(
         of_request=queries,
         units=units,
         scale=math.log2(math.e) / divisor_of(scale, dim),
+        together=tuning.subs if groups.size * of_set > QUERIES else 1,
     )
     all_groups = requests * groups.number
-    most = tuple(branch.tasks.unit.shape[3] for branch in branches)
-    if tuning is None:
-        counts = zip(map(min, most, likely or most), units, strict=True)
-        chunks = tuple(-(-count * unit // CHUNK) for count, unit in counts)
-        tuning = default_tuning(blocks=all_groups * sets, tiles=shape.tiles, chunks=chunks, dim=dim)
-    if len(tuning.splits) != len(branches) * shape.tiles or tuning.tiles != 1 or tuning.stages % tuning.subs:
-        raise ValueError(
-            f"{shape.tiles} tiles of each of {len(branches)} branches must have splits of their own, blocks one tile, "
-            f"and warpgroups that take turns divide stages: {tuning}"
-        )
-
     order = np.asarray(groups.order)
     reordered = bool((order != np.arange(queries)).any())
-    pairs = (q[:, order] if reordered else q).reshape(-1, heads, dim)
+    by_order = (q[:, order] if reordered else q).reshape(-1, heads, dim)
     if interpret:  # which, unlike the copy engine, gives no zeros for what lies behind the last query
-        pairs = jnp.pad(pairs, ((0, groups.size + QUERIES), (0, 0), (0, 0)))
+        by_order = jnp.pad(by_order, ((0, groups.size + tuning.subs * QUERIES), (0, 0), (0, 0)))
     operands = [
         x.reshape(all_groups, *x.shape[2:]) if x.ndim > 2 and i > 1 else x
         for branch in branches
         for i, x in enumerate(_operands(branch, groups, shape))
     ]
-    place = (all_groups, tuning.shares, tuning.subs, sets, 1, QUERIES)
+    pairs, lines = all_groups * sets, all_groups * sets * len(branches) * shape.lines
+    place = (lines + tuning.blocks, tuning.subs, QUERIES)
     halves = (tuning.subs, dim // HALF)
     scratch: dict[str, Any] = {
         "warpgroup_smem": plgpu.RefUnion(
@@ -258,49 +209,56 @@ def _by_kernels(
             plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=SWIZZLED),
             plgpu.SMEM((tuning.subs, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
         ),
-        "ring_smem": plgpu.SMEM((2 * tuning.stages, CHUNK, dim), q.dtype, transforms=SWIZZLED),
+        "ring_and_share_smem": plgpu.RefUnion(
+            plgpu.SMEM((2 * tuning.stages, CHUNK, dim), q.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((scratch_words(pairs),), jnp.int32),
+        ),
         "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.subs),
         "ready": plgpu.Barrier(num_arrivals=CHUNK // min(units), num_barriers=2 * tuning.stages),
-        "used": plgpu.Barrier(num_arrivals=1, num_barriers=2 * tuning.stages),
+        "used": plgpu.Barrier(num_arrivals=shape.together, num_barriers=2 * tuning.stages),
+        "share_read": plgpu.Barrier(num_arrivals=tuning.subs + LOADERS),
     }
     kept = [] if slots is None else [(all_groups, sets, shape.tiles * QUERIES, slots)]
-    shares, sums, *products = plgpu.kernel(
+    shares, sums, notes, *products = plgpu.kernel(
         functools.partial(attend, tuning=tuning, shape=shape, interpret=bool(interpret)),
         out_type=[
             jax.ShapeDtypeStruct((*place, dim), jnp.float16),
-            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (place, *kept)),
+            jax.ShapeDtypeStruct(place, jnp.float32),
+            jax.ShapeDtypeStruct((lines, 2), jnp.int32),
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kept),
         ],
-        grid=(all_groups, sets, tuning.shares),
-        grid_names=("group", "set", "share"),
-        num_threads=tuning.subs + 1,
+        grid=(tuning.blocks,),
+        grid_names=("block",),
+        num_threads=tuning.subs + LOADERS,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="grouped_attention",
-    )(pairs, *operands)
+    )(by_order, *operands)
+    numbers = operands[Refs._fields.index("number") :: len(Refs._fields)]
     results = plgpu.kernel(
         functools.partial(merge, tuning=tuning, shape=shape),
         out_type=result_types(shape, requests, dim),
-        grid=(all_groups, sets, units_of(shape.rows)),
-        grid_names=("group", "set", "unit"),
+        grid=(all_groups, sets, units_of(shape.rows), len(branches)),
+        grid_names=("group", "set", "unit", "branch"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="grouped_attention_merge",
-    )(shares, sums)
+    )(shares, sums, notes, *numbers)
 
-    def by_query(x: jax.Array, *, by_pair: bool = shape.by_pair) -> jax.Array:
+    def by_query(x: jax.Array, *, own: bool = by_pair(shape)) -> jax.Array:
         """[R, M, H, …] of a branch's results."""
-        if not by_pair:
+        if not own:
             x = x[:, :, : shape.rows].reshape(requests, groups.number, sets, groups.size, of_set, *x.shape[3:])
             x = jnp.moveaxis(x, 2, 3).reshape(requests, -1, heads, *x.shape[5:])[:, :queries]
-        x = x.reshape(requests, queries, heads, *x.shape[2 if by_pair else 3 :])
+        x = x.reshape(requests, queries, heads, *x.shape[2 if own else 3 :])
         return x[:, np.argsort(order)] if reordered else x
 
     parts = tuple(Part(by_query(out), by_query(lse)) for out, lse in zip(results[::2], results[1::2], strict=True))
     if not products:
         return parts, None, None
-    return parts, by_query(products[0], by_pair=False) / divisor_of(scale, dim), products[0]
+    return parts, by_query(products[0], own=False) / divisor_of(scale, dim), products[0]
 
 
 def _operands(branch: Branch, groups: QueryGroups, shape: Shape) -> Refs:
@@ -325,6 +283,7 @@ def _supports_branches(
     q: jax.Array, branches: tuple[Branch, ...], groups: QueryGroups, *, units: tuple[int, ...], **options: Any
 ) -> bool:
     sets = branches[0].tasks.unit.shape[2]
+    pairs = q.shape[0] * groups.number * sets
 
     def is_supported(branch: Branch, unit: int) -> bool:
         _, page_size, kv_heads, _ = branch.key_pages.shape
@@ -341,7 +300,7 @@ def _supports_branches(
             dtype=q.dtype,
         )
 
-    return all(map(is_supported, branches, units))
+    return pairs <= MOST_PAIRS and all(map(is_supported, branches, units))
 
 
 def _supports(

@@ -60,7 +60,8 @@ def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
 
     `args` are references, contiguous in GMEM or SMEM, and int32 scalars, which arrive as words.
     """
-    is_ref = [isinstance(jax.typeof(arg), jax.ref.AbstractRef) for arg in args]
+    # A view of a reference has no type of JAX's.
+    is_ref = [hasattr(arg, "transforms") or isinstance(jax.typeof(arg), jax.ref.AbstractRef) for arg in args]
     args = tuple(arg if ref else jnp.asarray(arg, jnp.int32) for arg, ref in zip(args, is_ref, strict=True))
     if interpret:
         program(_Interpreted(), *args)

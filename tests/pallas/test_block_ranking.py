@@ -16,8 +16,8 @@ from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_r
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.grouped_attention import compressed_slots, span_tasks
 from smcjax.pallas.grouped_attention_sm90 import grouped_scores_mosaic
+from smcjax.pallas.grouped_shares import Tuning
 from smcjax.pallas.query_groups import QueryGroups
-from smcjax.pallas.shared_tuning import Tuning
 
 # As one program: its single operations would be compiled one by one.
 _span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))
@@ -158,7 +158,7 @@ def test_ranks_what_kernels_keep() -> None:
     table = jnp.asarray(np.tile(1 + rng.permutation(8), (1, 5, 1)), jnp.int32)
     _, low, high = positions_of(case)
     tasks = _span_tasks(low, high, table, groups, page_size=16, unit=16, sets=2, most_slots=128)
-    tuning = Tuning(splits=(1,), subs=2, stages=2)
+    tuning = Tuning(blocks=2, subs=2, stages=2)
     options: Any = {"unit": 16, "slots": 128, "tuning": tuning, "interpret": INTERPRET}
     part, scores, products = grouped_scores_mosaic(q, *pool, tasks, groups, low, high, **options)
     kept = Kept(products, part.lse, low, high)

@@ -24,14 +24,9 @@ from smcjax.pallas.grouped_attention import (
     span_tasks,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import (
-    default_tuning,
-    grouped_branches_mosaic,
-    grouped_scores_mosaic,
-    supports,
-)
+from smcjax.pallas.grouped_attention_sm90 import grouped_branches_mosaic, grouped_scores_mosaic, supports
+from smcjax.pallas.grouped_shares import LOADERS, Tuning, default_tuning
 from smcjax.pallas.query_groups import QueryGroups
-from smcjax.pallas.shared_tuning import Tuning
 
 # As one program each: their single operations would be compiled one by one.
 _span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))
@@ -140,7 +135,7 @@ def check(case: Case, seed: int, mode: str = "merged", *, interpret: Any = INTER
 
 
 # A short last group; tasks in two shares, turns, and a ring that refills.
-CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, 1, ((16, 32),), Tuning(splits=(2,), subs=2, stages=2), blocks=12)
+CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, 1, ((16, 32),), Tuning(blocks=3, subs=2, stages=2), blocks=12)
 CHAIN = CHAIN._replace(most=9)
 
 
@@ -152,14 +147,24 @@ def test_modes(mode: str) -> None:
 def test_each_query_by_itself() -> None:
     """Groups of one query, of two requests of two rows each, two key-value heads and pairs of heads."""
     groups = QueryGroups.of_rows(2, 1, "bfs", 1)
-    check(Case(groups, 4, 2, 2, 2, ((8, 16),), Tuning(splits=(1,), subs=1, stages=2), requests=2), 1)
+    check(Case(groups, 4, 2, 2, 2, ((8, 16),), Tuning(blocks=5, subs=1, stages=2), requests=2), 1)
 
 
-def test_branches() -> None:
-    """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages."""
+@pytest.mark.parametrize("subs", [1, 2])
+def test_branches(subs: int) -> None:
+    """Two words of queries in two tiles, in any order, of three rows; units of pages and of parts of pages.
+
+    One warpgroup takes tile after tile, two take both at once.
+    """
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
-    splits = (1, 2, 1, 1)
-    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), Tuning(splits=splits, subs=1, stages=2), blocks=4, most=2), 2)
+    tuning = Tuning(blocks=4, subs=subs, stages=2)
+    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
+
+
+def test_tiles_that_are_odd() -> None:
+    """Three tiles by two warpgroups, the second of which has none in the second line; two groups, the last short."""
+    groups = QueryGroups(tuple(range(45)), 36)
+    check(Case(groups, 4, 1, 1, 3, ((16, 32),), Tuning(blocks=7, subs=2, stages=2), most=4), 4)
 
 
 def test_controls() -> None:
@@ -206,10 +211,10 @@ def test_lowers_for_cuda(size: int, page_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("requests", [1, 16])
-@pytest.mark.parametrize(("size", "page_size"), [(2, 16), (8, 64)])
+@pytest.mark.parametrize(("size", "page_size"), [(2, 16), (8, 64), (40, 64)])
 def test_on_the_gpu(size: int, page_size: int, requests: int, dim: int) -> None:
-    """Shares of one chunk and of many, whose ring refills."""
-    groups = QueryGroups.of_rows(1, 8, "bfs", size)
+    """Shares of one chunk and of many, whose ring refills; of 40 queries three tiles."""
+    groups = QueryGroups.of_rows(1, max(8, size), "bfs", size)
     branches = ((page_size, 64), (page_size, 64))
     case = Case(groups, 8, 2, 2, 1, branches, None, requests=requests, blocks=32, most=8, dim=dim)
     check(case, 0, interpret=None)
@@ -223,28 +228,13 @@ def test_what_is_not_supported() -> None:
         assert not supports(**{**shape, **change}, dtype=jnp.bfloat16)
 
 
-def sooner(blocks: int, splits: tuple[int, ...], chunks: tuple[int, ...]) -> float:
-    """When blocks in their order are done, in chunks, if each begins where a multiprocessor is free."""
-    free = [0.0] * 132
-    for split, count in [*zip(splits, chunks, strict=True)] * blocks:
-        for _ in range(split):
-            free.sort()
-            free[0] += 3.5 + -(-count // split)
-    return max(free)
-
-
-@pytest.mark.parametrize("chunks", [(256,), (3,), (48, 9, 64), (144, 8, 512)])
-@pytest.mark.parametrize("blocks", [8, 64, 640])
-def test_tuning_is_done_first(blocks: int, chunks: tuple[int, ...]) -> None:
-    """No branch has more shares than chunks, ring and queries fit, and blocks are done half as late again at most."""
-    tuning = default_tuning(blocks=blocks, tiles=1, chunks=chunks, dim=128)
-    assert all(1 <= split <= count for split, count in zip(tuning.splits, chunks, strict=True))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tuning_fits(dim: int) -> None:
+    tuning = default_tuning(dim)
     assert tuning.stages % tuning.subs == 0
-    assert (tuning.stages * 2 + tuning.subs) * 64 * 128 * 2 < 227 << 10
-    if blocks < 100:
-        done = sooner(blocks, tuning.splits, chunks)
-        assert done <= sooner(blocks, (1,) * len(chunks), chunks)
-        assert done <= 1.5 * (5 + blocks * (sum(chunks) + 3.5 * tuning.shares) / 132)
+    assert (tuning.stages * 2 + tuning.subs) * 64 * dim * 2 < 227 << 10
+    registers = tuning.registers
+    assert (tuning.subs * registers.computing + LOADERS * registers.loading) * 128 <= 1 << 16
 
 
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
@@ -274,7 +264,7 @@ def test_scores_are_kept(rows: int, interpret: Any) -> None:
     sizes = {"page_size": 16, "unit": 8, "sets": 2, "most_slots": 160}
     tasks = _span_tasks(low, high, table, groups, **sizes, rows=rows)
     arguments = (q, *pool, tasks, groups, low, high)
-    tuning, slots = Tuning(splits=(2,), subs=2, stages=2), {"unit": 8, "slots": 160}
+    tuning, slots = Tuning(blocks=3, subs=2, stages=2), {"unit": 8, "slots": 160}
     part, scores, _ = grouped_scores_mosaic(*arguments, **slots, tuning=tuning, interpret=interpret)
     exact = (np.asarray(x, np.float32) for x in arguments[:3])
     want, of_slots, _ = _scores(*exact, *arguments[3:], **slots)

@@ -1,0 +1,217 @@
+"""The cut of `grouped_attention_kernel.py`'s work into equal shares, one for each block, made by the blocks themselves.
+
+    line = ((group · S + set) · branches + branch) · lines + number      of a group, set and branch, in chunks of tasks
+    segment = (line, the chunks of it that a share has)
+
+How many tasks a line has is known on the device alone. Every warpgroup adds up the chunks of all (group, set) *pairs*
+and finds those that its block's share touches, C₀ … C₀ + ⌈chunks / blocks⌉ of all chunks in the order of lines. Blocks
+share nothing else: which chunks each has follows from the numbers of tasks.
+
+Results of segments lie at line + block. From one segment to the next, in the order of lines and then of blocks, at
+least one of the two rises, so that no two have the same place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from smcjax.device import HOPPER
+from smcjax.pallas import simt
+from smcjax.pallas.grouped_attention import CHUNK
+from smcjax.pallas.products import Ref
+from smcjax.pallas.shared_tuning import OTHER_REGISTERS, Registers
+from smcjax.pallas.simt import WARPGROUP, WARPS, Threads, Word
+
+RING = 64 << 10  # bytes: of deeper rings some blocks get more than their share of the memory's time (dev/LOG.md)
+LOADERS = 2  # warpgroups, of keys and of values: one alone is the slower for units of 8 slots, of which a chunk has 16
+REGISTERS = {1: Registers(232, 40), 2: Registers(216, 40)}  # by computing warpgroups
+MOST_PAIRS = 64 * WARPGROUP  # whose chunks are added up in line, a thread those of every 128th
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Static choices of the kernel."""
+
+    blocks: int = HOPPER.multiprocessors
+    subs: int = 2  # warpgroups that compute
+    stages: int = 2  # depth of the ring, in chunks; a multiple of `subs`
+
+    def __post_init__(self) -> None:
+        if self.stages % self.subs:
+            raise ValueError(f"stages must be a multiple of subs, as warpgroups may take buffers in turn, got {self}.")
+
+    @property
+    def registers(self) -> Registers:
+        """Registers of each warpgroup's threads after dealing."""
+        return REGISTERS[self.subs]
+
+    def holds_queries(self, dim: int) -> bool:
+        """True where a warpgroup has room for its queries in registers, where products read them more cheaply."""
+        needed = dim // 2 + CHUNK // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
+        return needed + OTHER_REGISTERS <= self.registers.computing
+
+
+def default_tuning(dim: int) -> Tuning:
+    """The tuning for heads of `dim` numbers."""
+    return Tuning(stages=RING // (4 * CHUNK * dim))
+
+
+class Counts(NamedTuple):
+    """A branch's tasks, as shares count them."""
+
+    number: Ref  # [G, S] int32 GMEM
+    unit: int  # slots of a task
+
+
+class Share(NamedTuple):
+    """A block's share, in chunks of all lines in their order."""
+
+    first_pair: jax.Array
+    end_pair: jax.Array  # behind the last pair that the share touches
+    before: jax.Array  # chunks of the pairs before the first
+    size: jax.Array  # chunks of a share: the block's are size·block … size·(block + 1)
+
+
+class Segment(NamedTuple):
+    """The part of a line that a share has."""
+
+    group: jax.Array
+    of_set: jax.Array
+    number_of_line: jax.Array  # of its group, set and branch
+    line: jax.Array  # of all
+    begin: jax.Array  # chunks of the line
+    end: jax.Array
+    number: jax.Array  # chunks of the share before it
+    segments: jax.Array  # of the line, in all shares, if this is the first of them
+
+
+def chunks_of(tasks: jax.Array, unit: int) -> jax.Array:
+    """The chunks that so many tasks of `unit` slots make."""
+    per = CHUNK // unit
+    return lax.div(tasks + (per - 1), per)
+
+
+def scratch_words(pairs: int) -> int:
+    """Words of shared memory in which `share_of` adds up the chunks of so many pairs and leaves a share."""
+    return len(Share._fields) + (1 + -(-pairs // WARPGROUP)) * WARPS
+
+
+def share_of(
+    block: jax.Array, counts: Sequence[Counts], scratch: Ref, *, lines: int, blocks: int, interpret: bool
+) -> Share:
+    """Finds a block's share.
+
+    Every warpgroup calls it for itself, with the same `scratch`, int32 SMEM of `scratch_words`: all write the same.
+    """
+    groups, sets = counts[0].number.shape
+    units = tuple(one.unit for one in counts)
+    program = functools.partial(_find, pairs=groups * sets, units=units, lines=lines, blocks=blocks)
+    simt.run(program, block, scratch, *(one.number for one in counts), interpret=interpret)
+    return Share(*(scratch[i] for i in range(len(Share._fields))))
+
+
+def _find(
+    t: Threads,
+    block: Word,
+    scratch: Ref,
+    *number: Ref,
+    pairs: int,
+    units: tuple[int, ...],
+    lines: int,
+    blocks: int,
+) -> None:
+    """Writes a `Share` at the beginning of `scratch`; a thread has one pair of every 128."""
+    assert len(Share._fields) == WARPS, "the words of a share take the place of one turn of sums"
+    turns = -(-pairs // WARPGROUP)
+
+    def chunks_of_turn(turn: int) -> Word:
+        pair, chunks = t.index + turn * WARPGROUP, t.constant(0)
+        for ref, unit in zip(number, units, strict=True):
+            per = CHUNK // unit
+            chunks = chunks + (t.load(ref, t.minimum(pair, pairs - 1)) + (per - 1)) // per * lines
+        return t.where(pair < pairs, chunks, 0)
+
+    # All turns, and then again each by itself: many words of a thread would not stay in its registers.
+    mine = functools.reduce(lambda a, b: a + b, map(chunks_of_turn, range(turns)))
+    before, total = simt.sums(t, mine, scratch, 1)
+    size = t.maximum((total + (blocks - 1)) // blocks, 1)
+    first = block * size
+    end = t.minimum(first + size, total)
+    of_turns = t.constant(0)
+    for turn in range(turns):
+        chunks = mine
+        if turns > 1:
+            chunks = chunks_of_turn(turn)
+            before, of_turn = simt.sums(t, chunks, scratch, 2 + turn)
+            before, of_turns = of_turns + before, of_turns + of_turn
+        pair, ends = t.index + turn * WARPGROUP, before + chunks
+        some, nothing = first < end, (end < first + 1) & (pair == 0)
+        begins_here, ends_here = (before < first + 1) & (first < ends), (before < end) & (end < ends + 1)
+        t.store(scratch, t.constant(0), pair, only=begins_here & some)
+        t.store(scratch, t.constant(1), pair + 1, only=ends_here & some)
+        t.store(scratch, t.constant(2), before, only=begins_here & some)
+        for place in range(3):
+            t.store(scratch, t.constant(place), t.constant(0), only=nothing)
+    t.store(scratch, t.constant(3), size, only=t.index == 0)
+    t.synchronize()
+
+
+def walk(
+    share: Share,
+    block: jax.Array,
+    counts: Sequence[Counts],
+    visit: Sequence[Callable[[Segment], None]],
+    *,
+    lines: int,
+) -> jax.Array:
+    """Calls `visit[b]` for each segment of branch b in a block's share, in their order; returns the share's chunks."""
+    sets = counts[0].number.shape[1]
+    first, end = block * share.size, (block + 1) * share.size
+
+    def of_pair(pair: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        group, of_set = lax.div(pair, sets), lax.rem(pair, sets)
+        chunks_of_branches = [chunks_of(number[group, of_set], unit) for number, unit in counts]  # asked for together
+        for branch, of_branch in enumerate(chunks_of_branches):
+
+            def of_line(
+                which: jax.Array,
+                so_far: tuple[jax.Array, jax.Array],
+                branch: int = branch,
+                chunks: jax.Array = of_branch,
+            ) -> tuple[jax.Array, jax.Array]:
+                before, number = so_far
+                at = [lax.clamp(0, bound - before, chunks) for bound in (first, end)]
+                line = (pair * len(counts) + branch) * lines + which
+                # A line that begins here begins behind the chunks that the share has had.
+                segments = lax.div(first + number + chunks - 1, share.size) - block + 1
+                segment = Segment(group, of_set, which, line, *at, number, segments)
+                pl.when(at[0] < at[1])(functools.partial(visit[branch], segment))
+                return before + chunks, number + (at[1] - at[0])
+
+            so_far = of_line(jnp.int32(0), so_far) if lines == 1 else lax.fori_loop(0, lines, of_line, so_far)
+        return so_far
+
+    return lax.fori_loop(share.first_pair, share.end_pair, of_pair, (share.before, jnp.int32(0)))[1]
+
+
+def note(notes: Ref, segment: Segment, block: jax.Array, *, interpret: bool) -> None:
+    """Writes, for a line's first segment, that this block has it, and how many segments the line has.
+
+    `notes` is [lines, 2] int32 GMEM.
+    """
+    is_first = jnp.where(segment.begin == 0, 1, 0)
+    simt.run(_note, notes, segment.line, block, segment.segments, is_first, interpret=interpret)
+
+
+def _note(t: Threads, notes: Ref, line: Word, block: Word, segments: Word, is_first: Word) -> None:
+    only = (t.index == 0) & (is_first == 1)
+    t.store(notes, line * 2, block, only=only)
+    t.store(notes, line * 2 + 1, segments, only=only)
