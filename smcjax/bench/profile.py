@@ -184,7 +184,7 @@ class Profiler:
             strategies=tuple(found),
             jax=jax.__version__,
             smcjax=smcjax.__version__,
-            commit=_commit(),
+            commit=commit(),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             settings={
                 "dtype": models.target.dtype,
@@ -322,7 +322,7 @@ def _of_length(context: int, count: int, token_ids: Sequence[list[int]]) -> list
     return result
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout that this package is run from; None where it is installed otherwise."""
     root = Path(smcjax.__file__).parents[1]
     if not (root / "pyproject.toml").is_file():

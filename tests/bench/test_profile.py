@@ -127,7 +127,7 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_commit_is_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile.smcjax, "__file__", str(tmp_path / "smcjax" / "__init__.py"))
-    assert profile._commit() is None
+    assert profile.commit() is None
 
 
 def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
