@@ -1,4 +1,4 @@
-"""What decoding by load gains where cycles are a device's: times of one pair, acceptance replayed from another's traces.
+"""Gains of decoding by load where cycles are a device's: times of one pair, acceptance replayed from another's traces.
 
     python scripts/time_strategies.py -o times.jsonl            # on a GPU: T(strategy, lanes), random weights of 8B/1B
     python scripts/replay_planner.py --times times.jsonl        # anywhere, in seconds
@@ -10,14 +10,14 @@ the request's kind, one behind the other, and one coin a position, the same whoe
 accepted drafts and one token, and takes T of the batch's lanes, which are the engine's: powers of two.
 
 Contenders are each strategy of the times alone, and all by load: `smcjax.auto`'s choice of strategies that are worth a
-program, `smcjax.engine.turns` and `smcjax.planner`'s switch, asked as the engine asks them, reports a cycle late as on a
-GPU. The profile they plan by has these times, and acceptance from traces that no request replays. What a switch costs
+program, `smcjax.engine.turns` and `smcjax.planner`'s switch, asked as the engine asks them, reports a cycle late as on
+a GPU. The profile they plan by has these times, and acceptance from traces that no request replays. What a switch costs
 is charged: chunks that the draft reads behind cycles of the target alone, at their own measured times. Prompts are not:
 every strategy reads them, though a target that is served alone has no draft to read them too.
 
-Reported over seeds that draw phases' requests and their order: the gain over the fixed strategy that is fastest over all
-phases of all seeds together, regret (below 0 where the gain is above), quantiles of single requests' gains in seconds a
-token, switches, and what the fastest strategy of every phase would gain, with hindsight and without costs.
+Reported over seeds that draw phases' requests and their order: the gain over the fixed strategy that is fastest over
+all phases of all seeds together, regret (below 0 where the gain is above), quantiles of single requests' gains in
+seconds a token, switches, and what the fastest strategy of every phase would gain, with hindsight and without costs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import argparse
 import dataclasses
 import json
 import random
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,6 +168,7 @@ def phases(traces: Traces, loads: Sequence[int], waves: float, tokens: int, seed
 class Running:
     """A request as `smcjax.engine.turns` asks about it, and the coins that decide about its drafts."""
 
+    request_id: str
     number: int
     lane: int
     prompt: int
@@ -184,6 +184,11 @@ class Running:
     @property
     def group(self) -> Running:
         """Itself: who counts its cycles."""
+        return self
+
+    @property
+    def request(self) -> Running:
+        """Itself: who has its name."""
         return self
 
     @property
@@ -235,7 +240,7 @@ class Engine:
             for lane in range(phase.load):
                 if waiting and lane not in running:
                     number, coins = waiting.pop()
-                    running[lane] = Running(number, lane, self._context, coins, self.seconds)
+                    running[lane] = Running(f"{phase.name}, {number}", number, lane, self._context, coins, self.seconds)
             self._cycle(running)
             for one in self._report():
                 tokens += one.made
@@ -254,7 +259,7 @@ class Engine:
         by = self._by
         if isinstance(by, Turns):
             schedule: Any = SimpleNamespace(cycle=True, size=lanes)
-            named: Any = {str(lane): one for lane, one in running.items()}
+            named: Any = {one.request_id: one for one in running.values()}
             program = by.program(self._own, schedule, named)
             chosen: Decoding = program.by or program.decoding
             lacking = by.lacking(chosen, self._own.decoding, running)  # type: ignore[arg-type]
@@ -280,7 +285,8 @@ class Engine:
             by, ran = self._late.pop(0)
             if isinstance(self._by, Turns) and ran:
                 info = SimpleNamespace(accepted=[run for _, run, _ in ran], ran=[True] * len(ran))
-                self._by.heard(by, info, range(len(ran)))
+                groups: Any = list(enumerate(one for one, _, _ in ran))
+                self._by.heard(by, info, groups)
             for one, _, made in ran:
                 one.known = made
                 one.infos.append(None)
@@ -308,7 +314,8 @@ def replayed(
     found = [Outcome(Contender(str(one), [])) for one in fixed] + [Outcome(Contender("by load", []))]
     for some in asked:
         turns = Turns(Switch(planner, strategies, rule))
-        for by, outcome in zip((*fixed, turns), found, strict=True):
+        contenders: list[Decoding | Turns] = [*fixed, turns]
+        for by, outcome in zip(contenders, found, strict=True):
             engine = Engine(times, planner, context, most, by)
             outcome.contender.rounds.append([engine.run(phase) for phase in some])
             outcome.catching_up += engine.catching_up

@@ -389,7 +389,7 @@ class Engine:
             value = jax.device_get(reported.value) if reported.groups else None
             self.seconds_waited += time.perf_counter() - began
             if reported.kind == "cycle" and self._turns is not None:
-                self._turns.heard(reported.by, value, [index for index, _ in reported.groups])
+                self._turns.heard(reported.by, value, reported.groups)
             leaves, tree = jax.tree.flatten(value)
             for index, running in reported.groups:
                 if reported.kind == "population":

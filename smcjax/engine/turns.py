@@ -50,8 +50,9 @@ class Turns:
         """The program of a round, whose cycle counts if it has one."""
         if not schedule.cycle:
             return _by(own, self._switch.present or self.strategies[0])
-        lengths = [one.known_length for one in running.values() if one.group.started]
-        return _by(own, self._switch.choose(schedule.size, statistics.fmean(lengths) if lengths else 1.0))
+        lengths = {name: one.known_length for name, one in running.items() if one.group.started}
+        context = statistics.fmean(lengths.values()) if lengths else 1.0
+        return _by(own, self._switch.choose(schedule.size, context, lengths.keys()))
 
     def lacking(self, by: Decoding, own: Decoding, running: Mapping[int, Running]) -> dict[int, tuple[int, int]]:
         """The positions that the draft is to read before a cycle of `by`, by the lanes of the groups that run.
@@ -70,11 +71,11 @@ class Turns:
                 one.lacking = None
         return found
 
-    def heard(self, by: Decoding, info: Any, lanes: Sequence[int]) -> None:
-        """Takes a cycle's report, as host arrays; `lanes` are those of the groups that it is about."""
-        accepted = [int(info.accepted[lane]) for lane in lanes if info.ran[lane]]
-        if accepted:
-            self._switch.heard(by, statistics.fmean(accepted))
+    def heard(self, by: Decoding, info: Any, groups: Sequence[tuple[int, Running]]) -> None:
+        """Takes a cycle's report, as host arrays; `groups` are those that it is about, with their lanes."""
+        self._switch.heard(
+            by, {one.request.request_id: int(info.accepted[lane]) for lane, one in groups if info.ran[lane]}
+        )
 
 
 def _by(own: Any, strategy: Decoding) -> Any:

@@ -151,6 +151,11 @@ class Planner:
             low, high = (middle, high) if expected(measured, math.exp(middle)) < 1 + accepted else (low, middle)
         return math.exp((low + high) / 2)
 
+    def chances(self, decoding: Decoding) -> tuple[float, ...]:
+        """The fraction of drafts that are accepted at each position, of those whose predecessors are."""
+        reached = self._measured[decoding].reached
+        return tuple(now / before if before else 0.0 for before, now in itertools.pairwise((1.0, *reached)))
+
     def accepted(self, decoding: Decoding, rate: float = 1.0) -> float:
         """Accepted drafts of one request in a cycle, in the mean; 0 where none are rejected."""
         measured = self._measured[decoding]

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Scripted(Switch):
         self._rng, self._left = random.Random(seed), 0
         self.chosen: list[Decoding] = []
 
-    def choose(self, lanes: int, context: float) -> Decoding:
+    def choose(self, lanes: int, context: float, running: Collection[Hashable] = ()) -> Decoding:
         if not self._left:
             self._present, self._left = self._rng.choice(self.strategies), self._rng.randint(1, 6)
         self._left -= 1
@@ -55,7 +55,7 @@ class Scripted(Switch):
         self.chosen.append(self._present)
         return self._present
 
-    def heard(self, decoding: Decoding, accepted: float) -> None:
+    def heard(self, decoding: Decoding, accepted: Mapping[Hashable, int]) -> None:
         pass
 
 
@@ -213,10 +213,12 @@ def test_a_draft_that_was_left_behind_catches_up(pair: Pair, tmp_path: Path, mon
         """Drafts that were not accepted, those of last cycles aside, which are cut."""
         switch, missed = scripted(llm, seed, strategies), 0
         heard = type(switch).heard
-        monkeypatch.setattr(
-            type(switch), "heard", lambda self, by, accepted: counted.append(by.speculation.gamma - accepted)
-        )
-        counted: list[float] = []
+        counted: list[int] = []
+
+        def listen(_: Switch, by: Decoding, accepted: Mapping[Hashable, int]) -> None:
+            counted.extend(by.speculation.gamma - one for one in accepted.values())
+
+        monkeypatch.setattr(type(switch), "heard", listen)
         for number in range(4):
             llm.generate(prompt(number), greedy, use_tqdm=False)
             missed += sum(count > 0 for count in counted[:-1])
