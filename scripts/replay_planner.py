@@ -219,10 +219,13 @@ class Engine:
         context: tokens of a prompt, and those that times are looked up at.
         most: requests at once, at most.
         by: the fixed strategy, or those that take turns.
+        lag: rounds after which reports are read.
     """
 
-    def __init__(self, times: Times, planner: Planner, context: int, most: int, by: Decoding | Turns) -> None:
-        self._times, self._planner, self._context, self._by = times, planner, context, by
+    def __init__(
+        self, times: Times, planner: Planner, context: int, most: int, by: Decoding | Turns, lag: int = LAG
+    ) -> None:
+        self._times, self._planner, self._context, self._by, self._lag = times, planner, context, by, lag
         self._sizes = buckets(most)
         strategies = by.strategies if isinstance(by, Turns) else (by,)
         self._own = Own(Rejection(max(1, *(one.tokens_per_cycle - 1 for one in strategies))))
@@ -246,8 +249,7 @@ class Engine:
                 tokens += one.made
                 each[one.number] = (self.seconds - one.began) / one.made
                 del running[one.lane]
-        while self._late:  # of cycles in which nobody ran any more
-            self._report(0)
+        self._late.clear()  # cycles in which nobody ran any more
         seconds = self.seconds - began
         return Took(tokens, seconds, seconds, seconds, tuple(each[number] for number in sorted(each)))
 
@@ -278,10 +280,10 @@ class Engine:
                 ran.append((one, run, one.made))
         self._late.append((chosen, ran))
 
-    def _report(self, lag: int = LAG) -> list[Running]:
-        """Reads the reports of cycles but the last `lag`; returns the requests that are known to have ended now."""
+    def _report(self) -> list[Running]:
+        """Reads the reports of cycles but the last ones; returns the requests that are known to have ended now."""
         ended = []
-        while len(self._late) > lag:
+        while len(self._late) > self._lag:
             by, ran = self._late.pop(0)
             if isinstance(self._by, Turns) and ran:
                 info = SimpleNamespace(accepted=[run for _, run, _ in ran], ran=[True] * len(ran))
@@ -306,7 +308,12 @@ class Outcome:
 
 
 def replayed(
-    times: Times, planner: Planner, asked: Sequence[Sequence[Phase]], strategies: Sequence[Decoding], rule: Rule
+    times: Times,
+    planner: Planner,
+    asked: Sequence[Sequence[Phase]],
+    strategies: Sequence[Decoding],
+    rule: Rule,
+    lag: int = LAG,
 ) -> list[Outcome]:
     """Every fixed strategy of the times, and last those that take turns, over the phases of each seed."""
     context, most = planner.profile.contexts[0], max(phase.load for some in asked for phase in some)
@@ -316,7 +323,7 @@ def replayed(
         turns = Turns(Switch(planner, strategies, rule))
         contenders: list[Decoding | Turns] = [*fixed, turns]
         for by, outcome in zip(contenders, found, strict=True):
-            engine = Engine(times, planner, context, most, by)
+            engine = Engine(times, planner, context, most, by, lag)
             outcome.contender.rounds.append([engine.run(phase) for phase in some])
             outcome.catching_up += engine.catching_up
             for one, cycles in engine.cycles.items():

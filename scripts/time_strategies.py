@@ -7,8 +7,9 @@ Strategies are the target alone and rejection of each of `--gammas` drafts, in b
 are those of an engine whose decoders take turns (`smcjax.engine.turns`): one state serves all strategies of a batch
 size, and the draft's catching up behind cycles of the target alone is timed too, a chunk of every request's.
 
-Random weights accept what they accept. The time of a cycle does not depend on that: no shape does, and no program of a
-cycle has a loop or a branch whose turns data decide. Nor is a prompt read: KV is random numbers, and requests begin
+Random weights accept what they accept. The time of a cycle does not depend on that: no shape does, and by the GPU's
+kernels no cycle has a loop or a branch whose turns data decide, within kernels but by the tokens that requests have.
+Nor is a prompt read: KV is random numbers, and requests begin
 behind a prompt of `--context` tokens. `scripts/replay_planner.py` gives such a table acceptance.
 
 Lines are written as they come, JSON each: who and where first, then one for each strategy and load, one for each load's
@@ -65,6 +66,7 @@ class Plan:
     context: int
     windows: int
     cycles: int  # of a window
+    implementation: str = "auto"
 
     @property
     def strategies(self) -> tuple[Decoding, ...]:
@@ -88,7 +90,7 @@ class Load:
 
     def __init__(self, plan: Plan, models: Models, requests: int, target: Params, draft: Params) -> None:
         self.plan, self.requests = plan, requests
-        geometry = (plan.max_model_len, PAGE_SIZE, "auto")
+        geometry = (plan.max_model_len, PAGE_SIZE, plan.implementation)
         decoder = make_decoder(plan.own, models.target_config, models.draft_config, *geometry)
         pages = 1 + requests * Footprint.of(plan.own, PAGE_SIZE).worst_case(plan.context, plan.max_model_len)
         self.runner = Runner(decoder, PairParams(target, draft), pages, Programs())
