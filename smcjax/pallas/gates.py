@@ -9,6 +9,7 @@ each token: all that is written in between, a 256th of the operands of the produ
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,11 +21,12 @@ from jaxtyping import Array, Float
 from smcjax.numerics import product_precision
 from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.pallas.few_products import COLUMNS, row_products, together_of
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
+from smcjax.pallas.few_products import AHEAD, COLUMNS, row_products, together_of
+from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_TOKENS = 128  # that it has been tried with
 AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
+MOST_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: all loads of a warp are under way at once
 
 Parts = tuple[Float[Array, "R T H D"], ...]
 
@@ -57,24 +59,26 @@ def _multiply(
     weights: Ref,  # [rows, E] bf16
     sums: Ref,  # [N, E/256, rows] f32
     first: Word,
+    first_row: Word,
     split: Word,
     *,
     number: int,
     width: int,
     rows: int,
+    of_block: int,
     together: int,
 ) -> None:
-    """Leaves the products of 256 columns with some tokens, the `first` and those behind it."""
+    """Leaves the products of 256 columns of `of_block` rows with some tokens, from the first row and token on."""
     column = split * COLUMNS + t.index % WARP * 8
     tokens = [t.load8(x, t.minimum(first + i, number - 1) * width + column) for i in range(together)]
 
     def row(index: Word) -> list[Word]:
-        found: list[Word] = t.load8(weights, index * width + column)
+        found: list[Word] = t.load8(weights, (first_row + index) * width + column)
         return found
 
-    for which, output, total, is_one in row_products(t, tokens, row, rows):
+    for which, output, total, is_one in row_products(t, tokens, row, of_block):
         token = first + which
-        place = (token * (width // COLUMNS) + split) * rows + output
+        place = (token * (width // COLUMNS) + split) * rows + first_row + output
         t.store(sums, place, total, only=(token < number) & is_one)
 
 
@@ -134,17 +138,19 @@ def _gated_sum(
     """A jit of its own, so that a model's layers trace and lower the kernels once."""
     (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
     together, rows, splits = together_of(number), heads * branches, width // COLUMNS
-    multiply = functools.partial(_multiply, number=number, width=width, rows=rows, together=together)
+    of_block = math.gcd(rows, MOST_ROWS)
+    sizes = {"number": number, "width": width, "rows": rows, "of_block": of_block, "together": together}
+    multiply = functools.partial(_multiply, **sizes)
 
     def products(x: Ref, weights: Ref, sums: Ref) -> None:
-        chunk, split = lax.axis_index("chunk"), lax.axis_index("split")
-        simt.run(multiply, x, weights, sums, chunk * together, split, interpret=inside)
+        chunk, of_rows, split = (lax.axis_index(name) for name in ("chunk", "rows", "split"))
+        simt.run(multiply, x, weights, sums, chunk * together, of_rows * of_block, split, interpret=inside)
 
     sums = plgpu.kernel(
         products,
         out_type=jax.ShapeDtypeStruct((number, splits, rows), jnp.float32),
-        grid=(-(-number // together), splits),
-        grid_names=("chunk", "split"),
+        grid=(-(-number // together), rows // of_block, splits),
+        grid_names=("chunk", "rows", "split"),
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="gates",
