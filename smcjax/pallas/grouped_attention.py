@@ -112,15 +112,13 @@ def _tasks(
     """At most `most` tasks of each group and set."""
     units = min(selected.shape[-1] * parts, table.shape[2] * in_page)
     width = min(most, rows * units)
-    sets = jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4)
-    chosen = packed(sets)  # [R, g, S, blocks, words]
     # What layers have in common XLA computes once, but for kernels.
     find = tasks_of_blocks.reference if once else tasks_of_blocks
     if rows == 1:  # any query's table is all queries'
         pages, members = table[:, :1, :, None], None
     else:
         pages, members = _shared_pages(groups.split(table), groups.present, rows)
-    return find(chosen, pages, members, width=width, parts=parts, in_page=in_page)
+    return find(selected, pages, members, groups, width=width, parts=parts, in_page=in_page)
 
 
 def _shared_pages(
@@ -158,9 +156,10 @@ def _tasks_at(
 
 
 def tasks_of_blocks_reference(
-    chosen: Shaped[Array, "R g S blocks words"],
+    selected: Bool[Array, "R M S blocks"],
     pages: Int[Array, "R _ pages N"],
     members: Shaped[Array, "R g pages N words"] | None,
+    groups: QueryGroups,
     *,
     width: int,
     parts: int,
@@ -169,15 +168,17 @@ def tasks_of_blocks_reference(
     """Returns the tasks of groups, K = `width` at most: of a place first those of its first page.
 
     Args:
-        chosen: the queries that have selected a block, a bit each, uint32.
+        selected: the blocks of each query and set.
         pages: those that stand at each place of a group's tables, or of a request's.
-        members: the queries whose page each is; None: all, and N = 1.
+        members: the queries of a group whose page each is, a bit each, uint32; None: all, and N = 1.
+        groups: how the M queries of a request are grouped.
         width: K, of which the first tasks count.
         parts: units of a block.
         in_page: units of a page.
     """
-    units, most = min(chosen.shape[3] * parts, pages.shape[2] * in_page), pages.shape[3]
+    units, most = min(selected.shape[3] * parts, pages.shape[2] * in_page), pages.shape[3]
     of_unit = np.arange(units)
+    chosen = packed(jnp.moveaxis(groups.split(selected) & groups.present[..., None, None], 2, 4))
     wanted = chosen[:, :, :, of_unit // parts, None]  # [R, g, S, units, N, words]
     if members is not None:
         wanted = wanted & members[:, :, None, of_unit // in_page]

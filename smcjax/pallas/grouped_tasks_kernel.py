@@ -1,9 +1,9 @@
 """Tasks of query groups in one launch: a Mosaic GPU kernel (Hopper) of single threads (`simt.py`).
 
-A block makes the tasks of a group and set. A thread takes neighbouring blocks of positions, counts the pages of those
-that anybody has selected, one for all queries or one for some of them each, and writes their units behind those of the
-threads before it. XLA makes many launches of the same (`grouped_attention.tasks_of_blocks_reference`), each of which
-waits for the one before.
+A block makes the tasks of a group and set. A thread takes neighbouring blocks of positions, reads for each query of the
+group which of them it has selected, four at a time, counts the pages of those that anybody has selected, one for all
+queries or one for some of them each, and writes their units behind those of the threads before it. XLA makes many
+launches of the same (`grouped_attention.tasks_of_blocks_reference`), each of which waits for the one before.
 """
 
 from __future__ import annotations
@@ -17,20 +17,77 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel
+from smcjax.pallas.flags import WORD
 from smcjax.pallas.grouped_attention import Tasks, tasks_of_blocks
+from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
-MOST_UNITS = 64  # of a thread, times pages at one place: they are written out in line
+FLAGS = 4  # blocks that a thread reads at once, a byte each
+BYTE = 8  # queries whose flags are bits of one
+MOST_UNITS = 96  # of a thread, times pages at one place: they are written out in line
+MOST_LOADS = 512  # of flags, by a thread, as are these
 MOST_WORDS = 4  # of a mask, as are these: groups of 128
+
+
+def _each(blocks: int) -> int:
+    """Neighbouring blocks of a thread."""
+    return -(-blocks // (FLAGS * WARPGROUP)) * FLAGS
+
+
+def _masks(
+    t: Threads,
+    selected: Ref,  # [R, M, S, blocks] bool GMEM
+    order: Ref | None,  # [M] int32 GMEM; None: queries are in order
+    request: Word,
+    group: Word,  # of the request
+    of_set: Word,
+    *,
+    groups: QueryGroups,
+    sets: int,
+    blocks: int,
+) -> list[list[Word]]:
+    """Masks of a thread's blocks, a word for every 32 queries of the group.
+
+    Flags of four blocks are the bytes of a word, so that eight queries' words are added up to four bytes of masks.
+    """
+    queries, each, zero = len(groups.order), _each(blocks), t.constant(0)
+    begins = []
+    for i in range(groups.size):
+        place = group * groups.size + i
+        query = t.minimum(place, queries - 1)
+        query = query if order is None else t.load(order, query)
+        begins.append((place, ((request * queries + query) * sets + of_set) * blocks))
+
+    def flags(begin: Word, start: Word) -> Word:
+        if blocks % FLAGS == 0:
+            return t.load_bools(selected, begin + t.minimum(start, blocks - FLAGS))
+        some = [t.load(selected, begin + t.minimum(start + i, blocks - 1)) for i in range(FLAGS)]
+        return functools.reduce(lambda a, b: a + b, [one * (1 << BYTE * i) for i, one in enumerate(some)])
+
+    masks = []
+    for first in range(0, each, FLAGS):
+        found = [(place, flags(begin, t.index * each + first)) for place, begin in begins]
+        if queries % groups.size:  # places of the last group that no query has
+            found = [(place, t.where(place < queries, word, zero)) for place, word in found]
+        words = [word * (1 << i % BYTE) for i, (_, word) in enumerate(found)]
+        of_bytes = [functools.reduce(lambda a, b: a + b, words[i : i + BYTE]) for i in range(0, len(words), BYTE)]
+        for block in range(FLAGS):
+            # The highest bit may be set, and divisions differ in what they shift in: above the byte that is kept.
+            parts = [one // (1 << BYTE * block) & 255 for one in of_bytes]
+            parts = [part * (1 << BYTE * (i % FLAGS)) for i, part in enumerate(parts)]
+            by_word = [parts[i : i + FLAGS] for i in range(0, len(parts), FLAGS)]
+            masks.append([functools.reduce(lambda a, b: a + b, of_word) for of_word in by_word])
+    return masks
 
 
 def _find(
     t: Threads,
-    chosen: Ref,  # [G, S, blocks, words] int32 GMEM, as all but the last
+    selected: Ref,  # [R, M, S, blocks] bool GMEM
+    order: Ref | None,  # [M] int32 GMEM, as all that follow but the last
     pages: Ref,  # [R, pages], or where members count [G, units of a thread, N, 128]
     members: Ref | None,  # [G, units of a thread, N, words, 128]
     unit: Ref,  # [G, S, K]
@@ -38,12 +95,12 @@ def _find(
     queries: Ref,  # [G, S, K, words]
     number: Ref,  # [G, S]
     totals: Ref,  # [4] SMEM
-    of: Word,  # the group and set
-    group: Word,
-    request: Word,
+    group: Word,  # of all requests
+    of_set: Word,
     *,
+    groups: QueryGroups,
+    sets: int,
     blocks: int,
-    words: int,
     per_table: int,  # pages
     most: int,  # N
     width: int,  # K
@@ -51,12 +108,10 @@ def _find(
     in_page: int,
 ) -> None:
     """Makes the tasks of one group and set."""
-    units, each, zero = min(blocks * parts, per_table * in_page), -(-blocks // WARPGROUP), t.constant(0)
-
-    masks = []  # by the thread's blocks
-    for j in range(each):
-        at = (of * blocks + t.minimum(t.index * each + j, blocks - 1)) * words
-        masks.append([t.load(chosen, at + w) for w in range(words)])
+    units, each, zero = min(blocks * parts, per_table * in_page), _each(blocks), t.constant(0)
+    request, of = group // groups.number, group * sets + of_set
+    terms = (selected, order, request, group % groups.number, of_set)
+    masks, words = _masks(t, *terms, groups=groups, sets=sets, blocks=blocks), _words(groups)
 
     def wanted(j: int, part: int, k: int) -> tuple[Word, Word, list[Word], Word]:
         """A unit's place, where its page stands, those who read it, and 1 where there are some."""
@@ -94,10 +149,16 @@ def _find(
     t.store(number, of, total, only=t.index == 0)
 
 
+def _words(groups: QueryGroups) -> int:
+    """Words of a mask."""
+    return -(-groups.size // WORD)
+
+
 def tasks_of_blocks_mosaic(
-    chosen: Shaped[Array, "R g S blocks words"],
+    selected: Bool[Array, "R M S blocks"],
     pages: Int[Array, "R _ pages N"],
     members: Shaped[Array, "R g pages N words"] | None,
+    groups: QueryGroups,
     *,
     width: int,
     parts: int,
@@ -105,57 +166,69 @@ def tasks_of_blocks_mosaic(
     interpret: Any = None,
 ) -> Tasks:
     """Computes `tasks_of_blocks`; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    requests, groups, sets, blocks, words = chosen.shape
-    per_table, most = pages.shape[2:]
-
-    def kernel(chosen: Ref, pages: Ref, *refs: Ref, totals: Ref) -> None:
-        group, of_set = lax.axis_index("group"), lax.axis_index("set")
-        sizes = {"blocks": blocks, "words": words, "per_table": per_table, "most": most, "width": width}
-        find = functools.partial(_find, parts=parts, in_page=in_page, **sizes)
-        program = find if members is not None else _without_members(find)
-        at = group * sets + of_set, group, lax.div(group, groups)
-        simt.run(program, chosen, pages, *refs, totals, *at, interpret=interpret is not None)
-
-    of_group = lax.bitcast_convert_type(chosen, jnp.int32).reshape(requests * groups, sets, blocks, words)
-    inputs = [of_group, pages[:, 0].astype(jnp.int32)]
+    (requests, _, sets, blocks), (per_table, most) = selected.shape, pages.shape[2:]
+    is_ordered = groups.order == tuple(range(len(groups.order)))
+    of_tables = [pages[:, 0].astype(jnp.int32)]
     if members is not None:
-        of_tables = pages, lax.bitcast_convert_type(members, jnp.int32)
-        inputs[1:] = [_by_thread(x.reshape(-1, *x.shape[2:]), blocks, parts, in_page) for x in of_tables]
-    shapes = ((width,), (width,), (width, words), ())
+        both = pages, lax.bitcast_convert_type(members, jnp.int32)
+        of_tables = [_by_thread(x.reshape(-1, *x.shape[2:]), blocks, parts, in_page) for x in both]
+    sizes = {"sets": sets, "blocks": blocks, "per_table": per_table, "most": most, "width": width}
+    find: Callable[..., None] = functools.partial(_find, groups=groups, parts=parts, in_page=in_page, **sizes)
+
+    def program(t: Threads, *refs: Ref) -> None:
+        args: list[Any] = list(refs)
+        if is_ordered:
+            args.insert(1, None)
+        if members is None:
+            args.insert(3, None)
+        find(t, *args)
+
+    def kernel(*refs: Ref, totals: Ref) -> None:
+        at = lax.axis_index("group"), lax.axis_index("set")
+        simt.run(program, *refs, totals, *at, interpret=interpret is not None)
+
+    shapes = ((width,), (width,), (width, _words(groups)), ())
     found = plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((requests * groups, sets, *shape), jnp.int32) for shape in shapes],
-        grid=(requests * groups, sets),
+        out_type=[jax.ShapeDtypeStruct((requests * groups.number, sets, *shape), jnp.int32) for shape in shapes],
+        grid=(requests * groups.number, sets),
         grid_names=("group", "set"),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="tasks_of_blocks",
-    )(*inputs)
-    return Tasks(*(x.reshape(requests, groups, *x.shape[1:]) for x in found))
+    )(selected, *([] if is_ordered else [jnp.asarray(groups.order, jnp.int32)]), *of_tables)
+    return Tasks(*(x.reshape(requests, groups.number, *x.shape[1:]) for x in found))
 
 
 def _by_thread(
     x: Int[Array, "G pages N *rest"], blocks: int, parts: int, in_page: int
 ) -> Int[Array, "G _ N *rest 128"]:
     """Lays out by thread what stands at pages: that of each thread's units, one after the other."""
-    each = -(-blocks // WARPGROUP) * parts
+    each = _each(blocks) * parts
     unit = np.arange(each)[:, None] + each * np.arange(WARPGROUP)
     return jnp.moveaxis(x[:, np.minimum(unit // in_page, x.shape[1] - 1)], 2, -1)
 
 
-def _without_members(program: Callable[..., None]) -> Callable[..., None]:
-    """The program where all queries have one page."""
-    return lambda t, chosen, pages, *rest: program(t, chosen, pages, None, *rest)
-
-
 def _supports(
-    chosen: jax.Array, pages: jax.Array, members: jax.Array | None, *, width: int, parts: int, in_page: int
+    selected: jax.Array,
+    pages: jax.Array,
+    members: jax.Array | None,
+    groups: QueryGroups,
+    *,
+    width: int,
+    parts: int,
+    in_page: int,
 ) -> bool:
-    *_, blocks, words = chosen.shape
-    *_, per_table, most = pages.shape
-    is_inside = (blocks - 1) * parts < per_table * in_page  # a unit of every block has a page
-    return is_inside and -(-blocks // WARPGROUP) * parts * most <= MOST_UNITS and words <= MOST_WORDS
+    blocks, (per_table, most) = selected.shape[3], pages.shape[2:]
+    each = _each(blocks)
+    return (
+        (blocks - 1) * parts < per_table * in_page  # a unit of every block has a page
+        and selected.size < 2**31
+        and each * parts * most <= MOST_UNITS
+        and each // FLAGS * groups.size <= MOST_LOADS
+        and _words(groups) <= MOST_WORDS
+    )
 
 
 tasks_of_blocks.register(Kernel("sm90", tasks_of_blocks_mosaic, _supports))

@@ -232,8 +232,11 @@ class _OnGPU:
         return _Word(nvvm.shfl_sync(every, x.value, mu.c(distance, i32()), mu.c(0, i32()), nvvm.ShflKind.up))
 
     def load(self, ref: Any, index: Word) -> Word:
-        """A word, or a number of bfloat16 made one of f32."""
+        """A word, a number of bfloat16 made one of f32, or a bool as 0 or 1."""
         space, address, size = self._address(ref, index)
+        if size == 1:
+            byte = mu.inline_ptx(f"ld.{space}.u8 $0, [$1];", address, result_types=i32(), has_side_effects=True)
+            return _Word(byte)
         if _is_bfloat16(ref):
             half = mu.inline_ptx(f"ld.{space}.u16 $0, [$1];", address, result_types=i32(), has_side_effects=True)
             return _Word(arith.bitcast(f32(), arith.shli(half, mu.c(16, i32()))))
@@ -264,6 +267,12 @@ class _OnGPU:
         load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
         found = mu.inline_ptx(load, address, result_types=[kind] * 4, has_side_effects=True)
         return [_Word(value) for value in found]
+
+    def load_bools(self, ref: Any, index: Word) -> Word:
+        """Four bools from `index` on, a multiple of 4, as a word: 0 or 1 in each byte, the first in the lowest."""
+        space, address, size = self._address(ref, index)
+        assert size == 1, "bools only"
+        return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=i32(), has_side_effects=True))
 
     def load8(self, ref: Any, index: Word) -> list[Word]:
         """Eight numbers of bfloat16 from `index` on, a multiple of 8, made f32."""
@@ -363,7 +372,11 @@ class _Interpreted:
 
     def load(self, ref: Any, index: Word) -> Word:
         found = ref[...].reshape(-1)[index]
-        return found.astype(jnp.float32) if ref.dtype == jnp.bfloat16 else found
+        wider = {jnp.dtype(jnp.bfloat16): jnp.float32, jnp.dtype(bool): jnp.int32}
+        return found.astype(wider.get(ref.dtype, ref.dtype))
+
+    def load_bools(self, ref: Any, index: Word) -> Word:
+        return sum(self.load(ref, index + i) * (1 << 8 * i) for i in range(4))
 
     def load4(self, ref: Any, index: Word) -> list[Word]:
         return [self.load(ref, index + i) for i in range(4)]

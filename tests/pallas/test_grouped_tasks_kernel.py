@@ -17,63 +17,84 @@ from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
 from smcjax.pallas.query_groups import QueryGroups
 
 # As one program: its single operations would be compiled one by one.
-_reference = jax.jit(tasks_of_blocks_reference, static_argnames=("width", "parts", "in_page"))
+_reference = jax.jit(tasks_of_blocks_reference, static_argnames=("groups", "width", "parts", "in_page"))
 INTERPRET = plgpu.InterpretGPUParams()
 
 
+def shuffled(queries: int, size: int) -> QueryGroups:
+    """Groups of queries in an order of their own."""
+    return QueryGroups(tuple(np.random.default_rng(queries).permutation(queries).tolist()), size)
+
+
 @pytest.mark.parametrize(
-    ("shape", "parts", "in_page", "pages", "most", "width"),
+    ("shape", "groups", "parts", "in_page", "pages", "most", "width"),
     [
-        ((2, 3, 2, 40, 1), 1, 2, 20, 1, 12),  # more tasks than count
-        ((1, 2, 1, 300, 2), 2, 1, 599, 1, 500),  # two words of queries; half of the last block has a page
-        ((1, 1, 2, 5, 1), 4, 4, 5, 1, 21),
-        ((1, 2, 1, 9, 2), 1, 2, 5, 3, 20),  # up to three pages at a place
-        ((1, 2, 1, 130, 1), 2, 1, 259, 2, 300),  # the same, of several blocks and units a thread
+        ((2, 27, 2, 40), QueryGroups.of_rows(1, 27, "dfs", 9), 1, 2, 20, 1, 12),  # more tasks than count
+        ((1, 80, 1, 300), shuffled(80, 40), 2, 1, 599, 1, 500),  # two words of queries; half of the last block has one
+        ((1, 5, 2, 5), QueryGroups.of_rows(1, 5, "dfs", 5), 4, 4, 5, 1, 21),  # blocks that no four fill
+        ((2, 70, 1, 8), QueryGroups.of_rows(1, 70, "dfs", 64), 1, 2, 4, 1, 8),  # the last group has six
+        ((1, 50, 1, 9), shuffled(50, 33), 1, 2, 5, 3, 20),  # up to three pages at a place; the last group has 17
+        (
+            (1, 12, 1, 130),
+            QueryGroups.of_rows(2, 6, "bfs", 6),
+            2,
+            1,
+            259,
+            2,
+            300,
+        ),  # the same, of several blocks a thread
     ],
 )
 def test_kernel_is_the_reference(
-    shape: tuple[int, ...], parts: int, in_page: int, pages: int, most: int, width: int
+    shape: tuple[int, ...], groups: QueryGroups, parts: int, in_page: int, pages: int, most: int, width: int
 ) -> None:
+    """Control: queries in another order have other masks."""
     rng = np.random.default_rng(0)
-    words = rng.integers(0, 2**32, shape, dtype=np.uint32)
-    chosen = jnp.asarray(np.where(rng.random(shape) < 0.3, words, 0))
-    chosen = chosen.at[..., -1, :].set(jnp.uint32(1 << 31))
-    requests, groups = shape[:2]
-    table = 1 + rng.permutation(requests * groups * pages * most).reshape(requests, groups, pages, most)
+    selected = (rng.random(shape) < 0.3 * rng.random((*shape[:1], 1, *shape[2:]))) & (rng.random(shape[-1]) < 0.4)
+    selected[..., -1] = np.arange(shape[1])[:, None] == groups.order[-1]
+    requests, number = shape[0], groups.number
+    table = 1 + rng.permutation(requests * number * pages * most).reshape(requests, number, pages, most)
     members = None
     if most > 1:  # each query is one page's, and some places have fewer pages
-        page = rng.integers(0, rng.integers(1, 1 + most, (*table.shape[:3], 1)), (*table.shape[:3], 32 * shape[-1]))
+        words = -(-groups.size // 32)
+        page = rng.integers(0, rng.integers(1, 1 + most, (*table.shape[:3], 1)), (*table.shape[:3], 32 * words))
         of_page = page[..., None, :] == np.arange(most)[:, None]
-        bits = of_page.reshape(*table.shape, shape[-1], 32).astype(np.uint32) << np.arange(32, dtype=np.uint32)
+        bits = of_page.reshape(*table.shape, words, 32).astype(np.uint32) << np.arange(32, dtype=np.uint32)
         members = jnp.asarray(bits.sum(axis=-1, dtype=np.uint32))
     else:
         table = table[:, :1]
-    arguments = (chosen, jnp.asarray(table, jnp.int32), members)
+    arguments = (jnp.asarray(selected), jnp.asarray(table, jnp.int32), members)
     sizes = {"width": width, "parts": parts, "in_page": in_page}
-    want = _reference(*arguments, **sizes)
-    for got, of in zip(tasks_of_blocks_mosaic(*arguments, **sizes, interpret=INTERPRET), want, strict=True):
+    want = _reference(*arguments, groups=groups, **sizes)
+    for got, of in zip(tasks_of_blocks_mosaic(*arguments, groups, **sizes, interpret=INTERPRET), want, strict=True):
         np.testing.assert_array_equal(got, of)
-    assert 0 < int(want.number.min()) <= width
+    assert 0 < int(want.number.max()) <= width
+    backwards = QueryGroups(groups.order[::-1], groups.size)
+    assert not np.array_equal(_reference(*arguments, groups=backwards, **sizes).queries, want.queries)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "words", "pages", "most", "is_taken"),
+    ("blocks", "size", "pages", "most", "is_taken"),
     [
-        (1024, 2, 1024, 1, True),
-        (1024, 3, 512, 8, True),  # 8 particles at 65,536 positions
-        (1024, 3, 512, 9, False),
-        (1024, 5, 1024, 1, False),
-        (1024, 1, 1023, 1, False),
-        (16 << 10, 1, 16 << 10, 1, False),
+        (1024, 64, 1024, 1, True),
+        (1024, 72, 512, 8, True),  # 8 particles at 65,536 positions
+        (1028, 72, 514, 8, True),
+        (1024, 72, 512, 13, False),
+        (1024, 129, 1024, 1, False),
+        (1024, 9, 1023, 1, False),
+        (8 << 10, 32, 8 << 10, 1, True),
+        (8 << 10, 33, 8 << 10, 1, False),
+        (16 << 10, 9, 16 << 10, 1, False),
     ],
 )
-def test_what_the_kernel_takes(blocks: int, words: int, pages: int, most: int, is_taken: bool) -> None:
-    """Not masks of five words, blocks wholly behind the table, or more units than threads write out in line."""
-    chosen: Any = jax.ShapeDtypeStruct((1, 2, 3, blocks, words), jnp.uint32)
+def test_what_the_kernel_takes(blocks: int, size: int, pages: int, most: int, is_taken: bool) -> None:
+    """Not masks of five words, blocks wholly behind the table, or more flags or units than are written out in line."""
+    groups = QueryGroups.of_rows(1, 2 * size, "dfs", size)
+    selected: Any = jax.ShapeDtypeStruct((1, 2 * size, 3, blocks), bool)
     table: Any = jax.ShapeDtypeStruct((1, 2, pages, most), jnp.int32)
-    members: Any = jax.ShapeDtypeStruct((1, 2, pages, most, words), jnp.uint32)
+    members: Any = jax.ShapeDtypeStruct((1, 2, pages, most, -(-size // 32)), jnp.uint32)
     with implementations("mosaic"):
-        kernel = tasks_of_blocks.kernel_for(chosen, table, members, width=9, parts=1, in_page=1024 // pages)
+        kernel = tasks_of_blocks.kernel_for(selected, table, members, groups, width=9, parts=1, in_page=blocks // pages)
     assert (kernel is not None) == is_taken
 
 
@@ -89,7 +110,7 @@ def test_lowers_for_cuda() -> None:
         return span_tasks(positions - 511, positions, table, groups, **spans, **sizes)
 
     def lowered(tasks: Callable[..., Tasks], rows: int) -> str:
-        shapes: list[tuple[Any, Any]] = [((2, 9, 8, 1024), bool), ((2, 9), jnp.int32), ((2, 9, 512), jnp.int32)]
+        shapes: list[tuple[Any, Any]] = [((2, 9, 8, 1536), bool), ((2, 9), jnp.int32), ((2, 9, 768), jnp.int32)]
         with implementations("mosaic"):
             traced = jax.jit(tasks, static_argnums=3).trace(*(jax.ShapeDtypeStruct(*one) for one in shapes), rows)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
