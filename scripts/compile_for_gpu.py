@@ -31,7 +31,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import CUBLAS_PRODUCTS
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
 from smcjax.smc.lifecycle import begin
 
@@ -64,10 +64,8 @@ def main() -> None:
         target, draft = (dataclasses.replace(config, num_layers=args.layers) for config in (target, draft))
     decoding = smc.SMC(n_particles=args.n_particles, gamma=args.gamma)
     program = smc.Program(decoding, target, draft, args.max_model_len, implementation=args.implementation)
-    shapes = (param_shapes(config, jnp.bfloat16) for config in (target, draft))
-    if args.implementation == "mosaic":
-        shapes = (jax.eval_shape(fold_norms, one) for one in shapes)
-    params = smc.PairParams(*shapes)
+    shapes = param_shapes if args.implementation == "xla" else folded_shapes
+    params = smc.PairParams(*(shapes(config, jnp.bfloat16) for config in (target, draft)))
     began = time.perf_counter()
     text = compiled(program, params, args.requests, args.context)
     print(f"compiled in {time.perf_counter() - began:.1f} s")

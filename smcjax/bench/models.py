@@ -159,9 +159,9 @@ class Models:
         implementation: str,
     ) -> Params:
         if parallel is None:
-            return prepared(random_params(config, seed), quantization, implementation)
+            return prepared(random_params(config, seed), config, quantization, implementation)
         made = parallel.random_params(config, key_of(seed), config.dtype)
-        return parallel.settled(config, prepared(made, quantization, implementation))
+        return parallel.settled(config, prepared(made, config, quantization, implementation))
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:

@@ -179,14 +179,14 @@ def _require_room(
 
 
 @own_settings()
-def prepared(params: Params, quantization: str | None, implementation: str) -> Params:
+def prepared(params: Params, config: ModelConfig, quantization: str | None, implementation: str) -> Params:
     """Returns weights as the engine keeps them, and frees what it replaces.
 
     Weights are quantised where asked; on a GPU folded for kernels, on a CPU kept as the same numbers in float32.
     """
     params = params if quantization is None else quantize_params(params, consume=True)
     with implementations(implementation):
-        return widen_params(params) if on_cpu() else fold_for_kernels(params)
+        return widen_params(params) if on_cpu() else fold_for_kernels(params, config)
 
 
 def _prepared_head(params: EagleParams) -> EagleParams:
@@ -207,13 +207,14 @@ def prepared_models(
     if models.parallel is not None:
         return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
     if isinstance(draft_params, EagleParams):
-        target_params = prepared(target_params, quantization, implementation)
+        target_params = prepared(target_params, models.target, quantization, implementation)
         draft_params = _prepared_head(draft_params).joined(target_params.embed, target_params.unembed)
         kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
         return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
     if draft_params is not None and models.shared is None:
-        draft_params = prepared(draft_params, draft_quantization, implementation)
-    target_params = prepared(target_params, quantization, implementation)
+        assert models.draft is not None
+        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
+    target_params = prepared(target_params, models.target, quantization, implementation)
     if models.shared is not None:
         draft_params = drop_layers(models.target, target_params, models.shared)[1]
     kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
@@ -228,7 +229,9 @@ def _prepared_on_all(
     implementation: str,
 ) -> Models:
     """`prepared_models` on several devices. A head gets what it shares with the target in its programs alone."""
-    target_params = parallel.settled(models.target, prepared(models.target_params, quantization, implementation))
+    target_params = parallel.settled(
+        models.target, prepared(models.target_params, models.target, quantization, implementation)
+    )
     draft_params = models.draft_params
     if models.shared is not None:
         draft_params = drop_layers(models.target, target_params, models.shared)[1]
@@ -236,7 +239,7 @@ def _prepared_on_all(
         draft_params = parallel.whole(_prepared_head(draft_params))
     elif draft_params is not None:
         assert models.draft is not None
-        draft_params = prepared(draft_params, draft_quantization, implementation)
+        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
         divided = models.draft_divided
         draft_params = (
             parallel.by_layers.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)

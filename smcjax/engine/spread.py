@@ -25,9 +25,8 @@ from smcjax.decoding.groups import Memory, PairParams
 from smcjax.engine.programs import Job
 from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import AXIS, TensorParallel, fits, held_by_one
-from smcjax.model.params import param_shapes
 from smcjax.pallas import MOST_DEVICES, Peers, Workspaces, implementations, reach_each_other, uses_kernels
 from smcjax.pallas.peers import workspace_bytes
 
@@ -74,7 +73,7 @@ class Spread:
         size, by_layers = self.parallel.size, self.parallel.by_layers
         if size != 2 or jnp.dtype(dtype) != jnp.bfloat16 or not fits(draft, size) or not self.has_peers(implementation):
             return False
-        shapes = jax.eval_shape(fold_norms, param_shapes(held_by_one(draft, size, vocabulary=False), dtype))
+        shapes = folded_shapes(held_by_one(draft, size, vocabulary=False), dtype)
         return fused_step.accepts(by_layers.local(draft), by_layers.seen(draft, shapes, Peers(None, size)))
 
     def workspaces(self, implementation: str) -> Workspaces | None:

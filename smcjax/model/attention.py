@@ -45,7 +45,7 @@ class Projection:
     sin: Float[Array, "R T half"]
     num_kv_heads: int  # of all the kind's pairs of keys and values
     norms: HeadNorms | None
-    pending: PendingNorm | None  # the layer's norm, where the product was made without; None in a layer with `weights`
+    pending: PendingNorm | None  # the layer's norm, where the product was made without
     x: Float[Array, "R T E"]  # what the product was made of: the layer's input, normed unless that is pending
     weights: Weights | None  # the kind's own
     angles: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # positions [R, T] → `cos`, `sin` of these
@@ -123,6 +123,11 @@ class AttentionKind(Protocol):
         """Names of those of a layer's own weights that have a row a query head."""
         ...
 
+    @property
+    def of_input(self) -> Collection[str]:
+        """Names of those of a layer's own weights that multiply its input, [..., E], as its product does."""
+        ...
+
     def shared_by(self, devices: int, axis: str) -> AttentionKind:
         """The kind as each of `devices` devices computes it that divide a key-value head's queries among them.
 
@@ -184,6 +189,7 @@ class _Softmax:
     first: ClassVar[int] = 0  # position that is seen
 
     by_query_head: ClassVar[Collection[str]] = ()
+    of_input: ClassVar[Collection[str]] = ()
 
     def param_shapes(self, config: HeadShape, dtype: Any) -> None:
         return None

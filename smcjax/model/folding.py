@@ -9,6 +9,7 @@ rounded anew, once, which changes a product of bfloat16 by as much as rounding i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -16,34 +17,49 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from smcjax.matmul import is_packed
-from smcjax.model.params import LayerParams, Params
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import LayerParams, Params, param_shapes
 from smcjax.pallas.dispatch import uses_kernels
 
 
-def fold_for_kernels(params: Params) -> Params:
+def fold_for_kernels(params: Params, config: ModelConfig) -> Params:
     """Folds the norms of bfloat16 weights, consuming them, where kernels come into question; returns others as is."""
     wanted = uses_kernels() and params.embed.dtype == jnp.bfloat16
-    return fold_norms(params, consume=True) if wanted else params
+    return fold_norms(params, config, consume=True) if wanted else params
 
 
-def fold_norms(params: Params, *, consume: bool = False) -> Params:
+def fold_norms(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
     """Returns the decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
 
-    Norms in front of a packed matrix, of a product with a bias or of attention that has weights of its own stay, as
-    does the last norm, whose matrix may be the embedding. `consume` frees each matrix as it is replaced.
+    Weights of the attention's own that multiply the layer's input are folded too. Norms in front of a packed matrix or
+    of a product with a bias stay, as does the last norm, whose matrix may be the embedding. `consume` frees each matrix
+    as it is replaced.
     """
     multiply = jax.jit(_scaled_columns, donate_argnums=0) if consume else jax.jit(_scaled_columns)
 
-    def folded(layer: LayerParams, norm: str, matrix: str) -> LayerParams:
+    def folded(layer: LayerParams, norm: str, matrix: str, own: Collection[str] = ()) -> LayerParams:
         weights, columns = getattr(layer, matrix), getattr(layer, norm)
         if columns is None or is_packed(weights) or getattr(layer, f"{matrix}_bias") is not None:
             return layer
         changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: None}
+        if own:
+            changed["attention"] = {
+                **layer.attention,
+                **{name: multiply(layer.attention[name], columns) for name in own},
+            }
         return dataclasses.replace(layer, **changed)
 
-    layers = (layer if layer.attention else folded(layer, "attn_norm", "qkv") for layer in params.layers)
+    layers = (
+        folded(layer, "attn_norm", "qkv", config.layer(index).attention.of_input)
+        for index, layer in enumerate(params.layers)
+    )
     return dataclasses.replace(params, layers=tuple(folded(layer, "mlp_norm", "gate_up") for layer in layers))
 
 
-def _scaled_columns(matrix: Float[Array, "O I"], scale: Float[Array, " I"]) -> Float[Array, "O I"]:
+def folded_shapes(config: ModelConfig, dtype: Any) -> Params:
+    """Describes a model's weights, folded."""
+    return jax.eval_shape(lambda params: fold_norms(params, config), param_shapes(config, dtype))
+
+
+def _scaled_columns(matrix: Float[Array, "*O I"], scale: Float[Array, " I"]) -> Float[Array, "*O I"]:
     return (matrix.astype(jnp.float32) * scale.astype(jnp.float32)).astype(matrix.dtype)

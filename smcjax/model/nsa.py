@@ -122,6 +122,10 @@ class NSA(Bearing, Routing):
             )
 
     @property
+    def of_input(self) -> Collection[str]:
+        return ("gate",) if self.gate == "x" else ()
+
+    @property
     def kv_pairs(self) -> int:
         return 1 if self.kv == "shared" else len(BRANCHES)
 

@@ -181,8 +181,9 @@ class Routing:
         """Sigmoids of a linear map, f32."""
         assert projection.weights is not None
         gate, bias = projection.weights["gate"], projection.weights["gate_bias"]
-        terms, source = ("rte,hbe->rthb", projection.x) if self.gate == "x" else ("rthd,hbd->rthb", q)
-        return sigmoid_gates(terms, source, gate, bias)
+        if self.gate == "x":
+            return sigmoid_gates("rte,hbe->rthb", projection.x, gate, bias, projection.pending)
+        return sigmoid_gates("rthd,hbd->rthb", q, gate, bias)
 
     def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.
@@ -194,7 +195,8 @@ class Routing:
         outputs, total = jnp.stack([part.astype(dtype) for part in parts], axis=3), None
         if self.gate == "x":
             assert projection.weights is not None
-            of_gates = projection.x, projection.weights["gate"], projection.weights["gate_bias"], parts
+            weights = projection.weights["gate"], projection.weights["gate_bias"]
+            of_gates = projection.x, *weights, parts, projection.pending
             kernel = gated_sum.kernel_for(*of_gates)
             total = None if kernel is None else kernel.run(*of_gates)
         gates = self.gates(projection, projection.unrotated()[0])

@@ -3,7 +3,8 @@
     out_h = Σ_b sigmoid(w_hb · x + bias_hb) · part_bh          b: the branches, h: query heads
 
 Products with x of a few tokens are parts of 256 columns each (`few_products.py`), which the second launch adds up for
-each token: all that is written in between, a 256th of the operands of the products.
+each token: all that is written in between, a 256th of the operands of the products. Where x lacks its norm, which is
+then a factor of the logits, the second launch makes that too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from smcjax.numerics import product_precision
 from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_products import AHEAD, COLUMNS, row_products, together_of
+from smcjax.pallas.norm import PendingNorm
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_TOKENS = 128  # that it has been tried with
@@ -32,17 +34,27 @@ Parts = tuple[Float[Array, "R T H D"], ...]
 
 
 def gated_sum_reference(
-    x: Float[Array, "R T E"], gate: Float[Array, "H branches E"], bias: Float[Array, "H branches"], parts: Parts
+    x: Float[Array, "R T E"],
+    gate: Float[Array, "H branches E"],
+    bias: Float[Array, "H branches"],
+    parts: Parts,
+    pending: PendingNorm | None = None,
 ) -> Float[Array, "R T H D"]:
-    """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32."""
+    """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32.
+
+    x lacks its norm where that is `pending`, which is of x then.
+    """
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
-    return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias), outputs)
+    return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias, pending), outputs)
 
 
-def sigmoid_gates(terms: str, source: jax.Array, gate: jax.Array, bias: jax.Array) -> Float[Array, "R T H branches"]:
+def sigmoid_gates(
+    terms: str, source: jax.Array, gate: jax.Array, bias: jax.Array, pending: PendingNorm | None = None
+) -> Float[Array, "R T H branches"]:
     """Sigmoids of a linear map, f32: the product `terms`, in `jnp.einsum`'s notation, and the bias."""
     precision = product_precision(source.dtype)
     logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
+    logits = logits if pending is None else pending.divide(logits)
     return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
 
 
@@ -86,23 +98,28 @@ def _weigh(
     t: Threads,
     sums: Ref,  # [N, splits, H · branches] f32 GMEM, as all but the last
     bias: Ref,  # [H · branches] bf16
-    *refs: Ref,  # parts [N, H · D] f32, out [N, H · D] bf16; SMEM: gates [heads · branches] f32
+    *refs: Ref,  # parts [N, H · D] f32, out [N, H · D] bf16; SMEM: gates [heads · branches] f32, squares [4] f32
+    x: Ref | None,  # [N, E] bf16, where it lacks its norm
     token: Word,
     share: Word,
     splits: int,
     heads: int,
     dim: int,
+    eps: float,
 ) -> None:
     """Writes 1,024 numbers of a token, those of a few heads."""
-    *parts, out, gates = refs
+    *parts, out, gates, squares = refs
     here, branches = AT_ONCE // dim, len(parts)
     index = t.minimum(t.index, here * branches - 1)
     row = share * (here * branches) + index
     terms = [t.load(sums, (token * splits + i) * (heads * branches) + row) for i in range(splits)]
+    own_bias = t.load(bias, row)
     begin = token * (heads * dim) + share * AT_ONCE + t.index * 8
     found = [t.load4(part, begin) + t.load4(part, begin + 4) for part in parts]
-    logit = functools.reduce(lambda a, b: a + b, terms) + t.load(bias, row)
-    t.store(gates, index, t.constant(1.0) / (t.exp(t.constant(0.0) - logit) + 1.0))
+    logit = functools.reduce(lambda a, b: a + b, terms)
+    if x is not None:
+        logit = logit * _inverse_rms(t, x, squares, token, splits * COLUMNS, eps)
+    t.store(gates, index, t.constant(1.0) / (t.exp(t.constant(0.0) - (logit + own_bias)) + 1.0))
     t.synchronize()
     head, total = t.index * 8 // dim, [t.constant(0.0)] * 8
     for branch, numbers in enumerate(found):
@@ -111,21 +128,38 @@ def _weigh(
     t.store8(out, begin, total)
 
 
+def _inverse_rms(t: Threads, x: Ref, squares: Ref, token: Word, width: int, eps: float) -> Word:
+    """1/rms of a token's x, in all threads."""
+    starts = [(t.index + i * WARPGROUP) * 8 for i in range(-(-width // AT_ONCE))]
+    found = [t.load8(x, token * width + t.minimum(start, width - 8)) for start in starts]
+    mine = t.constant(0.0)
+    for start, numbers in zip(starts, found, strict=True):
+        total = functools.reduce(lambda so_far, one: t.multiply_add(one, one, so_far), numbers, t.constant(0.0))
+        mine = mine + t.where(start < width, total, t.constant(0.0))
+    for distance in (16, 8, 4, 2, 1):
+        mine = mine + t.shuffle_xor(mine, distance)
+    t.store(squares, t.index // WARP, mine, only=t.index % WARP == 0)
+    t.synchronize()
+    total = functools.reduce(lambda a, b: a + b, [t.load(squares, t.constant(warp)) for warp in range(WARPS)])
+    return t.inverse_root(t.multiply_add(total, 1 / width, t.constant(eps)))
+
+
 def gated_sum_mosaic(
     x: Float[Array, "R T E"],
     gate: Float[Array, "H branches E"],
     bias: Float[Array, "H branches"],
     parts: Parts,
+    pending: PendingNorm | None = None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "R T H D"]:
     """Computes `gated_sum` by the kernels; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     flat = [part.reshape(-1, part.shape[2] * part.shape[3]) for part in parts]
-    found = _gated_sum(x.reshape(-1, x.shape[2]), gate, bias, flat, dim=parts[0].shape[3], interpret=interpret)
-    return found.reshape(parts[0].shape)
+    how = {"dim": parts[0].shape[3], "eps": None if pending is None else pending.eps, "interpret": interpret}
+    return _gated_sum(x.reshape(-1, x.shape[2]), gate, bias, flat, **how).reshape(parts[0].shape)
 
 
-@functools.partial(jax.jit, static_argnames=("dim", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dim", "eps", "interpret"))
 def _gated_sum(
     x: Float[Array, "N E"],
     gate: Float[Array, "H branches E"],
@@ -133,6 +167,7 @@ def _gated_sum(
     parts: list[Float[Array, "N HD"]],
     *,
     dim: int,
+    eps: float | None,  # of the norm that x lacks; None: none
     interpret: Any,
 ) -> Float[Array, "N HD"]:
     """A jit of its own, so that a model's layers trace and lower the kernels once."""
@@ -156,27 +191,34 @@ def _gated_sum(
         kernel_name="gates",
     )(x, gate.reshape(rows, width))
 
+    normed = [] if eps is None else [x]
+
     def program(t: Threads, *args: Any) -> None:
         *refs, token, share = args
-        _weigh(t, *refs, token=token, share=share, splits=splits, heads=heads, dim=dim)
+        source, refs = (refs[0], refs[1:]) if normed else (None, refs)
+        sizes = {"splits": splits, "heads": heads, "dim": dim}
+        _weigh(t, *refs, x=source, token=token, share=share, eps=eps or 0.0, **sizes)
 
-    def weigh(*refs: Ref, gates: Ref) -> None:
-        simt.run(program, *refs, gates, lax.axis_index("token"), lax.axis_index("share"), interpret=inside)
+    def weigh(*refs: Ref, gates: Ref, squares: Ref) -> None:
+        simt.run(program, *refs, gates, squares, lax.axis_index("token"), lax.axis_index("share"), interpret=inside)
 
     weighed: jax.Array = plgpu.kernel(
         weigh,
         out_type=jax.ShapeDtypeStruct((number, heads * dim), x.dtype),
         grid=(number, heads * dim // AT_ONCE),
         grid_names=("token", "share"),
-        scratch_types={"gates": plgpu.SMEM((AT_ONCE // dim * branches,), jnp.float32)},
+        scratch_types={
+            "gates": plgpu.SMEM((AT_ONCE // dim * branches,), jnp.float32),
+            "squares": plgpu.SMEM((WARPS,), jnp.float32),
+        },
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="gated_sum",
-    )(sums, bias.reshape(rows), *parts)
+    )(*normed, sums, bias.reshape(rows), *parts)
     return weighed
 
 
-def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts) -> bool:
+def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts, pending: PendingNorm | None = None) -> bool:
     heads, branches, width = gate.shape
     dim = parts[0].shape[3]
     return (

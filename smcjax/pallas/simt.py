@@ -201,6 +201,10 @@ class _OnGPU:
         """e to the power of x: the bits that XLA's own programs have, to 2 units in the last place."""
         return _Word(mu.inline_ptx(EXP, x.value, result_types=f32()))
 
+    def inverse_root(self, x: Word) -> Word:
+        """1/√x, to 2 units in the last place."""
+        return _Word(mu.inline_ptx("rsqrt.approx.ftz.f32 $0, $1;", x.value, result_types=f32()))
+
     def multiply_add(self, a: Word, b: Any, c: Word) -> Word:
         """a · b + c, rounded once; b a word or a number."""
         terms = a.value, _value(b, f32()), c.value
@@ -345,6 +349,9 @@ class _Interpreted:
 
     def exp(self, x: Word) -> Word:
         return jnp.exp(x)
+
+    def inverse_root(self, x: Word) -> Word:
+        return lax.rsqrt(x)
 
     def multiply_add(self, a: Word, b: Any, c: Word) -> Word:
         return a * jnp.asarray(b, jnp.float32) + c

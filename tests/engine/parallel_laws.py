@@ -39,7 +39,7 @@ from smcjax.engine.runner import Runner
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.engine.spread import Spread
 from smcjax.model.config import LayerSpec
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
     AXIS,
@@ -49,7 +49,6 @@ from smcjax.model.parallel import (
     held_by_one,
     layouts,
 )
-from smcjax.model.params import param_shapes
 from smcjax.pallas import Peers, Workspaces
 from smcjax.pallas.peers import workspace_bytes
 from tests.checkpoints import write_model
@@ -287,13 +286,13 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=parallel.sharding(layout))
 
     def pieces(config: Any, size: int, vocabulary: bool) -> Any:
-        own = jax.eval_shape(fold_norms, param_shapes(held_by_one(config, size, vocabulary), jnp.bfloat16))
+        own = folded_shapes(held_by_one(config, size, vocabulary), jnp.bfloat16)
         where = layouts(config, size, vocabulary)
         return jax.tree.map(piece, where, own, is_leaf=lambda x: x is None or isinstance(x, Layout))
 
     target, draft = pieces(seal.TARGET, 2, vocabulary=True), pieces(seal.DRAFT, 2, vocabulary=False)
     if not draft_divided:
-        whole = jax.eval_shape(fold_norms, param_shapes(seal.DRAFT, jnp.bfloat16))
+        whole = folded_shapes(seal.DRAFT, jnp.bfloat16)
         draft = jax.tree.map(functools.partial(piece, Layout()), whole)
     of_draft = parallel.local(seal.DRAFT) if draft_divided else seal.DRAFT
     decoder = loading.make_decoder(SMC(8, 8), parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")

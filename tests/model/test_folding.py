@@ -26,7 +26,10 @@ from tests.helpers import tiny_config
 VARIANTS: list[dict[str, Any]] = [
     *({}, {"qk_norm": True}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}),
     *({"post_norms": True}, {"post_norms": True, "o_bias": True}, {"activation": "gelu_tanh"}),
-    {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3)},
+    *(
+        {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3, kv=kv, gate=gate)}
+        for kv, gate in (("per_branch", "x"), ("shared", "x"), ("shared", "q"))
+    ),
 ]
 
 
@@ -50,7 +53,7 @@ def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, Params, jax.Arra
 
 def test_folded_norms_give_the_same_logits(model: tuple[ModelConfig, Params, jax.Array]) -> None:
     config, params, tokens = model
-    got, want = logits(config, fold_norms(params), tokens), logits(config, params, tokens)
+    got, want = logits(config, fold_norms(params, config), tokens), logits(config, params, tokens)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +73,7 @@ def test_pending_norms_give_the_same_logits(
 
     monkeypatch.setattr(decoder, "_leaves_pending", lambda *_: True)
     monkeypatch.setattr(decoder, "swiglu", heard)
-    folded = fold_norms(params)
+    folded = fold_norms(params, config)
     if wrong:
         layer = dataclasses.replace(folded.layers[1], gate_up=params.layers[1].gate_up, qkv=params.layers[1].qkv)
         folded = dataclasses.replace(folded, layers=(folded.layers[0], layer))
@@ -81,20 +84,32 @@ def test_pending_norms_give_the_same_logits(
 
 
 def test_what_is_folded() -> None:
-    plain, biased = (fold_norms(random_norms(tiny_config(qkv_bias=bias))).layers[0] for bias in (False, True))
+    config, with_bias = tiny_config(), tiny_config(qkv_bias=True)
+    plain, biased = (fold_norms(random_norms(one), one).layers[0] for one in (config, with_bias))
     assert plain.attn_norm is None
     assert plain.mlp_norm is None
     assert biased.attn_norm is not None
     assert biased.mlp_norm is None
-    quantized = fold_norms(quantize_params(random_norms(tiny_config())))
+    quantized = fold_norms(quantize_params(random_norms(config)), config)
     assert all(layer.attn_norm is not None and layer.mlp_norm is not None for layer in quantized.layers)
-    twice = fold_norms(fold_norms(random_norms(tiny_config())))
-    chex.assert_trees_all_equal(twice, fold_norms(random_norms(tiny_config())))
+    twice = fold_norms(fold_norms(random_norms(config), config), config)
+    chex.assert_trees_all_equal(twice, fold_norms(random_norms(config), config))
+    by_gate = {}
+    for gate in ("x", "q"):
+        own = tiny_config(attention=NSA(gate=gate))
+        params = random_norms(own)
+        layer = fold_norms(params, own).layers[0]
+        assert layer.attn_norm is None
+        assert params.layers[0].attention is not None
+        assert layer.attention is not None
+        changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), params.layers[0].attention, layer.attention)
+        by_gate[gate] = {name for name, is_other in changed.items() if is_other}
+    assert by_gate == {"x": {"gate"}, "q": set()}
 
 
 def test_consumed_matrices_are_freed() -> None:
     params = random_norms(tiny_config())
-    fold_norms(params, consume=True)
+    fold_norms(params, tiny_config(), consume=True)
     assert params.layers[0].qkv.is_deleted()
     assert params.layers[1].gate_up.is_deleted()
     assert not params.layers[0].o.is_deleted()
@@ -103,15 +118,15 @@ def test_consumed_matrices_are_freed() -> None:
 def test_folding_is_for_kernels() -> None:
     half, full = (random_norms(tiny_config(), dtype) for dtype in (jnp.bfloat16, jnp.float32))
     with implementations("xla"):
-        assert fold_for_kernels(half) is half
+        assert fold_for_kernels(half, tiny_config()) is half
     with implementations("mosaic"):
-        assert fold_for_kernels(full) is full
-        assert fold_for_kernels(half).layers[0].attn_norm is None
+        assert fold_for_kernels(full, tiny_config()) is full
+        assert fold_for_kernels(half, tiny_config()).layers[0].attn_norm is None
 
 
 def test_the_persistent_step_multiplies_by_one_where_a_norm_is_folded() -> None:
     params = random_norms(tiny_config())
-    norms = norms_of(fold_norms(params))
+    norms = norms_of(fold_norms(params, tiny_config()))
     assert norms.shape == norms_of(params).shape
     np.testing.assert_array_equal(norms[:-1], 1)
     np.testing.assert_array_equal(norms[-1], params.final_norm)
@@ -120,4 +135,4 @@ def test_the_persistent_step_multiplies_by_one_where_a_norm_is_folded() -> None:
 def test_folded_weights_are_not_saved_as_a_checkpoint(tmp_path: Any) -> None:
     config = tiny_config()
     with pytest.raises(ValueError, match="shapes of params"):
-        save_checkpoint(config, fold_norms(random_norms(config)), tmp_path)
+        save_checkpoint(config, fold_norms(random_norms(config), config), tmp_path)

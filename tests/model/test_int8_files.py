@@ -263,7 +263,7 @@ def test_an_engine_keeps_what_is_stored(tmp_path: Path, monkeypatch: pytest.Monk
             whole = quantize_params(params).embed
             np.testing.assert_array_equal(embed.values, whole.values[:264])
             np.testing.assert_array_equal(embed.scale, whole.scale[:264])
-            prepared_params = prepared(models.target_params, quantization, "xla")
+            prepared_params = prepared(models.target_params, models.target, quantization, "xla")
             np.testing.assert_array_equal(prepared_params.embed, matrix(whole).rows(slice(264), out=jnp.float32))
     assert sizes[0] < 0.7 * sizes[1]
     assert models.draft_params is not None

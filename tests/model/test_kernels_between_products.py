@@ -12,7 +12,7 @@ import pytest
 from smcjax.kv import Copies
 from smcjax.model import decoder
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
@@ -45,8 +45,7 @@ def lowered(
         max_position_embeddings=4096,
         **options,
     )
-    params = param_shapes(config, jnp.bfloat16)
-    params = jax.eval_shape(fold_norms, params) if folded else params
+    params = (folded_shapes if folded else param_shapes)(config, jnp.bfloat16)
     cache = jax.eval_shape(lambda p: create_cache(config, p, num_pages=NUM_PAGES, page_size=page_size), params)
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -84,17 +83,19 @@ def test_kernels_of_a_layer_whose_norms_are_folded(rows: int, columns: int) -> N
     assert [called.count(kernel) for kernel in kernels] == [LAYERS, LAYERS, LAYERS, 1]
 
 
-@pytest.mark.parametrize("kv", ["shared", "per_branch"])
-def test_kernels_of_a_sparse_layer(kv: str) -> None:
+@pytest.mark.parametrize(("kv", "folded"), [("shared", False), ("shared", True), ("per_branch", True)])
+def test_kernels_of_a_sparse_layer(kv: str, folded: bool) -> None:
     """One that keeps scores, one that selects blocks by them, one that makes tasks, one that attends to those.
 
-    With one pair of keys and values the kernel of dense layers writes it.
+    With one pair of keys and values the kernel of dense layers writes it. A folded norm is left to the kernels.
     """
     sparse = SparseVerification("merged", 9)
-    text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, layers=(LayerSpec(NSA(kv=kv, phi="mean")),))
+    layers = (LayerSpec(NSA(kv=kv, phi="mean")),)
+    text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, folded=folded, layers=layers)
     called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
-    kernels = ("_rotate_and_write", "_by_kernels", "ranked_blocks")
-    assert [called.count(kernel) for kernel in kernels] == [LAYERS * (kv == "shared"), 2 * LAYERS, LAYERS]
+    kernels = ("_rotate_and_write", "_by_kernels", "ranked_blocks", "_gated_sum")
+    assert [called.count(kernel) for kernel in kernels] == [LAYERS * (kv == "shared"), 2 * LAYERS, LAYERS, LAYERS]
+    assert called.count("add_rms_norm_mosaic") == (1 if folded else 2 * LAYERS)
 
 
 def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

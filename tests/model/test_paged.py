@@ -43,6 +43,7 @@ class Blocks:
     kv_pairs: ClassVar[int] = 1
     selects: ClassVar[bool] = False
     by_query_head: ClassVar[tuple[str, ...]] = ()
+    of_input: ClassVar[tuple[str, ...]] = ()
 
     def param_shapes(self, config: ModelConfig, dtype: Any) -> None:
         return None

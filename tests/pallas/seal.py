@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.sequences import Requests
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
 
@@ -53,7 +53,7 @@ class Case:
 
     def params(self) -> Any:
         """Shapes of the weights as the engine keeps them on a GPU."""
-        target, draft = (jax.eval_shape(fold_norms, param_shapes(config, jnp.bfloat16)) for config in (TARGET, DRAFT))
+        target, draft = (folded_shapes(config, jnp.bfloat16) for config in (TARGET, DRAFT))
         if self.draft_quantization is not None:
             draft = jax.eval_shape(quantize_params, param_shapes(DRAFT, jnp.bfloat16))
         return smc.PairParams(target, draft if self.decoding.drafts else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.gates import gated_sum, gated_sum_mosaic, gated_sum_reference
+from smcjax.pallas.norm import PendingNorm
 
 INTERPRET = plgpu.InterpretGPUParams()
 BRANCHES = 3
@@ -28,9 +30,14 @@ def drawn(rows: int, columns: int, heads: int, dim: int, width: int) -> tuple[An
     return normal(rows, columns, width), gate, normal(heads, BRANCHES), parts
 
 
-def in_f32(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
+def in_f32(
+    x: jax.Array, gate: jax.Array, bias: jax.Array, parts: tuple[jax.Array, ...], eps: float | None = None
+) -> jax.Array:
+    """The reference, of x that lacks its norm where there is an `eps`."""
     wide = jnp.float32
-    return gated_sum_reference(x.astype(wide), gate.astype(wide), bias.astype(wide), parts)
+    x = x.astype(wide)
+    pending = None if eps is None else PendingNorm(x, eps)
+    return gated_sum_reference(x, gate.astype(wide), bias.astype(wide), parts, pending)
 
 
 def is_rounded(got: jax.Array, want: jax.Array) -> bool:
@@ -53,6 +60,18 @@ def test_kernels_weigh_as_xla_does(shape: tuple[int, int, int, int, int]) -> Non
     assert not is_rounded(got, in_f32(x, gate, bias, parts[::-1]))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 8, 128, 1536), (1, 2, 16, 64, 256)], ids=str)
+def test_kernels_make_a_pending_norm(shape: tuple[int, int, int, int, int]) -> None:
+    """Rows are of unlike length, and longer or shorter than what threads load at once. Controls: no norm, another's."""
+    x, gate, bias, parts = drawn(*shape)
+    x = x * jnp.exp2(jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)).astype(x.dtype)
+    eps = 0.5
+    got = gated_sum_mosaic(x, gate, bias, parts, PendingNorm(x, eps), interpret=INTERPRET)
+    assert is_rounded(got, in_f32(x, gate, bias, parts, eps))
+    assert not is_rounded(got, in_f32(x, gate, bias, parts))
+    assert not is_rounded(got, in_f32(x, gate, bias, parts, 4 * eps))
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_lowers_for_cuda(rows: int) -> None:
     """Two launches at an 8B model's shapes; more tokens than both are for go to XLA, as do parts of bfloat16."""
@@ -64,13 +83,19 @@ def test_lowers_for_cuda(rows: int) -> None:
         x, gate, bias, parts = shapes
         rounded = tuple(jax.ShapeDtypeStruct(part.shape, jnp.bfloat16) for part in parts)
         assert gated_sum.kernel_for(x, gate, bias, rounded) is None
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
+        assert gated_sum.kernel_for(x, gate, bias, parts, PendingNorm(x, 1e-5)) is not None
+        normed = jax.jit(lambda x, *others: gated_sum(x, *others, pending=PendingNorm(x, 1e-5))).trace(*shapes)
+    for one in (traced, normed):
+        assert one.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("eps", [None, 1e-5])
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 9), (8, 9), (8, 16)])
-def test_weighs_as_xla_does_on_a_gpu(tokens: tuple[int, int]) -> None:
+def test_weighs_as_xla_does_on_a_gpu(tokens: tuple[int, int], eps: float | None) -> None:
     """At an 8B model's shapes."""
-    arguments = drawn(*tokens, 32, 128, 4096)
-    assert gated_sum.kernel_for(*arguments) is not None
-    assert is_rounded(jax.jit(gated_sum)(*arguments), jax.jit(in_f32)(*arguments))
+    x, *others = drawn(*tokens, 32, 128, 4096)
+    assert gated_sum.kernel_for(x, *others) is not None
+    pending = None if eps is None else PendingNorm(x, eps)
+    got = jax.jit(functools.partial(gated_sum, pending=pending))(x, *others)
+    assert is_rounded(got, jax.jit(in_f32, static_argnums=4)(x, *others, eps))

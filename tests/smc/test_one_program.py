@@ -17,7 +17,7 @@ from smcjax import smc
 from smcjax.bench.models import Models
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec
-from smcjax.model.folding import fold_norms
+from smcjax.model.folding import folded_shapes
 from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
 from smcjax.sparse import SparseVerification
@@ -114,10 +114,8 @@ def lowered(implementation: str, donate: bool = True, page_size: int = 16, **opt
     program = smc.Program(
         smc.SMC(8, 8, **options), configs[0], configs[1], 1024, page_size, implementation=implementation
     )
-    shapes = [param_shapes(config, jnp.bfloat16) for config in configs]
-    if implementation == "mosaic":
-        shapes = [jax.eval_shape(fold_norms, one) for one in shapes]
-    params = smc.PairParams(*shapes)
+    shapes = folded_shapes if implementation == "mosaic" else param_shapes
+    params = smc.PairParams(*(shapes(config, jnp.bfloat16) for config in configs))
 
     def begin() -> smc.State:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
