@@ -7,6 +7,7 @@ in its group, the purpose and the draft column, so a draw never depends on what 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +77,35 @@ def likeliest(scores: Float[Array, "R V"]) -> Int[Array, " R"]:
     return (block * width + within).astype(jnp.int32)
 
 
-def log_softmax_at(logits: Float[Array, "*shape V"], tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """log_softmax(logits)[tokens], without the other entries.
+class Softmax(NamedTuple):
+    """softmax(logits) = exp(logits − top) / mass, which goes over the vocabulary once for each of the two.
 
-    Taken relative to the largest logit, so that nothing as large as the logits is rounded.
+    Relative to the largest logit nothing as large as the logits is rounded. All is NaN where a logit is.
     """
-    top = jnp.max(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - top - jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+
+    logits: Float[Array, "*shape V"]
+    top: Float[Array, "*shape"]  # the largest logit
+    mass: Float[Array, "*shape"]  # the sum of exp(logits − top)
+
+    @classmethod
+    def of(cls, logits: Float[Array, "*shape V"]) -> Softmax:
+        """The softmax of these logits."""
+        top = jnp.max(logits, axis=-1)
+        return cls(logits, top, jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+
+    def probabilities(self) -> Float[Array, "*shape V"]:
+        """Probabilities of all tokens."""
+        return jnp.exp(self.logits - self.top[..., None]) / self.mass[..., None]
+
+    def log_at(self, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Log-probabilities of one token each."""
+        chosen = jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
+        return chosen - self.top - jnp.log(self.mass)
+
+
+def log_softmax_at(logits: Float[Array, "*shape V"], tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """log_softmax(logits)[tokens], without the other entries."""
+    return Softmax.of(logits).log_at(tokens)
 
 
 def forbid_stops(

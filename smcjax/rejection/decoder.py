@@ -34,7 +34,7 @@ from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import leaders_of
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
-from smcjax.decoding.sampling import Purpose, draw, group_keys, log_softmax_at, row_keys
+from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
@@ -72,7 +72,7 @@ class Accepted(NamedTuple):
     row: Int[Array, " G"]  # whose pages hold the run's KV
     accepted: Int[Array, " G"]
     tokens: Int[Array, "G C"]
-    logits: Float[Array, "G C V"]  # the target's, processed, for each column
+    target: Softmax  # [G, C, V]: of the target's processed logits, for each column
     law: Float[Array, "G V"]  # of the token behind the run
 
 
@@ -90,7 +90,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
         tokens = jnp.where(at_end, following[:, None], run.tokens)
         # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
-        logprobs = log_softmax_at(run.logits, tokens)
+        logprobs = run.target.log_at(tokens)
         # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
         counts = state.by_group(state.sequences.length)[:, 0] + run.accepted < state.requests.limit
         broken = (jnp.isnan(run.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
@@ -105,7 +105,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         accepted=run.accepted,
         length=state.by_group(state.sequences.length),
         tokens=jnp.broadcast_to(tokens[:, None], (groups, n, tokens.shape[1])),
-        scores=by_group(state, scores(run.logits, logprobs)) if program.scores else None,
+        scores=by_group(state, scores(run.target.logits, logprobs)) if program.scores else None,
     )
     return state, info
 
@@ -119,12 +119,12 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
     with jax.named_scope("decide"):
         columns = range(logits.shape[1])
         earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
-        logits = _target_logits(state, distribution, logits, columns, earlier)
+        target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
         assert drafts.logits is not None
-        verdict = decide(program, state, logits, drafts.logits, drafts.tokens)
+        verdict = decide(program, state, target, Softmax.of(drafts.logits), drafts.tokens)
         row = jnp.arange(state.running.shape[0]) * n + verdict.candidate
         tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
-    return state, Accepted(row, verdict.accepted, tokens, logits[row], verdict.law)
+    return state, Accepted(row, verdict.accepted, tokens, jax.tree.map(lambda x: x[row], target), verdict.law)
 
 
 def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
@@ -136,14 +136,15 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     state, logits, kept = score_tree(program, params, state, drafts.tokens, copies)
     with jax.named_scope("decide"):
         earlier = distribution.before(drafts.tokens, shape.drafts_to(range(shape.size)))
-        logits = _target_logits(state, distribution, logits, shape.depths, earlier)
-        verdict = decide_tree(program, state, logits, drafts.logits, drafts.tokens)
+        target = Softmax.of(_target_logits(state, distribution, logits, shape.depths, earlier))
+        verdict = decide_tree(program, state, target, drafts.logits, drafts.tokens)
     state = keep_path(program, state, drafts, kept, verdict.node)
     path = jnp.asarray(shape.paths)[verdict.node]
     count = jnp.asarray(shape.depths)[verdict.node]
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
     row = jnp.arange(path.shape[0])
-    return state, Accepted(row, count, tokens, logits[row[:, None], path], verdict.law)
+    of_path = jax.tree.map(lambda x: x[row[:, None], path], target)
+    return state, Accepted(row, count, tokens, of_path, verdict.law)
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
@@ -175,18 +176,19 @@ def _target_logits(
     return jax.vmap(processed, in_axes=(0, 1, 1), out_axes=1)(jnp.asarray(tuple(depths)), logits, earlier)
 
 
-def _law(logits: Float[Array, "*shape V"], greedy: Bool[Array, ""]) -> Float[Array, "*shape V"]:
+def _law(softmax: Softmax, greedy: Bool[Array, ""]) -> Float[Array, "*shape V"]:
     """Probabilities of processed logits; of a greedy request all on the likeliest token."""
+    logits = softmax.logits
     likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
-    likeliest = jnp.where(jnp.isnan(logits).any(axis=-1, keepdims=True), jnp.nan, likeliest)
-    return jnp.where(greedy, likeliest, jax.nn.softmax(logits, axis=-1))
+    likeliest = jnp.where(jnp.isnan(softmax.top)[..., None], jnp.nan, likeliest)
+    return jnp.where(greedy, likeliest, softmax.probabilities())
 
 
 def decide(
     program: RejectionProgram,
     state: State,
-    target_logits: Float[Array, "R C V"],
-    draft_logits: Float[Array, "R K V"],
+    target: Softmax,  # [R, C, V]
+    draft: Softmax,  # [R, K, V]
     drafts: Int[Array, "R K"],
 ) -> Verdict:
     """The verdict on each request's drafts."""
@@ -195,17 +197,17 @@ def decide(
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     verify = candidates if program.decoding.verification == "token" else block
 
-    def one(key: jax.Array, greedy: jax.Array, target: jax.Array, draft: jax.Array, drafts: jax.Array) -> Verdict:
+    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax, drafts: jax.Array) -> Verdict:
         uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
         return verify(_law(target, greedy), _law(draft, greedy), drafts, uniforms)
 
-    return jax.vmap(one)(keys, greedy, *map(state.by_group, (target_logits, draft_logits, drafts)))
+    return jax.vmap(one)(keys, greedy, *jax.tree.map(state.by_group, (target, draft, drafts)))
 
 
 def decide_tree(
     program: RejectionProgram,
     state: State,
-    target_logits: Float[Array, "G M V"],
+    target: Softmax,  # [G, M, V]
     draft_logits: Float[Array, "G inner V"],
     tokens: Int[Array, "G M"],
 ) -> TreeVerdict:
@@ -216,12 +218,12 @@ def decide_tree(
     greedy = state.requests.temperature == 0
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
 
-    def one(key: jax.Array, greedy: jax.Array, target: jax.Array, draft: jax.Array, tokens: jax.Array) -> TreeVerdict:
+    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: jax.Array, tokens: jax.Array) -> TreeVerdict:
         uniforms = jax.random.uniform(key, (shape.size - 1,), jnp.float32)
         fixed = greedy | (speculation.siblings == "top")
         return tree(shape, _law(target, greedy), jax.nn.softmax(draft), tokens, uniforms, fixed)
 
-    return jax.vmap(one)(keys, greedy, target_logits, draft_logits, tokens)
+    return jax.vmap(one)(keys, greedy, target, draft_logits, tokens)
 
 
 def _commit(

@@ -47,14 +47,19 @@ def residuals(
     so the chain needs sums only, and none of the drafts. Where nothing is left, which only rounding can bring about,
     r_m stays as it was.
     """
-    c, total = jnp.zeros_like(p[..., 0]), jnp.ones_like(p[..., 0])
-    chain = [(c, total)]
+    chain = [(jnp.zeros_like(p[..., 0]), jnp.ones_like(p[..., 0]))]
     for _ in range(count - 1):
-        more = c + total
-        left = jnp.sum(jnp.maximum(p - more[..., None] * q, 0), axis=-1)
-        c, total = jnp.where(left > 0, more, c), jnp.where(left > 0, left, total)
-        chain.append((c, total))
+        chain.append(rejected_once_more(p, q, *chain[-1]))
     return jnp.stack([c for c, _ in chain]), jnp.stack([total for _, total in chain])
+
+
+def rejected_once_more(
+    p: Float[Array, "*shape V"], q: Float[Array, "*shape V"], c: Float[Array, "*shape"], total: Float[Array, "*shape"]
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """c_{m+1} and D_{m+1} of c_m and D_m."""
+    more = c + total
+    left = jnp.sum(jnp.maximum(p - more[..., None] * q, 0), axis=-1)
+    return jnp.where(left > 0, more, c), jnp.where(left > 0, left, total)
 
 
 def candidates(
@@ -65,25 +70,31 @@ def candidates(
     p[i, j] is the target's law behind candidate i's first j drafts, q[i, j] the law that drafts[i, j] was drawn from.
     """
     rows, columns = drafts.shape
-    c, total = residuals(p[:, :columns], q, rows + 1)  # [N + 1, N, K]
+    c, total = residuals(p[:, :columns], q, rows)  # [N, N, K]: the last rejection's is made for one position alone
     p_draft, q_draft = (jnp.take_along_axis(x[:, :columns], drafts[..., None], axis=-1)[..., 0] for x in (p, q))
+    left = jnp.maximum(p_draft - c * q_draft, 0) / total  # [N, N, K]: of each draft, by how many were rejected before
     row = jnp.arange(rows)
+    earlier = row < row[:, None]  # [i, i']: candidate i' is asked before candidate i
     alive = jnp.ones(rows, bool)  # agree with all that has been accepted
     on, accepted, rejected = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
     for j in range(columns):
         # A candidate is asked when those before it were rejected; candidates that are alive have the same laws.
-        before = jnp.sum(alive & (row < row[:, None]), axis=1)
-        left = jnp.maximum(p_draft[:, j] - c[before, row, j] * q_draft[:, j], 0) / total[before, row, j]
-        accept = alive & (uniforms[j] * q_draft[:, j] < left)
+        # What they choose by numbers is masked, since XLA makes a launch of each index into an array.
+        before = jnp.sum(alive & earlier, axis=1)
+        chance = jnp.sum(jnp.where(before == row[:, None], left[:, :, j], 0), axis=0)
+        accept = alive & (uniforms[j] * q_draft[:, j] < chance)
         rejected = jnp.where(on, jnp.sum(alive, dtype=jnp.int32), rejected)
         on &= accept.any()
-        token = drafts[jnp.argmax(accept), j]
+        first = accept & ~jnp.any(accept & earlier, axis=1)
+        token = jnp.sum(jnp.where(first, drafts[:, j], 0))
         alive = jnp.where(on, alive & (drafts[:, j] == token), alive)
         accepted += on
     candidate = jnp.argmax(alive).astype(jnp.int32)
     at = jnp.minimum(accepted, columns - 1)
-    left = jnp.maximum(p[candidate, at] - c[rejected, candidate, at] * q[candidate, at], 0)
-    law = jnp.where(on, p[candidate, columns], left / total[rejected, candidate, at])
+    target, draft = p[candidate, jnp.where(on, columns, at)], q[candidate, at]
+    but_last = jnp.maximum(rejected - 1, 0), candidate, at
+    c, total = rejected_once_more(target, draft, c[but_last], total[but_last])
+    law = jnp.where(on, target, jnp.maximum(target - c * draft, 0) / total)
     return Verdict(candidate, accepted, law)
 
 

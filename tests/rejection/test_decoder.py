@@ -17,7 +17,7 @@ import pytest
 from smcjax import rejection
 from smcjax.decoding import draft_model, tree_drafts
 from smcjax.decoding.proposer import Proposer
-from smcjax.decoding.sampling import Purpose
+from smcjax.decoding.sampling import Purpose, Softmax
 from smcjax.engine.page_budget import Footprint
 from smcjax.model import ModelConfig, load_checkpoint
 from smcjax.rejection import Rejection, decoder, rules
@@ -195,8 +195,8 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         decoder, "candidates", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1))
     )
-    drafts = jnp.zeros((4, 3), jnp.int32)
-    law = decoder.decide(program, state, jnp.zeros((4, 4, V)), jnp.zeros((4, 3, V)), drafts).law
+    target, draft = (Softmax.of(jnp.zeros((4, columns, V))) for columns in (4, 3))
+    law = decoder.decide(program, state, target, draft, jnp.zeros((4, 3), jnp.int32)).law
     assert np.unique(law).size == 12
 
 
@@ -206,7 +206,7 @@ def test_each_node_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     state = init(program, PAIR.params, *batch([Ask((1, 2)), Ask((1, 2), seed=1)], V, MAX_MODEL_LEN), 200)
     monkeypatch.setattr(decoder, "tree", lambda *given: rules.TreeVerdict(jnp.int32(0), given[4]))
     drafts = jnp.zeros((2, 6), jnp.int32)
-    law = decoder.decide_tree(program, state, jnp.zeros((2, 6, V)), jnp.zeros((2, 2, V)), drafts).law
+    law = decoder.decide_tree(program, state, Softmax.of(jnp.zeros((2, 6, V))), jnp.zeros((2, 2, V)), drafts).law
     assert np.unique(law).size == 10
 
 
