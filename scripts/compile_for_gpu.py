@@ -1,10 +1,14 @@
 """The cycle compiled for an H200 on a machine without a GPU: its kernels, its copies, how long compiling takes.
 
 XLA and Mosaic compile for a described GPU; nothing runs. What a profile would list can be counted, and that no buffer
-of KV's size is copied can be seen. Algorithms that XLA chooses by timing are its defaults here.
+of KV's size is copied can be seen. Algorithms that XLA chooses by timing are its defaults here, and the one draw of a
+cycle of rejection goes as on a CPU, in two launches more.
 
     uv run --isolated --no-project --with jax==0.11.2 --with jax-cuda13-plugin==0.11.2 --with jax-cuda13-pjrt \\
         --with nvidia-cuda-nvcc --with . python scripts/compile_for_gpu.py --layers 2
+
+`--sparse --context 65536 --max-model-len 65792 --requests 8 --list` is a cycle of rejection over a sparse target whose
+drafts are looked up, launch by launch: what is between two `swiglu` is a layer.
 
 `MOSAIC_GPU_DUMP_PTX=1` and `MOSAIC_GPU_DUMP_PTXAS=1` print the kernels' PTX and registers.
 """
@@ -16,6 +20,7 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +31,17 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from profile_cycle import cycle_parser
 
-from smcjax import smc
-from smcjax.bench.shapes import SHAPES
+from smcjax import rejection, smc
+from smcjax.bench.shapes import ATTENTIONS, SHAPES
+from smcjax.decoders import Rejection
+from smcjax.decoding.groups import PairParams
+from smcjax.decoding.ngram import NGram
 from smcjax.decoding.sequences import Requests
 from smcjax.engine.page_budget import Footprint
 from smcjax.engine.programs import CUBLAS_PRODUCTS
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
-from smcjax.smc.lifecycle import begin
+from smcjax.sparse import SparseVerification
 
 H200 = """
 gpu_device_info {
@@ -57,25 +65,35 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of both models (all)")
     parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
     parser.add_argument("--hlo", type=Path, help="write the optimised program there")
+    parser.add_argument("--sparse", action="store_true", help="rejection over a sparse target instead of SMC")
+    parser.add_argument("--list", action="store_true", help="print all launches outside loops, in order")
     args = parser.parse_args()
 
     target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
     if args.layers is not None:
         target, draft = (dataclasses.replace(config, num_layers=args.layers) for config in (target, draft))
-    decoding = smc.SMC(n_particles=args.n_particles, gamma=args.gamma)
-    program = smc.Program(decoding, target, draft, args.max_model_len, implementation=args.implementation)
+    how = {"max_model_len": args.max_model_len, "implementation": args.implementation}
+    program: Any = smc.Program(smc.SMC(n_particles=args.n_particles, gamma=args.gamma), target, draft, **how)
+    if args.sparse:
+        layers = (
+            dataclasses.replace(target.layer(i), attention=ATTENTIONS["nsa-shared"]) for i in range(target.num_layers)
+        )
+        target, sparse = target.with_layers(layers), SparseVerification("merged", args.gamma + 1)
+        program = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
     shapes = param_shapes if args.implementation == "xla" else folded_shapes
-    params = smc.PairParams(*(shapes(config, jnp.bfloat16) for config in (target, draft)))
+    params = PairParams(shapes(target, jnp.bfloat16), None if args.sparse else shapes(draft, jnp.bfloat16))
     began = time.perf_counter()
-    text = compiled(program, params, args.requests, args.context)
+    text = compiled(rejection if args.sparse else smc, program, params, args.requests, args.context)
     print(f"compiled in {time.perf_counter() - began:.1f} s")
     if args.hlo:
         args.hlo.write_text(text)
+    if args.list:
+        print(*launches(text[text.index("ENTRY") :]), sep="\n")
     report(text)
 
 
-def compiled(program: Any, params: Any, requests: int, context: int) -> str:
-    """The optimised program of one cycle."""
+def compiled(decoder: Any, program: Any, params: Any, requests: int, context: int) -> str:
+    """The optimised program of one cycle of `decoder`, a module."""
     topology = topologies.get_topology_desc("1x1", "cuda", target_config=H200, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     footprint = Footprint.of(program.decoding, program.page_size)
@@ -87,17 +105,28 @@ def compiled(program: Any, params: Any, requests: int, context: int) -> str:
         lengths = jnp.full(requests, context)
         vocabulary = program.target.vocab_size
         asked = Requests.alike(jax.random.key(0), lengths, vocab_size=vocabulary, max_tokens=program.max_model_len)
-        return begin(program, memory, jnp.zeros((requests, context), jnp.int32), asked, jnp.ones(requests, bool))
+        return decoder.begin(
+            program, memory, jnp.zeros((requests, context), jnp.int32), asked, jnp.ones(requests, bool)
+        )
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
-    step = jax.jit(lambda params, state: smc.step(program, params, state), donate_argnums=1, out_shardings=sharding)
+    step = jax.jit(lambda params, state: decoder.step(program, params, state), donate_argnums=1, out_shardings=sharding)
     traced = step.trace(placed(params), placed(jax.eval_shape(start)))
-    options = (
-        CUBLAS_PRODUCTS if program.implementation != "xla" else None
-    )  # as `smcjax.engine.programs.step_job` has it
+    few = requests * program.rows < 8
+    options = None if few or program.implementation == "xla" else CUBLAS_PRODUCTS  # as `programs.step_job` has it
     return traced.lower(lowering_platforms=("cuda",)).compile(options).as_text()
+
+
+def launches(body: str) -> Iterator[str]:
+    """What runs on the device, in order: names, shapes of results, and where in the program they come from."""
+    for line in body.splitlines():
+        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z\-]+)\(", line)
+        if found and found[3] in RUNS and not found[1].startswith(NOTHING):
+            origin = re.search(r'op_name="([^"]*)"', line)
+            shape = re.sub(r"\{[^}]*\}", "", found[2])
+            yield f"{found[1]:45} {shape[:70]:70} {origin[1][-80:] if origin else ''}"
 
 
 def report(text: str) -> None:
@@ -112,10 +141,8 @@ def report(text: str) -> None:
     total = 0
     for name, body, times in (("outside loops", entry, 1), *((name, body, n) for name, (body, n) in loops.items())):
         kinds: collections.Counter[str] = collections.Counter()
-        for line in body.splitlines():
-            found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z\-]+)\(", line)
-            if found and found[2] in RUNS and not found[1].startswith(NOTHING):
-                kinds[re.sub(r"[._]\d+", "", found[1])] += 1
+        for launch in launches(body):
+            kinds[re.sub(r"[._]\d+", "", launch.split()[0])] += 1
         total += times * kinds.total()
         print(f"\n{name}, {times} ×: {kinds.total()} launches")
         for kind, count in kinds.most_common():
