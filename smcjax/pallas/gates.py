@@ -28,7 +28,7 @@ from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_TOKENS = 128  # that it has been tried with
 AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
-MOST_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: all loads of a warp are under way at once
+MOST_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: a warp has no row to wait for behind its first ones
 
 Parts = tuple[Float[Array, "R T H D"], ...]
 

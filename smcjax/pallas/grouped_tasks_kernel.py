@@ -9,7 +9,7 @@ launches of the same (`grouped_attention.tasks_of_blocks_reference`), each of wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
 FLAGS = 4  # blocks that a thread reads at once, a byte each
 BYTE = 8  # queries whose flags are bits of one
+AT_ONCE = 16  # units of a thread whose pages are loaded before the first is stored: loads do not pass stores
 MOST_UNITS = 96  # of a thread, times pages at one place: they are written out in line
 MOST_LOADS = 512  # of flags, by a thread, as are these
 MOST_WORDS = 4  # of a mask, as are these: groups of 128
@@ -127,18 +128,26 @@ def _find(
         some = t.where(block < blocks, t.where(here < units, some, 0), 0)
         return here, at, mask, t.where(some != 0, t.constant(1), 0)
 
+    def with_pages(entries: Iterable[tuple[int, int, int]]) -> list[tuple[Word, Word, list[Word], Word]]:
+        """The same with the page's number in place of where it stands."""
+        found = [wanted(*entry) for entry in entries]
+        return [(here, t.load(pages, at), mask, some) for here, at, mask, some in found]
+
     entries = [(j, part, k) for j in range(each) for part in range(parts) for k in range(most)]
-    count = functools.reduce(lambda a, b: a + b, [wanted(*entry)[3] for entry in entries])
-    rank, total = simt.sums(t, count, totals)
+    found = with_pages(entries[:AT_ONCE])
+    later = entries[AT_ONCE:]
+    some_of = [some for *_, some in found] + [wanted(*entry)[3] for entry in later]
+    rank, total = simt.sums(t, functools.reduce(lambda a, b: a + b, some_of), totals)
     total = t.minimum(total, width)
-    for entry in entries:
-        here, at, mask, some = wanted(*entry)
-        to, counted = of * width + rank, t.where(rank < width, some, 0) != 0
-        t.store(unit, to, t.load(pages, at) * in_page + here % in_page, only=counted)
-        t.store(place, to, here, only=counted)
-        for w, one in enumerate(mask):
-            t.store(queries, to * words + w, one, only=counted)
-        rank = rank + some
+    while found:
+        for here, page, mask, some in found:
+            to, counted = of * width + rank, t.where(rank < width, some, 0) != 0
+            t.store(unit, to, page * in_page + here % in_page, only=counted)
+            t.store(place, to, here, only=counted)
+            for w, one in enumerate(mask):
+                t.store(queries, to * words + w, one, only=counted)
+            rank = rank + some
+        found, later = with_pages(later[:AT_ONCE]), later[AT_ONCE:]
     for first in range(0, width, WARPGROUP):
         behind = t.index + first
         nothing = (behind >= total) & (behind < width)
