@@ -61,7 +61,7 @@ from smcjax.model.nsa import NSA
 from smcjax.model.params import Params
 from smcjax.numerics import key_of
 from smcjax.planner import Profile
-from smcjax.sparse import SHARED, SparseVerification
+from smcjax.sparse import KERNEL_GROUP, SHARED, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")
@@ -148,7 +148,7 @@ def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]
     lines = [ALONE]
     for count in (8, 32):
         lines += [
-            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(16)), "model"),
+            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(KERNEL_GROUP)), "model"),
             Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, sparse=ONE_BY_ONE), "model"),
             Line(f"dense, N = {count}", DENSE, SMC(count, gamma), "model"),
         ]

@@ -51,7 +51,7 @@ class Reads:
         tokens = (self.selected + self.window, self.unique_tokens)
         if way == "layer":
             return self.issued, self.unique
-        return tokens if way == "selected, window" else (self.compressed, self.unique_compressed)
+        return tokens if way == "selection-window" else (self.compressed, self.unique_compressed)
 
 
 class Population:
