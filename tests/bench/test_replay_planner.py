@@ -19,8 +19,7 @@ from hypothesis import given
 from smcjax import LLM, Rejection, SamplingParams
 from smcjax.decoders import Decoding
 from smcjax.engine.turns import Turns
-from smcjax.model.folding import fold_norms
-from smcjax.model.params import param_shapes
+from smcjax.model.folding import folded_shapes
 from smcjax.planner import Cell, Planner, Rule, Switch
 from smcjax.planner.laws import as_json
 from smcjax.rejection.rules import candidates
@@ -243,10 +242,7 @@ def test_no_cycle_takes_turns_by_data() -> None:
     Control: a loop that data end is seen.
     """
     models = time_strategies.Models(*time_strategies.ON_GPU, target_layers=1)
-    shapes = [
-        jax.eval_shape(fold_norms, param_shapes(config, jnp.bfloat16))
-        for config in (models.target_config, models.draft_config)
-    ]
+    shapes = [folded_shapes(config, jnp.bfloat16) for config in (models.target_config, models.draft_config)]
     plan = time_strategies.Plan((2, 8), 1024, 1, 1, implementation="mosaic")
     jobs = [job for key, job in time_strategies.Load(plan, models, 4, *shapes).jobs().items() if key[-1] == "step"]
     assert len(jobs) == 3
