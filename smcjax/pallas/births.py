@@ -136,6 +136,7 @@ def _conclude(
     angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
     heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
     output = t.index % dim
+    turned = [t.load(ref, birth * half + output % half) for ref in angles]
     begin = (birth * heads + head) * (splits * dim) + output
     x = functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
     if mlp:
@@ -153,7 +154,7 @@ def _conclude(
         t.store(made, output, x)
         t.synchronize()
         other = t.load(made, (output + half) % dim)
-        cos, sin = (t.load(ref, birth * half + output % half) for ref in angles)
+        cos, sin = turned
         x = x * cos + other * t.where(output < half, t.constant(0.0) - sin, sin)
     t.store(pages, (home * heads + head) * dim + output, x)
 

@@ -227,22 +227,30 @@ def ranked_blocks(
     stride = padded(heads)
     group = np.arange(requests)[:, None] * groups.number + place // groups.size
     first_row = group * (sets * rows) + place % groups.size * stride
-    needed = -(-jnp.minimum(kept.high + 1, ranking.slots) // (loads * AT_ONCE))
+    needed = -(-jnp.minimum(kept.high + 1, ranking.slots) // AT_ONCE)
     own = positions // block_size
     fields = [jnp.asarray(x, jnp.int32) for x in (first_row, kept.low, kept.high, own, needed)]
 
     def kernel(products: Ref, lse: Ref, of_query: Ref, chosen: Ref, weights: Ref, tops: Ref, at: Ref) -> None:
         query, of_set = lax.axis_index("query"), lax.axis_index("set")
-        first, low, high, own, turns = (of_query[query, i] for i in range(len(fields)))
+        first, low, high, own, needed = (of_query[query, i] for i in range(len(fields)))
         inside, row = interpret is not None, query * sets + of_set
-        sizes = {"heads": heads, "slots": slots, "size": ranking.slots, "loads": loads}
-        weigh = functools.partial(_weigh, **sizes, scale=float(np.float32(1 / divisor)))
+        sizes = {"heads": heads, "slots": slots, "size": ranking.slots}
 
-        def some(turn: jax.Array, _: None) -> None:
-            of_here = first + of_set * rows, row * heads
-            simt.run(weigh, products, lse, weights, turn, *of_here, low, high, interpret=inside)
+        def weigh(begin: Any, end: Any, loads: int) -> None:
+            """Turns of so many loads each."""
+            program = functools.partial(_weigh, loads=loads, scale=float(np.float32(1 / divisor)), **sizes)
 
-        lax.fori_loop(0, turns, some, None)
+            def some(turn: jax.Array, _: None) -> None:
+                of_here = first + of_set * rows, row * heads
+                simt.run(program, products, lse, weights, turn, *of_here, low, high, interpret=inside)
+
+            lax.fori_loop(begin, end, some, None)
+
+        whole = lax.div(needed, loads)
+        weigh(0, whole, loads)
+        if loads > 1:
+            weigh(whole * loads, needed, 1)  # a sequence that is a little longer than whole turns has no other one
         choose = functools.partial(_choose, ranking=ranking)
         simt.run(choose, weights, tops, at, chosen, row, own, high, interpret=inside)
 
