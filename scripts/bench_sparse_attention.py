@@ -262,7 +262,7 @@ def prepared(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Nam
             Branch(*pools[name][i % len(pools[name])], *rest)
             for name, *rest in zip(layer.branches, tasks, low, high, strict=True)
         )
-        options = {"units": inputs.units, "tuning": tuning, "interpret": interpret}
+        options: dict[str, Any] = {"units": inputs.units, "tuning": tuning, "interpret": interpret}
         return grouped_branches_mosaic(queries[i], read, inputs.groups, **options)
 
     def build(i: int, sets: jax.Array, table: jax.Array) -> Any:

@@ -19,7 +19,7 @@ from smcjax.trees import ORDERS
 MODES = ("per_query", "merged", "shared", "shared_forced")
 SHARED = ("shared", "shared_forced")
 GROUP, MOST_QUERIES = 4, 128  # queries of a group: usually, and at most
-KERNEL_GROUP = 32  # by kernels: what fills both tiles that they read for at once where four heads share keys
+KERNEL_GROUP = 16  # by kernels: what fills their tile where four heads share keys; 32 take longer (dev/LOG.md)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Rejection(Decoding):
         order: the order in which the target's forward sees the nodes, "bfs", "dfs" or "position" (`DraftTree.order`);
             the law is the same.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
-            approximate modes are not exact. None: each query by itself, which an engine does in groups of 32,
+            approximate modes are not exact. None: each query by itself, which an engine does in groups of 16,
             "merged", where kernels do that.
     """
 

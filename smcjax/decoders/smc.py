@@ -48,7 +48,7 @@ class SMC(Decoding):
             by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
             the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
-            None: each query by itself, which an engine does in groups of 32, "merged", where kernels do that.
+            None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
         vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
             has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".

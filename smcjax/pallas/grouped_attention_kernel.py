@@ -1,4 +1,4 @@
-"""Attention of query groups to their tasks: the kernel and the one that merges (Mosaic, Hopper).
+"""Attention of query groups to their tasks (Mosaic, Hopper).
 
 A *line* is what is read for one softmax: the tasks of a group, one set's key-value head and a branch, gathered to
 chunks of 64 slots, for a *tile* of the group's queries (C·G rows, G heads a set, packed 64 to a warpgroup's product):
@@ -16,7 +16,7 @@ while the others, which compute, finish one.
 
 A query sees a slot where its bit of the task is set and the slot lies between its bounds. In a chunk that some query
 does not see whole, V is zeroed where nobody looks, since 0 · NaN is NaN. A second launch merges the segments of each
-line in a fixed order.
+line in a fixed order (`grouped_merge.py`).
 
 *Branches* (of Native Sparse Attention: compressed tokens, selected blocks, a window) are attentions of the same queries
 to pages, tasks and bounds of their own, each with its own softmax. One launch takes several, so that a layer begins
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     """One task of a chunk, as its queries must know it."""
 
     first: jax.Array  # slot
-    words: tuple[jax.Array, ...]  # of the tile's queries, a bit each; 0 where there is no task
+    words: tuple[jax.Array, ...]  # of the line's queries, a bit each; 0 where there is no task
 
 
 class Shape(NamedTuple):
@@ -196,16 +196,15 @@ def attend(
             source = q_ref.at[own_pairs, own_heads, pl.ds(j * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, q_rows.at[sub, j], q_ready.at[sub])
         # What is read from here to the queries' arrival takes as long as they do.
-        # The warpgroup's first chunk of the segment, and how far it is to its next.
-        own, step_of = jnp.int32(0), 1
+        own, apart = jnp.int32(0), 1  # the warpgroup's first chunk of the segment, and how far it is to its next
         if shape.together == 1:
-            own, step_of = lax.rem(sub + subs - lax.rem(segment.number, subs), subs), subs
-        turns = lax.div(lax.max(segment.end - segment.begin - own, 0) + (step_of - 1), step_of)
+            own, apart = lax.rem(sub + subs - lax.rem(segment.number, subs), subs), subs
+        turns = lax.div(lax.max(segment.end - segment.begin - own, 0) + (apart - 1), apart)
         first_word = lax.min(lax.div(line_query, WORD), words - 1)
 
         def tasks(turn: jax.Array) -> list[Task]:
             """The tasks of a turn's chunk."""
-            found, begin = [], (segment.begin + own + turn * step_of) * per
+            found, begin = [], (segment.begin + own + turn * apart) * per
             for j in range(per):
                 at = lax.min(begin + j, size - 1)
                 named = [
@@ -316,7 +315,7 @@ def attend(
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             softmax, now = state
             upcoming = tasks(turn + 1)  # takes as long as a chunk
-            k_buffer, v_buffer = buffers_of(segment.number + own + turn * step_of)
+            k_buffer, v_buffer = buffers_of(segment.number + own + turn * apart)
             with jax.named_scope("wait k"):
                 plgpu.barrier_wait(ready.at[k_buffer])
             # Halves of D, whose products add up to the scores.

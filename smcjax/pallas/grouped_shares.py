@@ -3,9 +3,9 @@
     line = ((group · S + set) · branches + branch) · lines + number      of a group, set and branch, in chunks of tasks
     segment = (line, the chunks of it that a share has)
 
-How many tasks a line has is known on the device alone. Every warpgroup adds up the chunks of all (group, set) *pairs*
-and finds those that its block's share touches, C₀ … C₀ + ⌈chunks / blocks⌉ of all chunks in the order of lines. Blocks
-share nothing else: which chunks each has follows from the numbers of tasks.
+How many tasks a line has is known on the device alone. So every warpgroup adds up the chunks of all (group, set)
+*pairs* and finds its block's share, ⌈chunks / blocks⌉ of all chunks in the order of lines, and the pairs that it
+touches. Blocks have nothing else in common: which chunks each has follows from the numbers of tasks.
 
 Results of segments lie at line + block. From one segment to the next, in the order of lines and then of blocks, at
 least one of the two rises, so that no two have the same place.
@@ -188,13 +188,13 @@ def walk(
                 chunks: jax.Array = of_branch,
             ) -> tuple[jax.Array, jax.Array]:
                 before, number = so_far
-                at = [lax.clamp(0, bound - before, chunks) for bound in (first, end)]
+                here, behind = (lax.clamp(0, bound - before, chunks) for bound in (first, end))
                 line = (pair * len(counts) + branch) * lines + which
                 # A line that begins here begins behind the chunks that the share has had.
                 segments = lax.div(first + number + chunks - 1, share.size) - block + 1
-                segment = Segment(group, of_set, which, line, *at, number, segments)
-                pl.when(at[0] < at[1])(functools.partial(visit[branch], segment))
-                return before + chunks, number + (at[1] - at[0])
+                segment = Segment(group, of_set, which, line, here, behind, number, segments)
+                pl.when(here < behind)(functools.partial(visit[branch], segment))
+                return before + chunks, number + (behind - here)
 
             so_far = of_line(jnp.int32(0), so_far) if lines == 1 else lax.fori_loop(0, lines, of_line, so_far)
         return so_far

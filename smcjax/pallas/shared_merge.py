@@ -9,7 +9,7 @@ less, take as long: dev/LOG.md.)
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def merge_unit(
     tuning: Tuning,
 ) -> None:
     """The attention of queries 4·unit … 4·unit + 3 of a group and key-value head."""
-    total = merged(parts_ref, lse_ref, unit, group=group, head=head, tuning=tuning).out.astype(out_ref.dtype)
+    total = _merged(parts_ref, lse_ref, unit, group=group, head=head, tuning=tuning).astype(out_ref.dtype)
     if len(out_ref.shape) == 3:
         kv_heads = parts_ref.shape[3]
         of_a_pair = out_ref.shape[1] // kv_heads // UNIT  # units
@@ -51,40 +51,23 @@ def merge_unit(
         out_ref[group, head, pl.ds(unit * UNIT, UNIT)] = total
 
 
-class Merged(NamedTuple):
-    """The attention of four queries: their outputs, and log2 of Σ exp as `top` + log2(`mass`)."""
-
-    out: jax.Array  # [4, D] f32
-    top: jax.Array  # [4] f32: at most `MASKED` where no share saw anything
-    mass: jax.Array  # [4] f32
-
-
-def merged(
-    parts_ref: Ref,  # as `merge_unit` has them
-    lse_ref: Ref,
-    unit: jax.Array,
-    *,
-    group: jax.Array,
-    head: jax.Array,
-    tuning: Tuning,
-    parts: range | None = None,
-) -> Merged:
-    """Merges the shares of queries 4·unit … 4·unit + 3, of which `parts` (None: all of the tuning's) hold tiles."""
+def _merged(
+    parts_ref: Ref, lse_ref: Ref, unit: jax.Array, *, group: jax.Array, head: jax.Array, tuning: Tuning
+) -> Float[Array, "4 D"]:
+    """Merges the shares of queries 4·unit … 4·unit + 3."""
     dim = parts_ref.shape[-1]
     layout = plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
     first_query = unit * UNIT
     tile, place = lax.div(first_query, QUERIES), lax.rem(first_query, QUERIES)
     part, lane = lax.div(tile, tuning.tiles), lax.rem(tile, tuning.tiles)
-    parts = range(len(tuning.splits)) if parts is None else parts
-    before = sum(tuning.splits[: parts.start])
-    first, splits = jnp.int32(before), jnp.int32(tuning.splits[parts.start])
-    for number, p in enumerate(parts[1:], 1):
+    before, first, splits = 0, jnp.int32(0), jnp.int32(tuning.splits[0])
+    for p in range(1, len(tuning.splits)):
         before += tuning.splits[p - 1]
-        first = jnp.where(part >= number, before, first)
-        splits = jnp.where(part >= number, tuning.splits[p], splits)
+        first = jnp.where(part >= p, before, first)
+        splits = jnp.where(part >= p, tuning.splits[p], splits)
     queries = pl.ds(place, UNIT)
     lse, values = [], []
-    for s in range(max(tuning.splits[p] for p in parts)):
+    for s in range(max(tuning.splits)):
         share = first + lax.min(jnp.int32(s), splits - 1)
         for sub in range(tuning.subs):
             where = (group, share, sub, head, lane, queries)
@@ -98,7 +81,7 @@ def merged(
         lax.broadcast_in_dim(weight / mass, (UNIT, dim), [0]) * value.astype(jnp.float32)
         for weight, value in zip(weights, values, strict=True)
     ]
-    return Merged(functools.reduce(jnp.add, terms), top, mass)
+    return functools.reduce(jnp.add, terms)
 
 
 def result_type(*, groups: int, kv_heads: int, group_heads: int, pairs: int, dim: int, dtype: Any) -> Any:
