@@ -348,11 +348,24 @@ def hindsight(fixed: Sequence[Contender]) -> float:
     return tokens / seconds
 
 
-def report(found: Sequence[Outcome]) -> dict[str, Any]:
-    """Prints a table and what turns have gained, and returns the numbers."""
+def speeds_by_phase(one: Contender, asked: Sequence[Sequence[Phase]]) -> dict[str, float]:
+    """Tokens a second of each phase, of all seeds together."""
+    found: dict[str, list[Took]] = {}
+    for some, took in zip(asked, one.rounds, strict=True):
+        for phase, taken in zip(some, took, strict=True):
+            found.setdefault(phase.name, []).append(taken)
+    return {name: overall(Contender("", [found[name]])) for name in sorted(found)}
+
+
+def report(found: Sequence[Outcome], asked: Sequence[Sequence[Phase]]) -> dict[str, Any]:
+    """Prints tables and what turns have gained, and returns the numbers."""
     *fixed, planned = (one.contender for one in found)
     best = max(fixed, key=overall)
+    each = {one.name: speeds_by_phase(one, asked) for one in (*fixed, planned)}
     print(table(["decoder", "tokens/s"], [[one.name, f"{overall(one):,.0f}"] for one in (*fixed, planned)]))
+    names = sorted(each[best.name], key=lambda name: each[best.name][name])
+    rows = [[name, *(f"{speeds[name]:,.0f}" for speeds in each.values())] for name in names]
+    print(f"\n{table(['phase, tokens/s', *each], rows)}")
     gains = sorted(
         overall(Contender("", [mine])) / overall(Contender("", [theirs])) - 1
         for mine, theirs in zip(planned.rounds, best.rounds, strict=True)
@@ -361,6 +374,7 @@ def report(found: Sequence[Outcome]) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         "fastest fixed": best.name,
         "tokens/s": {one.name: overall(one) for one in (*fixed, planned)},
+        "phases": each,
         "gain": overall(planned) / overall(best) - 1,
         "gain of seeds": gains,
         "regret": 1 - overall(planned) / overall(best),
@@ -401,7 +415,7 @@ def main() -> int:
     print(f"Times of {profile.device}, {profile.model} and {profile.draft}; acceptance of {args.traces}.")
     print(f"By load: {'; '.join(map(str, strategies))}.\n")
     asked = [phases(replays, args.loads, args.waves, args.tokens, seed) for seed in args.seeds]
-    numbers = report(replayed(times, planner, asked, strategies, Rule()))
+    numbers = report(replayed(times, planner, asked, strategies, Rule()), asked)
     if args.json:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         args.json.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n")

@@ -95,7 +95,8 @@ def test_equal_strategies_gain_nothing() -> None:
     known = planner(times(equal), CERTAIN)
     outcomes = replay.replayed(times(equal), known, [[phase]] * 3, tuple(equal), Rule(), lag=0)
     assert [seconds(one) for one in outcomes] == pytest.approx([3 * 45e-3] * 4)
-    numbers = replay.report(outcomes)
+    numbers = replay.report(outcomes, [[phase]] * 3)
+    assert numbers["phases"] == {one.contender.name: {"a": pytest.approx(92 / 45e-3)} for one in outcomes}
     assert numbers["gain"] == pytest.approx(0)
     assert numbers["hindsight"] == pytest.approx(0)
     assert numbers["single requests"] == pytest.approx((0, 0, 0))
@@ -128,19 +129,20 @@ def test_an_order_that_turns_gains_what_it_should() -> None:
         for one, by in speeds.items()
     }
     few, many = (Phase(str(load), load, ((True,) * 90,) * load) for load in (8, 32))
-    outcomes = found(times(ms), CERTAIN, [[few, many, few, many]], (ALONE, LONG))
+    asked = [[few, many, few, many]]
+    outcomes = found(times(ms), CERTAIN, asked, (ALONE, LONG))
     # 90 tokens by cycles, and one cycle more that is enqueued before the last one's report has come.
     cycles = {LONG: 11, ALONE: 91}
     took = {one: [1e-3 * cycles[one] * ms[one][load] for load in (8, 32)] for one in (LONG, ALONE)}
     by_hand = 2 * (took[LONG][0] + took[ALONE][1])
     assert [seconds(one) for one in outcomes] == pytest.approx([2 * sum(took[LONG]), 2 * sum(took[ALONE]), by_hand])
     assert outcomes[-1].switches == [3]
-    numbers = replay.report(outcomes)
+    numbers = replay.report(outcomes, asked)
     assert numbers["gain"] == pytest.approx(2 * min(map(sum, took.values())) / by_hand - 1)
     assert numbers["gain"] == pytest.approx(numbers["hindsight"])
     assert numbers["gain"] > 0.05
-    deaf = found(times(ms), CERTAIN, [[few, many, few, many]], (ALONE, LONG), Rule(margin=9.0))
-    assert replay.report(deaf)["gain"] <= 0, "control: who asks for too much stays with what was best first"
+    deaf = found(times(ms), CERTAIN, asked, (ALONE, LONG), Rule(margin=9.0))
+    assert replay.report(deaf, asked)["gain"] <= 0, "control: who asks for too much stays with what was best first"
 
 
 class Scripted(Switch):
