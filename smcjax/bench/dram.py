@@ -32,6 +32,7 @@ MOST_METRICS = 1024  # more than any driver knows: it fills as many as it is ask
 
 SECONDS = 0.6  # between samples
 LEAST_SECONDS = 0.2
+PATIENCE = 3  # times as long an interval, if a program has not ended twice
 LEAD = 0.3  # that a program runs before the first: the driver refreshes what it says every tenth of a second
 LEAST_SHARE = 0.1  # of the bandwidth, that a calibration uses on the GPU that is counted
 
@@ -135,10 +136,10 @@ class MemoryCounter:
         self._nvml.nvmlShutdown()
 
     def during(self, run: Callable[[], Any], *, calls: int = 1, seconds: float = SECONDS) -> Traffic:
-        """Runs a program over and over and returns the traffic of one of its `calls`, over an interval of `seconds`.
+        """Runs a program over and over and returns the traffic of one of its `calls`, over `seconds` at least.
 
-        `run` starts the program and returns arrays of its own: they are waited for. It must take less than half of the
-        interval; a few hundredths of a second are well.
+        `run` starts the program and returns arrays of its own: they are waited for. It should take a few hundredths of
+        a second. The interval lasts until it has ended twice; ValueError if that takes three times as long.
         """
         if seconds < LEAST_SECONDS:
             raise ValueError(f"seconds must be at least {LEAST_SECONDS}, got {seconds}.")
@@ -164,6 +165,8 @@ class MemoryCounter:
             began = time.perf_counter()
             self._sample(0)
             time.sleep(seconds)
+            while time.perf_counter() < began + PATIENCE * seconds and sum(end >= began for end in ends) < 2:
+                time.sleep(seconds / 10)
             self._sample(1)
             ended = time.perf_counter()
         finally:
@@ -174,7 +177,7 @@ class MemoryCounter:
         within = [end for end in ends if began <= end <= ended]
         if len(within) < 2:
             raise ValueError(
-                f"a program must end twice within {seconds} seconds, and {len(within)} have; "
+                f"a program must end twice within {PATIENCE * seconds:.1f} seconds, and {len(within)} have; "
                 "give it fewer calls, or more seconds."
             )
         share, busy = self._between(DRAM_BW_UTIL, SM_UTIL)

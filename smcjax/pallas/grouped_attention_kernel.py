@@ -56,7 +56,7 @@ class Refs(NamedTuple):
     place: Ref  # [G, S, K] int32
     queries: Ref  # [G, S, K·words] int32
     number: Ref  # [G, S] int32
-    bounds: Ref  # [G, 2, tiles·64] int32: the first and last slot that a row sees
+    bounds: Ref  # [G, 2, width] int32: the first and last slot that a row sees
     inner: Ref  # [G, 3] int32: what every query of the group sees lies between; how many there are
 
 
@@ -91,8 +91,13 @@ class Shape(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Products' widths of a group's rows, those of the last line that have none included."""
-        return self.lines * self.together
+        """Products' widths of a group's rows."""
+        return -(-self.rows // QUERIES)
+
+    @property
+    def width(self) -> int:
+        """Rows of a group's lines, those of a last tile that has none included."""
+        return self.lines * self.together * QUERIES
 
     @property
     def in_tile(self) -> int:

@@ -267,7 +267,7 @@ def _operands(branch: Branch, groups: QueryGroups, shape: Shape) -> Refs:
     low, high = groups.split(branch.low), groups.split(branch.high)  # [R, g, C]
     count = jnp.broadcast_to(present.sum(axis=1), low.shape[:2])
     inner = jnp.stack([jnp.max(low, axis=2), jnp.min(high, axis=2), count], axis=2)
-    lacking = shape.tiles * QUERIES - shape.rows
+    lacking = shape.width - shape.rows
 
     def by_row(x: jax.Array, nothing: int) -> jax.Array:
         rows = jnp.repeat(jnp.where(present, x, nothing), shape.group_heads, axis=2)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from smcjax.bench import dram
@@ -105,10 +106,12 @@ def test_a_program_runs_throughout() -> None:
     (first, one), (second, other) = library.taken[-2:]
     assert one != other
     assert second - first >= 0.3
-    assert started[1] < first - 0.2
-    assert started[-2] > second - 0.1
+    assert started[1] < first
+    assert started[-2] > first
     assert (found.share, found.busy) == (0.5, 0.9)
-    assert 0.002 <= found.seconds < 0.006
+    apart = np.diff([at for at in started if first <= at <= second])
+    assert found.seconds == pytest.approx(apart.mean() / 5, rel=0.5)
+    assert found.seconds >= 0.002
     assert (library.given, library.open) == (0, 0)
 
 
@@ -134,7 +137,7 @@ def test_calibration_sums_are_those_of_all_reads() -> None:
 
 def test_another_gpu_is_not_believed() -> None:
     with MemoryCounter(nvml=Library(0.4)) as counter, pytest.raises(MemoryCounterError, match=r"counter says 0\.4%"):
-        dram.calibrations(counter, gigabytes=1 / 256, seconds=0.2)
+        dram.calibrations(counter, gigabytes=1 / 4096, seconds=0.2)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +177,14 @@ def test_programs_that_fail_or_last_too_long_are_said() -> None:
         return jnp.zeros(1)
 
     def lasts() -> Any:
-        time.sleep(0.2)
+        time.sleep(0.7)
         return jnp.zeros(1)
 
     ran: list[int] = []
     with MemoryCounter(nvml=Library()) as counter:
         with pytest.raises(RuntimeError, match="out of memory"):
             counter.during(fails, seconds=0.2)
-        with pytest.raises(ValueError, match=r"must end twice within 0\.2 seconds, and [01] have"):
+        with pytest.raises(ValueError, match=r"must end twice within 0\.6 seconds, and [01] have"):
             counter.during(lasts, seconds=0.2)
         with pytest.raises(ValueError, match="seconds must be at least"):
             counter.during(fails, seconds=0.05)

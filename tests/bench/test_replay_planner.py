@@ -207,8 +207,8 @@ def test_traces_are_what_the_engine_accepts() -> None:
     kinds = json.loads(replay.TRACES.read_text())["kinds"]
     with LLM(decoding=Rejection(4), max_model_len=512, max_num_seqs=16, compile_at_start=False) as llm:
         for kind, prompts in trace_acceptance.KINDS.items():
-            params = [SamplingParams(max_tokens=96, temperature=0.7, seed=number) for number in range(64)]
-            outputs = [one.metrics for one in llm.generate(prompts(5001, 64), params, use_tqdm=False)]
+            params = [SamplingParams(max_tokens=96, temperature=0.7, seed=number) for number in range(32)]
+            outputs = [one.metrics for one in llm.generate(prompts(5001, 32), params, use_tqdm=False)]
             tokens = sum(one.generated_tokens - 1 for one in outputs) / sum(one.cycles for one in outputs)
             traced = replay.counted(Rejection(4), {kind: kinds[kind]}, 1)
             assert traced.tokens_per_cycle == pytest.approx(tokens, rel=0.05), kind

@@ -238,16 +238,23 @@ def test_tuning_fits(dim: int) -> None:
 
 
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_scores_are_kept(rows: int, interpret: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    [
+        (1, QueryGroups((0, 2, 1, 3, 4), 3)),
+        (3, QueryGroups.of_rows(3, 2, "bfs", 4)),
+        (1, QueryGroups.of_rows(1, 40, "dfs", 40)),
+    ],
+    ids=["one row", "three rows", "three tiles"],
+)
+def test_scores_are_kept(rows: int, groups: QueryGroups, interpret: Any) -> None:
     """By slot of each query's own sequence, of rows whose tables end differently; the reference has the same.
 
     Three heads share a key-value head, which kernels take as four; slots that no query sees hold NaN. Controls: a slot
     late, and what the first row sees in its own pages for all rows.
     """
-    rng, columns, shared = np.random.default_rng(0), 5 if rows == 1 else 2, 7
-    groups = QueryGroups((0, 2, 1, 3, 4), 3) if rows == 1 else QueryGroups.of_rows(rows, columns, "bfs", 4)
-    queries = rows * columns
+    rng, queries, shared = np.random.default_rng(0), len(groups.order), 7
+    columns = queries // rows
     q = jnp.asarray(rng.standard_normal((2, queries, 6, 64)), jnp.bfloat16)
     tables = 1 + rng.permutation(20 * rows).reshape(2, rows, 10)
     tables[:, 1:, :shared] = tables[:, :1, :shared]

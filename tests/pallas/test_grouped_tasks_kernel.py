@@ -1,4 +1,4 @@
-"""Tasks of groups, interpreted: exactly the reference's, in all that is written."""
+"""Tasks of groups: exactly the reference's, in all that is written."""
 
 from __future__ import annotations
 
@@ -45,8 +45,16 @@ def shuffled(queries: int, size: int) -> QueryGroups:
         ),  # the same, of several blocks a thread
     ],
 )
+@pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
 def test_kernel_is_the_reference(
-    shape: tuple[int, ...], groups: QueryGroups, parts: int, in_page: int, pages: int, most: int, width: int
+    shape: tuple[int, ...],
+    groups: QueryGroups,
+    parts: int,
+    in_page: int,
+    pages: int,
+    most: int,
+    width: int,
+    interpret: Any,
 ) -> None:
     """Control: queries in another order have other masks."""
     rng = np.random.default_rng(0)
@@ -66,7 +74,7 @@ def test_kernel_is_the_reference(
     arguments = (jnp.asarray(selected), jnp.asarray(table, jnp.int32), members)
     sizes = {"width": width, "parts": parts, "in_page": in_page}
     want = _reference(*arguments, groups=groups, **sizes)
-    for got, of in zip(tasks_of_blocks_mosaic(*arguments, groups, **sizes, interpret=INTERPRET), want, strict=True):
+    for got, of in zip(tasks_of_blocks_mosaic(*arguments, groups, **sizes, interpret=interpret), want, strict=True):
         np.testing.assert_array_equal(got, of)
     assert 0 < int(want.number.max()) <= width
     backwards = QueryGroups(groups.order[::-1], groups.size)
