@@ -49,9 +49,12 @@ class Numbers:
         return jnp.asarray(self.values)[at]
 
 
-def visited(number: list[np.ndarray], units: tuple[int, ...], lines: int, blocks: int) -> list[tuple[int, Segment]]:
-    """All segments, in the order of the blocks that have them."""
+def visited(
+    number: list[np.ndarray], units: tuple[int, ...], lines: int, blocks: int, change: int = 0
+) -> list[tuple[int, Segment]]:
+    """All segments, in the order of the blocks that have them; `change` makes shares so much larger than they are."""
     words = shares(tuple(map(jnp.asarray, number)), units=units, lines=lines, blocks=blocks)
+    words = np.asarray(words) + np.array([0, 0, 0, change])
     found: list[tuple[int, Segment]] = []
     counts = [Counts(Numbers(one), unit) for one, unit in zip(number, units, strict=True)]
     with jax.disable_jit():
@@ -98,6 +101,13 @@ def test_each_chunk_is_in_one_share(seed: int) -> None:
         if one.begin == 0:
             of_this = [other for other, segment in found if segment.line == one.line]
             assert of_this == list(range(block, block + one.segments))
+
+
+def test_control_shares_of_another_size_are_not_all() -> None:
+    number = [np.full((2, 2), 5, np.int32)]
+    for change in (0, 1, -1):
+        taken = sum(one.end - one.begin for _, one in visited(number, (64,), 1, 4, change))
+        assert (taken == 20) == (change == 0)
 
 
 def test_many_pairs() -> None:
