@@ -96,7 +96,7 @@ def _multiply(
 
 def _weigh(
     t: Threads,
-    sums: Ref,  # [N, splits, H · branches] f32 GMEM, as all but the last
+    sums: Ref,  # [N, splits, H · branches] f32 GMEM, as all that does not say SMEM
     bias: Ref,  # [H · branches] bf16
     *refs: Ref,  # parts [N, H · D] f32, out [N, H · D] bf16; SMEM: gates [heads · branches] f32, squares [4] f32
     x: Ref | None,  # [N, E] bf16, where it lacks its norm

@@ -1,12 +1,12 @@
 """Attention of query groups to their tasks (Mosaic, Hopper).
 
 A *line* is what is read for one softmax: the tasks of a group, one set's key-value head and a branch, gathered to
-chunks of 64 slots, for a *tile* of the group's queries (C·G rows, G heads a set, packed 64 to a warpgroup's product):
+chunks of 64 slots. The rows of a group (C·G: G heads a set of each query) are *tiles* of 64, a warpgroup's product:
 
     S = Q·Kᵀ,  (m, Σ, O) ← online softmax with S and V        for every chunk
 
-Where a group has several tiles a line has as many as warpgroups compute, each of which takes every chunk; else they
-take the chunks of one tile in turn.
+Of a group of one tile the computing warpgroups take a line's chunks in turn. In larger groups a line is for as many
+tiles as there are such warpgroups, each of which takes every chunk for its own.
 
 The chunks of all lines, one line after the other, are cut into as many equal shares as there are multiprocessors, and
 one block has one share (`grouped_shares.py`): a *segment* of each line that its share touches. So all blocks are done
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     """One task of a chunk, as its queries must know it."""
 
     first: jax.Array  # slot
-    words: tuple[jax.Array, ...]  # of the line's queries, a bit each; 0 where there is no task
+    words: tuple[jax.Array, ...]  # those that the line's queries are in, a bit each; 0 where there is no task
 
 
 class Shape(NamedTuple):
@@ -115,8 +115,8 @@ class Shape(NamedTuple):
         return -(-self.in_line // WORD)
 
     @property
-    def reads_once(self) -> bool:
-        """True where one line alone reads a key-value head's slots of a branch."""
+    def has_one_line(self) -> bool:
+        """True where a request's set and branch are one line."""
         return self.groups == self.lines == 1
 
 
@@ -148,7 +148,9 @@ def attend(
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counts = [Counts(of.number, unit) for of, unit in zip(branches, shape.units, strict=True)]
     copy = plgpu.copy_gmem_to_smem
-    if shape.reads_once and not kept:  # with scores that are kept it took longer (dev/LOG.md)
+    of_one_head = shape.sets == branches[0].keys.shape[2]
+    # What one line alone reads. With scores that are kept it took longer (dev/LOG.md).
+    if shape.has_one_line and of_one_head and not kept:
         copy = functools.partial(eviction.load_to_leave, interpret=interpret)
 
     def buffers_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -217,7 +219,10 @@ def attend(
                     for w in range(min(shape.words, words))
                 ]
                 there = begin + j < size
-                bits = tuple(jnp.where(there, word, 0) for word in named)
+                # The last line may have fewer words, whose last one is then read again.
+                bits = tuple(
+                    jnp.where(there & (first_word + w < words) if w else there, word, 0) for w, word in enumerate(named)
+                )
                 found.append(Task(of.place[group, of_set, at] * unit, bits))
             return found
 
@@ -293,7 +298,7 @@ def attend(
             return whole
 
         def clean(values: Ref, now: list[Task]) -> None:
-            """Zeros in the slots of a chunk that no query of the line sees, all of whose warpgroups do so."""
+            """Zeros in the slots of a chunk that no query of the line sees; every warpgroup of the line writes them."""
             slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=online_softmax.ROWS)
             at = slot + of_part(slot, [task.first - j * unit for j, task in enumerate(now)], unit)
 
@@ -361,6 +366,8 @@ def attend(
         return grouped_shares.walk(share, block, counts, visit, lines=shape.lines)
 
     def has_read() -> None:
+        # Loads of the share's words may still be under way, but copies come a thousand cycles later: behind the
+        # others' arrivals, a fence, and two loads from GMEM.
         plgpu.barrier_arrive(share_read)
 
     def begin_ring() -> None:

@@ -157,6 +157,13 @@ def _by_kernels(
         raise ValueError(
             f"no kernel for q {q.dtype}{list(q.shape)} in groups of {groups.size} over pages {pages} in units {units}"
         )
+    if requests > 1 and requests * groups.number * sets > MOST_PAIRS:
+        options = {"groups": groups, "units": units, "scale": scale, "tuning": tuning, "interpret": interpret}
+        found = [
+            _by_kernels(q[of], tuple(_requests(branch, of) for branch in branches), slots=slots, **options)
+            for of in (slice(0, requests // 2), slice(requests // 2, requests))
+        ]
+        return jax.tree.map(lambda *both: jnp.concatenate(both), *found)
     of_set = heads // sets
     if lacking := padded(of_set) - of_set:
         by_set = jnp.pad(q.reshape(requests, queries, sets, of_set, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
@@ -261,6 +268,11 @@ def _by_kernels(
     return parts, by_query(products[0], own=False) / divisor_of(scale, dim), products[0]
 
 
+def _requests(branch: Branch, of: slice) -> Branch:
+    """The part of a branch that is these requests'."""
+    return branch._replace(tasks=Tasks(*(x[of] for x in branch.tasks)), low=branch.low[of], high=branch.high[of])
+
+
 def _operands(branch: Branch, groups: QueryGroups, shape: Shape) -> Refs:
     """A branch as the kernel reads it, by request and group."""
     tasks, present = branch.tasks, groups.present
@@ -283,7 +295,6 @@ def _supports_branches(
     q: jax.Array, branches: tuple[Branch, ...], groups: QueryGroups, *, units: tuple[int, ...], **options: Any
 ) -> bool:
     sets = branches[0].tasks.unit.shape[2]
-    pairs = q.shape[0] * groups.number * sets
 
     def is_supported(branch: Branch, unit: int) -> bool:
         _, page_size, kv_heads, _ = branch.key_pages.shape
@@ -300,7 +311,7 @@ def _supports_branches(
             dtype=q.dtype,
         )
 
-    return pairs <= MOST_PAIRS and all(map(is_supported, branches, units))
+    return groups.number * sets <= MOST_PAIRS and all(map(is_supported, branches, units))
 
 
 def _supports(

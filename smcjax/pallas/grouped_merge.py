@@ -44,7 +44,7 @@ def merge(
         out_ref, sums_ref = results[2 * b : 2 * b + 2]
         tile = lax.div(row, QUERIES)
         line = ((group * shape.sets + of_set) * branches + b) * shape.lines + lax.div(tile, shape.together)
-        # Nobody says anything of a line without tasks.
+        # `note` has written nothing for a line without tasks.
         segments = jnp.where(numbers[b][group, of_set] > 0, notes_ref[line, 1], 0)
         place = jnp.where(segments > 0, line + notes_ref[line, 0], 0)
         # A tile's results are those of all warpgroups, if they have taken turns, or of its own.

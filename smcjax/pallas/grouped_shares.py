@@ -30,10 +30,10 @@ from smcjax.pallas.products import Ref
 from smcjax.pallas.shared_tuning import OTHER_REGISTERS, Registers
 from smcjax.pallas.simt import WARPGROUP, WARPS, Threads, Word
 
-RING = 64 << 10  # bytes: of deeper rings some blocks get more than their share of the memory's time (dev/LOG.md)
+RING = 64 << 10  # bytes: with deeper rings some blocks get more than their share of the memory's time (dev/LOG.md)
 LOADERS = 2  # warpgroups, of keys and of values: one alone is the slower for units of 8 slots, of which a chunk has 16
 REGISTERS = {1: Registers(232, 40), 2: Registers(216, 40)}  # by computing warpgroups
-MOST_PAIRS = 64 * WARPGROUP  # whose chunks are added up in line, a thread those of every 128th
+MOST_PAIRS = 64 * WARPGROUP  # of which each thread adds up the chunks of every 128th, written out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -235,7 +235,7 @@ def _supports(
         (blocks - 1) * parts < per_table * in_page  # a unit of every block has a page
         and selected.size < 2**31
         and each * parts * most <= MOST_UNITS
-        and each // FLAGS * groups.size <= MOST_LOADS
+        and (each // FLAGS if blocks % FLAGS == 0 else each) * groups.size <= MOST_LOADS
         and _words(groups) <= MOST_WORDS
     )
 

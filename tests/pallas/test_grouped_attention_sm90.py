@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import smcjax.pallas.grouped_attention_sm90 as sm90
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.grouped_attention import (
     Branch,
@@ -237,25 +238,43 @@ def test_tuning_fits(dim: int) -> None:
     assert (tuning.subs * registers.computing + LOADERS * registers.loading) * 128 <= 1 << 16
 
 
+def test_more_pairs_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are divided among launches, of which each takes some; the parts are those of all together."""
+    groups = QueryGroups.of_rows(1, 3, "bfs", 2)
+    case = Case(groups, 2, 2, 2, 1, ((16, 32),), Tuning(blocks=3, subs=1, stages=2), requests=3)
+    launches = []
+    kernel = sm90.plgpu.kernel
+
+    def counted(*args: Any, **options: Any) -> Any:
+        launches.append(options["kernel_name"])
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(sm90.plgpu, "kernel", counted)
+    monkeypatch.setattr(sm90, "MOST_PAIRS", 8)
+    check(case, 5)
+    assert launches.count("grouped_attention") == 2  # of one request and of two, whose shapes are traced once each
+
+
 @pytest.mark.parametrize("interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["", "gpu"])
 @pytest.mark.parametrize(
-    ("rows", "groups"),
+    ("rows", "groups", "heads"),
     [
-        (1, QueryGroups((0, 2, 1, 3, 4), 3)),
-        (3, QueryGroups.of_rows(3, 2, "bfs", 4)),
-        (1, QueryGroups.of_rows(1, 40, "dfs", 40)),
+        (1, QueryGroups((0, 2, 1, 3, 4), 3), 6),
+        (3, QueryGroups.of_rows(3, 2, "bfs", 4), 6),
+        (1, QueryGroups.of_rows(1, 40, "dfs", 40), 6),
+        (1, QueryGroups.of_rows(1, 70, "dfs", 70), 4),
     ],
-    ids=["one row", "three rows", "three tiles"],
+    ids=["one row", "three rows", "three tiles", "three tiles of three words"],
 )
-def test_scores_are_kept(rows: int, groups: QueryGroups, interpret: Any) -> None:
+def test_scores_are_kept(rows: int, groups: QueryGroups, heads: int, interpret: Any) -> None:
     """By slot of each query's own sequence, of rows whose tables end differently; the reference has the same.
 
-    Three heads share a key-value head, which kernels take as four; slots that no query sees hold NaN. Controls: a slot
-    late, and what the first row sees in its own pages for all rows.
+    Two or three heads share a key-value head, and kernels take three as four; slots that no query sees hold NaN.
+    Controls: a slot late, and what the first row sees in its own pages for all rows.
     """
     rng, queries, shared = np.random.default_rng(0), len(groups.order), 7
     columns = queries // rows
-    q = jnp.asarray(rng.standard_normal((2, queries, 6, 64)), jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((2, queries, heads, 64)), jnp.bfloat16)
     tables = 1 + rng.permutation(20 * rows).reshape(2, rows, 10)
     tables[:, 1:, :shared] = tables[:, :1, :shared]
     tables[:, 2:, : shared + 1] = tables[:, 1:2, : shared + 1]  # of three rows two share a page more
@@ -283,7 +302,7 @@ def test_scores_are_kept(rows: int, groups: QueryGroups, interpret: Any) -> None
     def of_queries(table: np.ndarray) -> np.ndarray:
         """Scores by each query's own table, without tasks."""
         keys = np.asarray(pool[0], np.float32)[table].reshape(2, queries, 160, 2, 1, 64)
-        by_head = np.asarray(q, np.float32).reshape(2, queries, 1, 2, 3, 64)
+        by_head = np.asarray(q, np.float32).reshape(2, queries, 1, 2, heads // 2, 64)
         return np.moveaxis((keys * by_head).sum(-1) / 8, 2, 4).reshape(seen.shape)
 
     np.testing.assert_allclose(got[seen], of_queries(np.asarray(table))[seen], atol=1e-4)
