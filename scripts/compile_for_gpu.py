@@ -32,7 +32,7 @@ from jax.experimental import topologies
 from profile_cycle import cycle_parser
 
 from smcjax import rejection, smc
-from smcjax.bench.shapes import ATTENTIONS, SHAPES
+from smcjax.bench.models import Models
 from smcjax.decoders import Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
@@ -69,17 +69,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print all launches outside loops, in order")
     args = parser.parse_args()
 
-    target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
+    attention = "nsa-shared" if args.sparse else None
+    models = Models(args.target_shape, args.draft_shape, attention=attention, target_layers=args.layers)
+    target, draft = models.target_config, models.draft_config
     if args.layers is not None:
-        target, draft = (dataclasses.replace(config, num_layers=args.layers) for config in (target, draft))
+        draft = dataclasses.replace(draft, num_layers=args.layers)
     how = {"max_model_len": args.max_model_len, "implementation": args.implementation}
-    program: Any = smc.Program(smc.SMC(n_particles=args.n_particles, gamma=args.gamma), target, draft, **how)
     if args.sparse:
-        layers = (
-            dataclasses.replace(target.layer(i), attention=ATTENTIONS["nsa-shared"]) for i in range(target.num_layers)
-        )
-        target, sparse = target.with_layers(layers), SparseVerification("merged", args.gamma + 1)
-        program = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
+        sparse = SparseVerification("merged", args.gamma + 1)
+        program: Any = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
+    else:
+        program = smc.Program(smc.SMC(n_particles=args.n_particles, gamma=args.gamma), target, draft, **how)
     shapes = param_shapes if args.implementation == "xla" else folded_shapes
     params = PairParams(shapes(target, jnp.bfloat16), None if args.sparse else shapes(draft, jnp.bfloat16))
     began = time.perf_counter()
@@ -120,7 +120,7 @@ def compiled(decoder: Any, program: Any, params: Any, requests: int, context: in
 
 
 def launches(body: str) -> Iterator[str]:
-    """What runs on the device, in order: names, shapes of results, and where in the program they come from."""
+    """Yields a line for each launch on the device, in order: its name, its result's shape, its place in the program."""
     for line in body.splitlines():
         found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z\-]+)\(", line)
         if found and found[3] in RUNS and not found[1].startswith(NOTHING):

@@ -57,7 +57,7 @@ class Speculation:
 
 
 class Drafting(Protocol):
-    """What a decoder asks about a way to draft: of a `smcjax.decoding.proposer.Proposer` as much as needs no JAX."""
+    """A way to draft, as decoders ask about it: the part of `smcjax.decoding.proposer.Proposer` that needs no JAX."""
 
     @property
     def full_support(self) -> bool: ...

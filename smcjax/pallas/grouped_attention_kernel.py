@@ -252,7 +252,7 @@ def attend(
             q_smem[sub] = q_rows[sub].reshape(dim // HALF, QUERIES, HALF)
         halves: list[Any] = [q_smem.at[sub, j] for j in range(dim // HALF)]
         # Of 64 dimensions, held over several chunks, they came out wrong on an H200 (dev/LOG.md); of 128 they do not.
-        if dim > HALF and tuning.holds_queries(dim):
+        if dim > HALF and tuning.registers.hold_queries(dim=dim, chunk=CHUNK):
             halves = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
 
         def softmax_over(

@@ -157,27 +157,18 @@ def _by_kernels(
         raise ValueError(
             f"no kernel for q {q.dtype}{list(q.shape)} in groups of {groups.size} over pages {pages} in units {units}"
         )
+    options = {"units": units, "scale": scale, "tuning": tuning, "interpret": interpret, "slots": slots}
+    again = functools.partial(_by_kernels, groups=groups, **options)
     if requests > 1 and requests * groups.number * sets > MOST_PAIRS:
-        options = {"groups": groups, "units": units, "scale": scale, "tuning": tuning, "interpret": interpret}
         found = [
-            _by_kernels(q[of], tuple(_requests(branch, of) for branch in branches), slots=slots, **options)
+            again(q[of], tuple(_requests(branch, of) for branch in branches))
             for of in (slice(0, requests // 2), slice(requests // 2, requests))
         ]
         return jax.tree.map(lambda *both: jnp.concatenate(both), *found)
     of_set = heads // sets
     if lacking := padded(of_set) - of_set:
         by_set = jnp.pad(q.reshape(requests, queries, sets, of_set, dim), ((0, 0),) * 3 + ((0, lacking), (0, 0)))
-        filled = by_set.reshape(requests, queries, -1, dim)
-        parts, scores, products = _by_kernels(
-            filled,
-            branches,
-            groups,
-            units=units,
-            scale=scale,
-            tuning=tuning,
-            interpret=interpret,
-            slots=slots,
-        )
+        parts, scores, products = again(by_set.reshape(requests, queries, -1, dim), branches)
 
         def cut(x: jax.Array) -> jax.Array:
             x = x.reshape(*x.shape[:2], sets, of_set + lacking, *x.shape[3:])[:, :, :, :of_set]

@@ -27,7 +27,7 @@ from smcjax.device import HOPPER
 from smcjax.pallas import simt
 from smcjax.pallas.grouped_attention import CHUNK
 from smcjax.pallas.products import Ref
-from smcjax.pallas.shared_tuning import OTHER_REGISTERS, Registers
+from smcjax.pallas.shared_tuning import Registers
 from smcjax.pallas.simt import WARPGROUP, WARPS, Threads, Word
 
 RING = 64 << 10  # bytes: with deeper rings some blocks get more than their share of the memory's time (dev/LOG.md)
@@ -52,11 +52,6 @@ class Tuning:
     def registers(self) -> Registers:
         """Registers of each warpgroup's threads after dealing."""
         return REGISTERS[self.subs]
-
-    def holds_queries(self, dim: int) -> bool:
-        """True where a warpgroup has room for its queries in registers, where products read them more cheaply."""
-        needed = dim // 2 + CHUNK // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
-        return needed + OTHER_REGISTERS <= self.registers.computing
 
 
 def default_tuning(dim: int) -> Tuning:

@@ -129,7 +129,7 @@ def _find(
         return here, at, mask, t.where(some != 0, t.constant(1), 0)
 
     def with_pages(entries: Iterable[tuple[int, int, int]]) -> list[tuple[Word, Word, list[Word], Word]]:
-        """The same with the page's number in place of where it stands."""
+        """Returns what `wanted` does for each entry, but the page's number in place of where that stands."""
         found = [wanted(*entry) for entry in entries]
         return [(here, t.load(pages, at), mask, some) for here, at, mask, some in found]
 

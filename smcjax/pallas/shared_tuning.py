@@ -27,6 +27,11 @@ class Registers(NamedTuple):
     computing: int
     loading: int
 
+    def hold_queries(self, *, dim: int, chunk: int) -> bool:
+        """True where a computing warpgroup's have room for its queries, which products read more cheaply there."""
+        needed = dim // 2 + chunk // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
+        return needed + OTHER_REGISTERS <= self.computing
+
 
 REGISTERS = {2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}  # by computing warpgroups
 OTHER_REGISTERS = 32  # what the loop needs beside accumulators, scores and queries
@@ -75,8 +80,7 @@ class Tuning:
 
     def holds_queries(self, *, dim: int, chunk: int) -> bool:
         """True where a warpgroup has room for its queries in registers, where products read them more cheaply."""
-        needed = dim // 2 + chunk // 2 + dim // 4  # accumulators and scores in f32, queries in bf16
-        return self.registers is not None and needed + OTHER_REGISTERS <= self.registers.computing
+        return self.registers is not None and self.registers.hold_queries(dim=dim, chunk=chunk)
 
 
 def tiles_of(queries: int) -> int:

@@ -1,4 +1,4 @@
-"""What a population's launches move: that they read the pages that they are to read, and lines by hand."""
+"""A population's launches read the pages that they are to read, and lines are those made by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_scores_or_none_the_output_is_one() -> None:
 
 
 def test_results_are_those_of_the_last_call() -> None:
-    """Of a program over two layers, three times: the sixth call's, of the second layer."""
+    """A program over two layers, three times, returns those of the sixth call, of the second layer."""
     made, way = population(), "layer"
     arguments = (made.view(GROUPED), jnp.asarray(made.selected))
     run = jax.jit(traffic.program(made, way, LAYERS, 3))

@@ -137,7 +137,7 @@ def test_a_rate_means_the_same_whoever_drafts() -> None:
 
 
 def test_acceptance_comes_and_goes_with_its_request() -> None:
-    """What one request accepts says nothing of the next; together they count in equal parts."""
+    """A request's acceptance says nothing of the next one's; together they count in equal parts."""
     costs: dict[Decoding, tuple[float, float]] = {ALONE: (5.0, 0.0), AGREED: (8.0, 0.0)}
     switch = Switch(Planner(Machine(costs, 0.7).profile()), tuple(costs))
     assert switch.present is None
