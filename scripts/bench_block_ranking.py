@@ -30,6 +30,7 @@ from smcjax.model.nsa import NSA
 from smcjax.pallas import block_ranking, implementations, uses_kernels
 from smcjax.pallas.block_ranking import Kept, ranked_blocks
 from smcjax.pallas.grouped_attention import compressed_slots
+from smcjax.pallas.kept_scores import BYTES
 from smcjax.pallas.query_groups import QueryGroups
 
 SETS, HEADS, QUERIES, ROWS, DIVISOR, RUNS = 8, 4, 9, 64, 128**0.5, 12
@@ -39,7 +40,8 @@ KIND, GROUPS = NSA(), QueryGroups(tuple(range(QUERIES)), QUERIES)
 def drawn(requests: int, context: int) -> tuple[Kept, jax.Array]:
     """Kept scores and positions of the last queries of `context` positions."""
     slots = context // KIND.kernel_stride
-    products = 2 * DIVISOR * jax.random.normal(jax.random.key(0), (requests, SETS, ROWS, slots))
+    numbers = 2 * DIVISOR * jax.random.normal(jax.random.key(0), (requests, SETS, ROWS, slots))
+    products = numbers.astype(jnp.float16)
     positions = jnp.tile(jnp.arange(context - QUERIES, context), (requests, 1))
     sizes = {"kernel_size": KIND.kernel_size, "kernel_stride": KIND.kernel_stride}
     low, high = compressed_slots(positions, **sizes)
@@ -50,7 +52,8 @@ def drawn(requests: int, context: int) -> tuple[Kept, jax.Array]:
 def by_query(products: jax.Array) -> jax.Array:
     """Scores [R, M, H, slots]."""
     of = products[:, :, : QUERIES * HEADS].reshape(products.shape[0], SETS, QUERIES, HEADS, -1)
-    return jnp.moveaxis(of, 1, 2).reshape(of.shape[0], QUERIES, SETS * HEADS, -1) / DIVISOR
+    of = jnp.moveaxis(of, 1, 2).reshape(of.shape[0], QUERIES, SETS * HEADS, -1)
+    return of.astype(jnp.float32) / DIVISOR
 
 
 def ranks_by_xla(kept: Kept, positions: jax.Array) -> jax.Array:
@@ -104,7 +107,7 @@ def main() -> int:
         kept, positions = drawn(requests, context)
         xla = jax.jit(by_xla)
         want, ranks = (np.asarray(x) for x in (xla(kept, positions), jax.jit(ranks_by_xla)(kept, positions)))
-        read = requests * QUERIES * SETS * HEADS * kept.products.shape[-1] * 4
+        read = requests * QUERIES * SETS * HEADS * kept.products.shape[-1] * BYTES
         print(
             f"\n{context} positions, {requests} requests: XLA {microseconds(xla, kept, positions):.1f} µs", flush=True
         )

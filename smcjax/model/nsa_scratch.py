@@ -5,6 +5,7 @@ from __future__ import annotations
 from smcjax.model.config import ModelConfig
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_groups import keeps_scores
+from smcjax.pallas.kept_scores import BYTES
 from smcjax.pallas.products import QUERIES
 from smcjax.pallas.shared_attention import padded
 from smcjax.sparse import SparseVerification
@@ -21,7 +22,7 @@ def kept_scores_bytes(
 ) -> int:
     """Bytes of the scores that one layer keeps, of those that need most: a layer's are gone when the next begins.
 
-    They are [requests · g, Hkv, rows, slots] in f32: a query head's for every slot of compressed tokens, in rows of
+    They are [requests · g, Hkv, rows, slots] in float16: a query head's for every slot of compressed tokens, in rows of
     whole tiles of a group. Each request has `queries` that are verified together. 0 where no kernel keeps scores.
     """
     if sparse is None or not sparse.is_grouped:
@@ -41,4 +42,4 @@ def kept_scores_bytes(
             most_slots = max(most_slots, -(-max_model_len // page_size) * (page_size // kind.kernel_stride))
     groups = requests * -(-queries // size)
     rows = -(-size * heads // QUERIES) * QUERIES
-    return 4 * groups * config.num_kv_heads * rows * most_slots
+    return BYTES * groups * config.num_kv_heads * rows * most_slots

@@ -7,9 +7,9 @@
 `common_i` is what a compressed token and a block have in common, in strides. Scores come as `grouped_scores` keeps them
 (`Kept`), so that they are read once and no other order of them is written.
 
-A block of 128 threads serves a query and set (`simt.py`). Threads read scores four slots at a time and leave weights in
-shared memory; each ranks every 128th block. Where n blocks are to be chosen by rank, each warp finds the n best of what
-its threads hold, best first, by whole-warp maxima, and all warps find the n-th of those 4·n. What ranks higher is
+A block of 128 threads serves a query and set (`simt.py`). Threads read scores eight slots at a time and leave weights
+in shared memory; each ranks every 128th block. Where n blocks are to be chosen by rank, each warp finds the n best of
+what its threads hold, best first, by whole-warp maxima, and all warps find the n-th of those 4·n. What ranks higher is
 selected, or as high and not later.
 
 XLA's way is `smcjax.model.nsa.NSA.by_blocks` and `select`, which is the reference.
@@ -32,8 +32,8 @@ from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import padded
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
-LOADS = 16  # of four slots, that a thread waits for together
-AT_ONCE = 4 * WARPGROUP  # slots that the threads load together
+LOADS = 16  # of eight slots, that a thread waits for together
+AT_ONCE = 8 * WARPGROUP  # slots that the threads load together
 MOST_OF_A_THREAD = 64  # ranks, in registers
 MOST_TURNS = 1024  # times a thread's ranks: they are written out in line
 MOST_HEADS = 16  # of a set
@@ -44,7 +44,7 @@ NEVER = -1  # the rank of blocks that are not chosen by rank: ranks are compared
 class Kept(NamedTuple):
     """Scores of compressed tokens as the kernels of `grouped_scores` keep them."""
 
-    products: Float[Array, "groups S rows slots"]  # q · k; row c·padded heads + head of query c of a request's group
+    products: Float[Array, "groups S rows slots"]  # q · k, f16; row c·padded heads + head of query c of a group
     lse: Float[Array, "R M H"]  # f32, of scores: products divided by `divisor`
     low: Int[Array, "R M"]  # the first slot that a query sees
     high: Int[Array, "R M"]  # the last one
@@ -89,7 +89,7 @@ def supports_ranking(ranking: Ranking, *, heads: int, slots: int) -> bool:
     """True for sets of so many query heads, and kept scores of `slots` slots, that the kernel takes."""
     return (
         heads <= MOST_HEADS
-        and slots % 4 == 0
+        and slots % 8 == 0
         and ranking.each <= MOST_OF_A_THREAD
         and ranking.free > 0
         and ranking.free * max(ranking.each, WARPS) <= MOST_TURNS
@@ -99,7 +99,7 @@ def supports_ranking(ranking: Ranking, *, heads: int, slots: int) -> bool:
 
 def _weigh(
     t: Threads,
-    products: Ref,  # [groups, S, rows, slots] f32 GMEM
+    products: Ref,  # [groups, S, rows, slots] f16 GMEM
     lse: Ref,  # [R, M, H] f32 GMEM
     weights: Ref,  # [slots] f32 SMEM
     turn: Word,
@@ -114,20 +114,21 @@ def _weigh(
     loads: int,
     scale: float,
 ) -> None:
-    """Leaves the weights of `loads` times 512 slots of one query and set."""
+    """Leaves the weights of `loads` times 1,024 slots of one query and set."""
     less = [t.constant(0.0) - t.load(lse, first_head + head) for head in range(heads)]
-    starts = [(turn * loads + j) * AT_ONCE + t.index * 4 for j in range(loads)]
+    starts = [(turn * loads + j) * AT_ONCE + t.index * 8 for j in range(loads)]
     found = [
-        [t.load4(products, (first_row + head) * slots + t.minimum(start, slots - 4)) for head in range(heads)]
+        [t.load8(products, (first_row + head) * slots + t.minimum(start, slots - 8)) for head in range(heads)]
         for start in starts
     ]
     for start, of_heads in zip(starts, found, strict=True):
         sums = []
-        for i in range(4):
-            terms = [t.exp(t.multiply_add(four[i], scale, one)) for four, one in zip(of_heads, less, strict=True)]
+        for i in range(8):
+            terms = [t.exp(t.multiply_add(eight[i], scale, one)) for eight, one in zip(of_heads, less, strict=True)]
             total = functools.reduce(lambda a, b: a + b, terms)
             sums.append(t.where((start + i >= low) & (start + i < high + 1), total, 0.0))
-        t.store4(weights, start, sums, only=start < size)
+        for i in (0, 4):
+            t.store4(weights, start + i, sums[i : i + 4], only=start + i < size)
 
 
 def _best(t: Threads, ranks: list[Word], places: list[Word]) -> tuple[Word, Word, list[Word]]:

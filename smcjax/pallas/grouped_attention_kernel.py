@@ -124,7 +124,7 @@ def attend(
     q_ref: Ref,  # [R·M, H, D] GMEM, in the groups' order
     *refs: Ref,  # `Refs` of each branch, then results:
     # [lines + blocks, subs, 64, D] f16 GMEM, [lines + blocks, subs, 64] f32 GMEM, [lines, 2] int32 GMEM (`merge`),
-    # and where scores of the only branch are kept [G, S, tiles·64, slots] f32 GMEM
+    # and where scores of the only branch are kept [G, S, tiles·64, slots] f16 GMEM
     warpgroup_smem: tuple[Ref, Ref, Ref],  # SMEM, the same bytes: queries as they come [subs, D/64, pairs, G, 64], as
     # products read them [subs, D/64, 64, 64], and the result [subs, 64, D] f16
     ring_and_share_smem: tuple[Ref, Ref],  # SMEM, the same bytes: [2·stages, 64, D], and int32 words of `share_of`

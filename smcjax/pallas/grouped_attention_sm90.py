@@ -223,7 +223,7 @@ def _by_kernels(
             jax.ShapeDtypeStruct((*place, dim), jnp.float16),
             jax.ShapeDtypeStruct(place, jnp.float32),
             jax.ShapeDtypeStruct((lines, 2), jnp.int32),
-            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kept),
+            *(jax.ShapeDtypeStruct(shape, jnp.float16) for shape in kept),
         ],
         grid=(tuning.blocks,),
         grid_names=("block",),
@@ -256,7 +256,8 @@ def _by_kernels(
     parts = tuple(Part(by_query(out), by_query(lse)) for out, lse in zip(results[::2], results[1::2], strict=True))
     if not products:
         return parts, None, None
-    return parts, by_query(products[0], own=False) / divisor_of(scale, dim), products[0]
+    scores = by_query(products[0], own=False).astype(jnp.float32) / divisor_of(scale, dim)
+    return parts, scores, products[0]
 
 
 def _requests(branch: Branch, of: slice) -> Branch:

@@ -4,6 +4,9 @@ Where queries have tables of their own, several tasks stand at one place of the 
 Rows of one product are rows of one place in memory, so a row that has no part in a task must leave its place alone:
 another task, of another block perhaps, has what belongs there. Pallas stores whole tiles; here every thread stores the
 pairs of neighbouring scores that a product has left it, where its row has a part.
+
+Scores are kept in float16, half the bytes of f32: 11 bits say as much as products of bfloat16, of 8 bits, are good for.
+Scores beyond 65,504 are infinite.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from smcjax.pallas.online_softmax import ROWS
 from smcjax.pallas.products import QUERIES, Ref
 from smcjax.pallas.simt import SCALAR, WARP, i32, i64, scalar, thread
 
+BYTES = 2  # of a score
 NARROW = 8  # columns of which a product leaves each thread a pair in two rows, 8 apart
 
 
@@ -42,7 +46,7 @@ def store_by_slot(
     """Stores the columns of each task at its slots, in the rows that have a part in it.
 
     Args:
-        kept: [G, S, tiles·64, slots] f32 GMEM.
+        kept: [G, S, tiles·64, slots] f16 GMEM.
         row: the place of the product's first row among all G·S·tiles·64.
         firsts: the first slot of each task of the chunk; multiples of 2.
         parts: [64] int32 each, 0 for rows that have no part in the task; alike for the heads of a query.
@@ -80,19 +84,20 @@ def store_by_slot(
         column = times(arith.remui(lane, mu.c(4, i32())), 2)
         own_row = arith.extui(i64(), arith.addi(scalar(row), own))
         element = arith.addi(times(own_row, width), arith.extui(i64(), column))
-        mine = arith.addi(llvm.ptrtoint(i64(), mu.memref_ptr(kept)), times(element, 4))
+        mine = arith.addi(llvm.ptrtoint(i64(), mu.memref_ptr(kept)), times(element, BYTES))
         pairs = scores.registers.reshape(-1, 2)  # by eight columns, then by row
         for task, (first, has_part) in enumerate(zip(firsts, parts, strict=True)):
-            place = arith.addi(mine, times(arith.extui(i64(), scalar(first)), 4))
+            place = arith.addi(mine, times(arith.extui(i64(), scalar(first)), BYTES))
             flags = [llvm.extractelement(flag, mu.c(0, i32())) for flag in has_part.registers.flat]
             takes = [arith.cmpi(arith.CmpIPredicate.ne, flag, mu.c(0, i32())) for flag in flags]
             for i in range(unit // NARROW):
                 for half, take in enumerate(takes):
                     pair = pairs[task * (unit // NARROW) + i, half]
+                    low, high = (llvm.extractelement(pair, mu.c(j, i32())) for j in range(2))
                     mu.inline_ptx(
-                        "st.global.v2.f32 [$0], {$1, $2};",
-                        arith.addi(place, mu.c(4 * (NARROW * i + half * NARROW * width), i64())),
-                        *(llvm.extractelement(pair, mu.c(j, i32())) for j in range(2)),
+                        "st.global.b32 [$0], $1;",
+                        arith.addi(place, mu.c(BYTES * (NARROW * i + half * NARROW * width), i64())),
+                        mu.inline_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result_types=i32()),
                         predicate=take,
                         has_side_effects=True,
                     )
@@ -127,6 +132,6 @@ def _interpreted(
             @pl.when(lax.dynamic_index_in_dim(flags, begin, keepdims=False) != 0)
             def _store() -> None:
                 own = lax.dynamic_slice_in_dim(columns, begin, group_heads)
-                kept[group, of_set, pl.ds(first_row + begin, group_heads), pl.ds(at, unit)] = own
+                kept[group, of_set, pl.ds(first_row + begin, group_heads), pl.ds(at, unit)] = own.astype(kept.dtype)
 
         lax.fori_loop(0, QUERIES // group_heads, store, None)

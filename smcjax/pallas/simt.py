@@ -53,6 +53,13 @@ mov.b32 w, e;
 ex2.approx.ftz.f32 f, f;
 mul.rn.f32 $0, f, w;
 }"""
+# A pair of float16, the lower half first.
+WIDEN = """{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.f32.f16 $0, low;
+cvt.f32.f16 $1, high;
+}"""
 
 
 def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
@@ -139,6 +146,10 @@ def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
 
 def _is_bfloat16(ref: Any) -> bool:
     return bool(ir.MemRefType(ref.type).element_type == ir.BF16Type.get())
+
+
+def _is_float16(ref: Any) -> bool:
+    return bool(ir.MemRefType(ref.type).element_type == ir.F16Type.get())
 
 
 def _operation(of_integers: Callable[..., ir.Value] | None, of_floats: Callable[..., ir.Value] | None = None) -> Any:
@@ -279,11 +290,13 @@ class _OnGPU:
         return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=i32(), has_side_effects=True))
 
     def load8(self, ref: Any, index: Word) -> list[Word]:
-        """Eight numbers of bfloat16 from `index` on, a multiple of 8, made f32."""
+        """Eight numbers of bfloat16 or float16 from `index` on, a multiple of 8, made f32."""
         space, address, _ = self._address(ref, index)
-        assert _is_bfloat16(ref), "bfloat16 only"
+        assert _is_bfloat16(ref) or _is_float16(ref), "numbers of 16 bits only"
         load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
         pairs = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
+        if _is_float16(ref):
+            return [_Word(number) for pair in pairs for number in mu.inline_ptx(WIDEN, pair, result_types=[f32()] * 2)]
         upper = mu.c(-(1 << 16), i32())
         halves = [half for pair in pairs for half in (arith.shli(pair, mu.c(16, i32())), arith.andi(pair, upper))]
         return [_Word(arith.bitcast(f32(), half)) for half in halves]

@@ -92,13 +92,14 @@ def drawn(case: Case, seed: int = 0) -> Kept:
         group, first = request * groups.number + place // groups.size, place % groups.size * padded
         seen = slice(int(low[request, query]), max(0, int(high[request, query]) + 1))
         rows_of = slice(first, first + case.heads)
-        kept[group, :, rows_of] = rng.choice([np.inf, -np.inf, np.nan, 3e38], kept[group, :, rows_of].shape)
+        kept[group, :, rows_of] = rng.choice([np.inf, -np.inf, np.nan, 6e4], kept[group, :, rows_of].shape)
         kept[group, :, rows_of, seen] = products[group, :, rows_of, seen]
-    by_query = by_queries(jnp.asarray(kept), case)
+    rounded = jnp.asarray(kept.astype(np.float16))
+    by_query = by_queries(rounded, case)
     slot = jnp.arange(slots)
     seen_by = ((slot >= low[..., None]) & (slot <= high[..., None]))[:, :, None]
     lse = jax.nn.logsumexp(jnp.where(seen_by, by_query, -jnp.inf), axis=-1)
-    return Kept(jnp.asarray(kept), lse, low, high)
+    return Kept(rounded, lse, low, high)
 
 
 def by_queries(products: jax.Array, case: Case) -> jax.Array:
@@ -107,7 +108,7 @@ def by_queries(products: jax.Array, case: Case) -> jax.Array:
     of = products[:, :, : groups.size * padded]
     of = of.reshape(case.requests, groups.number, case.sets, groups.size, padded, -1)[..., : case.heads, :]
     of = groups.join(jnp.moveaxis(of, 2, 3))
-    return of.reshape(*of.shape[:2], -1, of.shape[-1]) / DIVISOR
+    return of.reshape(*of.shape[:2], -1, of.shape[-1]).astype(jnp.float32) / DIVISOR
 
 
 def scores_by_xla(case: Case, kept: Kept) -> jax.Array:
@@ -189,8 +190,8 @@ def test_lowers_for_cuda(blocks: int) -> None:
     """At an 8B model's shapes, 64 Ki and 512 Ki positions."""
     case = Case(NSA(), QueryGroups(tuple(range(9)), 9), tuple(range(9)), 8, 4, blocks, 8)
     slots, numbers = blocks * 4, jax.ShapeDtypeStruct((8, 9), jnp.int32)
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8, 64, slots), (8, 9, 32)))
-    kept: Any = (*shapes, numbers, numbers)
+    products = jax.ShapeDtypeStruct((8, 8, 64, slots), jnp.float16)
+    kept: Any = (products, jax.ShapeDtypeStruct((8, 9, 32), jnp.float32), numbers, numbers)
     traced = jax.jit(lambda *kept: by_kernel(case, Kept(*kept))).trace(*kept)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 

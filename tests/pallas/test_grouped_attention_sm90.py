@@ -297,7 +297,8 @@ def test_scores_are_kept(rows: int, groups: QueryGroups, heads: int, interpret: 
     assert error(Part(*map(np.asarray, part)), Part(*map(np.asarray, want))) <= 3 * 2**-9
     seen = np.broadcast_to(seen[:, :, None], scores.shape)
     got, of_slots = np.asarray(scores), np.asarray(of_slots)
-    np.testing.assert_allclose(got[seen], of_slots[seen], atol=1e-4)
+    rounded = {"atol": 1e-4, "rtol": 2**-11}  # to float16
+    np.testing.assert_allclose(got[seen], of_slots[seen], **rounded)
 
     def of_queries(table: np.ndarray) -> np.ndarray:
         """Scores by each query's own table, without tasks."""
@@ -305,13 +306,13 @@ def test_scores_are_kept(rows: int, groups: QueryGroups, heads: int, interpret: 
         by_head = np.asarray(q, np.float32).reshape(2, queries, 1, 2, heads // 2, 64)
         return np.moveaxis((keys * by_head).sum(-1) / 8, 2, 4).reshape(seen.shape)
 
-    np.testing.assert_allclose(got[seen], of_queries(np.asarray(table))[seen], atol=1e-4)
+    np.testing.assert_allclose(got[seen], of_queries(np.asarray(table))[seen], **rounded)
     assert np.abs(got[..., 2:][seen[..., 2:]] - got[..., 1:-1][seen[..., 2:]]).max() > 1
     if rows > 1:
         of_first = of_queries(np.asarray(table)[:, :1].repeat(queries, axis=1))
         np.testing.assert_allclose(
             got[..., : shared * 16][seen[..., : shared * 16]],
             of_first[..., : shared * 16][seen[..., : shared * 16]],
-            atol=1e-4,
+            **rounded,
         )
         assert np.nanmax(np.abs(got - of_first)[seen]) > 1
