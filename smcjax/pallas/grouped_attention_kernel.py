@@ -250,10 +250,8 @@ def attend(
             plgpu.barrier_wait(q_ready.at[sub])
         if interpret:
             q_smem[sub] = q_rows[sub].reshape(dim // HALF, QUERIES, HALF)
-        halves: list[Any] = [q_smem.at[sub, j] for j in range(dim // HALF)]
-        # Of 64 dimensions, held over several chunks, they came out wrong on an H200 (dev/LOG.md); of 128 they do not.
-        if dim > HALF and tuning.registers.hold_queries(dim=dim, chunk=CHUNK):
-            halves = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
+        # Not held in registers, which was no faster, and wrong of 64 dimensions (dev/LOG.md).
+        halves = [q_smem.at[sub, j] for j in range(dim // HALF)]
 
         def softmax_over(
             scores: jax.Array, so_far: online_softmax.Softmax, now: list[Task]

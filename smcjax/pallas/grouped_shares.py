@@ -3,12 +3,14 @@
     line = ((group · S + set) · branches + branch) · lines + number      of a group, set and branch, in chunks of tasks
     segment = (line, the chunks of it that a share has)
 
-How many tasks a line has is known on the device alone. So every warpgroup adds up the chunks of all (group, set)
-*pairs* and finds its block's share, ⌈chunks / blocks⌉ of all chunks in the order of lines, and the pairs that it
-touches. Blocks have nothing else in common: which chunks each has follows from the numbers of tasks.
+How many tasks a line has is known on the device alone. So every warpgroup adds up the *costs* of all (group, set)
+*pairs*, those of lines and of their chunks, and finds its block's share, an equal part of all costs in the order of
+lines, and the pairs that it touches. A chunk belongs to the share in which its cost begins, behind that of its line.
+Blocks have nothing else in common: which chunks each has follows from the numbers of tasks.
 
-Results of segments lie at line + block. From one segment to the next, in the order of lines and then of blocks, at
-least one of the two rises, so that no two have the same place.
+No share is smaller than a chunk, so a line's segments are in blocks that follow one another. Results of segments lie
+at line + block. From one segment to the next, in the order of lines and then of blocks, at least one of the two rises,
+so that no two have the same place.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from smcjax.pallas.shared_tuning import Registers
 from smcjax.pallas.simt import WARPGROUP, WARPS, Threads, Word
 
 RING = 64 << 10  # bytes: with deeper rings some blocks get more than their share of the memory's time (dev/LOG.md)
+# Costs, in 32nds of the time of a chunk of one task. A segment begins with answers from GMEM and ends with its result;
+# of a line only the first segment counts, and of a share's other segments one alone begins within a line.
+SEGMENT = 64
+TASK = 0.5  # each of a chunk's
 LOADERS = 2  # warpgroups, of keys and of values: one alone is the slower for units of 8 slots, of which a chunk has 16
 REGISTERS = {1: Registers(232, 40), 2: Registers(216, 40)}  # by computing warpgroups
 MOST_PAIRS = 64 * WARPGROUP  # of which each thread adds up the chunks of every 128th, written out
@@ -65,14 +71,19 @@ class Counts(NamedTuple):
     number: Ref  # [G, S] int32 GMEM
     unit: int  # slots of a task
 
+    @property
+    def chunk(self) -> int:
+        """What a chunk costs."""
+        return chunk_cost(self.unit)
+
 
 class Share(NamedTuple):
-    """A block's share, in chunks of all lines in their order."""
+    """A block's share, in costs of all lines in their order."""
 
     first_pair: jax.Array
     end_pair: jax.Array  # behind the last pair that the share touches
-    before: jax.Array  # chunks of the pairs before the first
-    size: jax.Array  # chunks of a share: the block's are size·block … size·(block + 1)
+    before: jax.Array  # the cost of the pairs before the first
+    size: jax.Array  # of a share: the block's is what costs size·block … size·(block + 1)
 
 
 class Segment(NamedTuple):
@@ -94,8 +105,13 @@ def chunks_of(tasks: jax.Array, unit: int) -> jax.Array:
     return lax.div(tasks + (per - 1), per)
 
 
+def chunk_cost(unit: int) -> int:
+    """What a chunk of tasks of `unit` slots costs."""
+    return 32 + int(TASK * (CHUNK // unit))
+
+
 def scratch_words(pairs: int) -> int:
-    """Words of shared memory in which `share_of` adds up the chunks of so many pairs and leaves a share."""
+    """Words of shared memory in which `share_of` adds up the costs of so many pairs and leaves a share."""
     return len(Share._fields) + (1 + -(-pairs // WARPGROUP)) * WARPS
 
 
@@ -127,27 +143,28 @@ def _find(
     assert len(Share._fields) == WARPS, "the words of a share take the place of one turn of sums"
     turns = -(-pairs // WARPGROUP)
 
-    def chunks_of_turn(turn: int) -> Word:
-        pair, chunks = t.index + turn * WARPGROUP, t.constant(0)
+    def cost_of_turn(turn: int) -> Word:
+        pair, cost = t.index + turn * WARPGROUP, t.constant(0)
         for ref, unit in zip(number, units, strict=True):
             per = CHUNK // unit
-            chunks = chunks + (t.load(ref, t.minimum(pair, pairs - 1)) + (per - 1)) // per * lines
-        return t.where(pair < pairs, chunks, 0)
+            chunks = (t.load(ref, t.minimum(pair, pairs - 1)) + (per - 1)) // per
+            cost = cost + t.where(chunks == 0, 0, (chunks * chunk_cost(unit) + SEGMENT) * lines)
+        return t.where(pair < pairs, cost, 0)
 
     # All turns, and then again each by itself: many words of a thread would not stay in its registers.
-    mine = functools.reduce(lambda a, b: a + b, map(chunks_of_turn, range(turns)))
+    mine = functools.reduce(lambda a, b: a + b, map(cost_of_turn, range(turns)))
     before, total = simt.sums(t, mine, scratch, 1)
-    size = t.maximum((total + (blocks - 1)) // blocks, 1)
+    size = t.maximum((total + (blocks - 1)) // blocks, max(map(chunk_cost, units)))
     first = block * size
     end = t.minimum(first + size, total)
     of_turns = t.constant(0)
     for turn in range(turns):
-        chunks = mine
+        cost = mine
         if turns > 1:
-            chunks = chunks_of_turn(turn)
-            before, of_turn = simt.sums(t, chunks, scratch, 2 + turn)
+            cost = cost_of_turn(turn)
+            before, of_turn = simt.sums(t, cost, scratch, 2 + turn)
             before, of_turns = of_turns + before, of_turns + of_turn
-        pair, ends = t.index + turn * WARPGROUP, before + chunks
+        pair, ends = t.index + turn * WARPGROUP, before + cost
         some, nothing = first < end, (end < first + 1) & (pair == 0)
         begins_here, ends_here = (before < first + 1) & (first < ends), (before < end) & (end < ends + 1)
         t.store(scratch, t.constant(0), pair, only=begins_here & some)
@@ -181,15 +198,19 @@ def walk(
                 so_far: tuple[jax.Array, jax.Array],
                 branch: int = branch,
                 chunks: jax.Array = of_branch,
+                cost: int = counts[branch].chunk,
             ) -> tuple[jax.Array, jax.Array]:
                 before, number = so_far
-                here, behind = (lax.clamp(0, bound - before, chunks) for bound in (first, end))
+                chunks_at = before + SEGMENT
+                here, behind = (
+                    lax.min(lax.div(lax.max(bound - chunks_at, 0) + (cost - 1), cost), chunks) for bound in (first, end)
+                )
                 line = (pair * len(counts) + branch) * lines + which
-                # A line that begins here begins behind the chunks that the share has had.
-                segments = lax.div(first + number + chunks - 1, share.size) - block + 1
+                # If this is a line's first segment, its last one is in the share in which its last chunk begins.
+                segments = lax.div(chunks_at + (chunks - 1) * cost, share.size) - block + 1
                 segment = Segment(group, of_set, which, line, here, behind, number, segments)
                 pl.when(here < behind)(functools.partial(visit[branch], segment))
-                return before + chunks, number + (behind - here)
+                return before + jnp.where(chunks > 0, SEGMENT + chunks * cost, 0), number + (behind - here)
 
             so_far = of_line(jnp.int32(0), so_far) if lines == 1 else lax.fori_loop(0, lines, of_line, so_far)
         return so_far

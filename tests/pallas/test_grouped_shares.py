@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.pallas.grouped_shares import Counts, Segment, Share, Tuning, scratch_words, share_of, walk
+from smcjax.pallas.grouped_shares import (
+    SEGMENT,
+    Counts,
+    Segment,
+    Share,
+    Tuning,
+    chunk_cost,
+    scratch_words,
+    share_of,
+    walk,
+)
 from smcjax.pallas.products import Ref
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -71,21 +81,35 @@ def chunks(tasks: np.ndarray, unit: int) -> np.ndarray:
     return -(-tasks * unit // 64)
 
 
+def costs(number: list[np.ndarray], units: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks [groups, sets, branches] of each line, and what they cost with the line."""
+    of_lines = np.stack([chunks(*one) for one in zip(number, units, strict=True)], axis=2)
+    return of_lines, np.where(of_lines > 0, SEGMENT + of_lines * [chunk_cost(unit) for unit in units], 0)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_each_chunk_is_in_one_share(seed: int) -> None:
-    """Shares are equal but for the last, segments have places of their own, and the first knows how many there are."""
+    """It is in the share in which its cost begins; segments have places of their own; a line's first has their number.
+
+    Shares are equal parts of all costs.
+    """
     rng = np.random.default_rng(seed)
     groups, sets, lines, blocks = (int(rng.integers(1, most)) for most in (4, 4, 3, 12))
     units = tuple(int(unit) for unit in rng.choice([8, 16, 64], 2))
     number = [rng.integers(0, 5, (groups, sets)).astype(np.int32) for _ in units]
     number[0][rng.random((groups, sets)) < 0.3] = 0
+    number[1] *= rng.integers(1, 9)
     found = visited(number, units, lines, blocks)
-    of_line = np.stack([chunks(*one) for one in zip(number, units, strict=True)], axis=2)  # [groups, sets, branches]
-    of_line = of_line.reshape(-1).repeat(lines)
+    of_line, cost = (x.reshape(-1).repeat(lines) for x in costs(number, units))
+    size = max(-(-int(cost.sum()) // blocks), *map(chunk_cost, units))
+    begins = cost.cumsum() - cost + SEGMENT  # of each line's chunks
+    each = np.array([chunk_cost(unit) for unit in units])[np.arange(of_line.size) // lines % len(units)]
     taken = np.zeros((of_line.size, of_line.max() + 1), int)
-    for _, one in found:
+    for block, one in found:
         taken[one.line, one.begin : one.end] += 1
         assert one.begin < one.end <= of_line[one.line]
+        at = begins[one.line] + each[one.line] * np.arange(int(one.begin), int(one.end))
+        assert (at // size == block).all()
         assert (one.group, one.of_set) == divmod(one.line // (len(units) * lines), sets)
         assert one.number_of_line == one.line % lines
     assert (taken.sum(axis=1) == of_line).all()
@@ -94,8 +118,6 @@ def test_each_chunk_is_in_one_share(seed: int) -> None:
     for block, one in found:
         assert one.number == of_blocks[block]
         of_blocks[block] += one.end - one.begin
-    size = -(-of_line.sum() // blocks)
-    assert (of_blocks == np.clip(of_line.sum() - size * np.arange(blocks), 0, size)).all()
     assert len({one.line + block for block, one in found}) == len(found)
     for block, one in found:
         if one.begin == 0:
@@ -105,7 +127,7 @@ def test_each_chunk_is_in_one_share(seed: int) -> None:
 
 def test_control_shares_of_another_size_are_not_all() -> None:
     number = [np.full((2, 2), 5, np.int32)]
-    for change in (0, 1, -1):
+    for change in (0, SEGMENT, -SEGMENT):
         taken = sum(one.end - one.begin for _, one in visited(number, (64,), 1, 4, change))
         assert (taken == 20) == (change == 0)
 
@@ -114,9 +136,9 @@ def test_many_pairs() -> None:
     """More pairs than threads are added up in turns; without any tasks all shares are empty."""
     number = np.random.default_rng(0).integers(0, 9, (75, 4)).astype(np.int32)
     for times in (1, 0):
-        of_pair = chunks(times * number, 64).reshape(-1)
+        of_pair = costs([times * number], (64,))[1].reshape(-1)
         words = np.asarray(shares((jnp.asarray(times * number),), units=(64,), lines=1, blocks=5))
-        size = max(1, -(-of_pair.sum() // 5))
+        size = max(chunk_cost(64), -(-of_pair.sum() // 5))
         assert (words[:, 3] == size).all()
         ends = of_pair.cumsum()
         for block, (first, end, before, _) in enumerate(words):
