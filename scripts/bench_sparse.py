@@ -5,6 +5,7 @@
     python scripts/bench_sparse.py groups      # of queries that read together, C = 1 2 4 8 …
     python scripts/bench_sparse.py spacing     # of the layers that select: 1 2 4 8 …
     python scripts/bench_sparse.py particles   # SMC, N = 8 and 32
+    python scripts/bench_sparse.py cycles --replay-overlap .75 .9     # sets of a stated overlap, beside random weights'
     python scripts/bench_sparse.py cycles --tiny      # toy shapes on a CPU: that it runs
 
 Shapes are those of Llama 3.1 8B and 3.2 1B, the target's attention dense or sparse with the paper's options and one
@@ -18,17 +19,32 @@ FILE` gives the fractions of cycles that reach each draft position as `smcjax pr
 `--reached` states them, and without either the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
 tokens and the target's one need none.
 
-A row "one by one" reads by groups of one query, by the kernel where there is one; "by XLA" gathers and masks. `unique`
-is the least that a cycle must read, weights and KV, and its time at the device's bandwidth as a fraction of the
-measured one; `issued` counts what the mode reads by formula: a group's queries read compressed tokens and the window
-once and, merged, the union of their blocks, where neighbours share the fraction `--overlap` of theirs (.75, assumed:
-that of random weights says nothing). `--json` writes all lines as they come, `--plot` draws tokens/s over contexts.
+Random weights also select, by queries that are hardly alike, so that neighbours' sets are not either and a merged group
+reads more than a trained model's would (`measure_block_overlap.py`). `--replay-overlap ρ …` puts a row beside each row
+of sparse speculation whose sets are *replayed*: layers score and rank as they do, and read sets of which neighbours
+have the fraction ρ alike, of all blocks of a set (`replayed_sets.py`). Without it no sets are replayed. One cycle
+behind the timed ones gives the sets of its verification back, and of these the table says `ρ`, the share of a set's
+blocks that the set of the query before has, and `union`, blocks of all sets of a request's K + 1 queries over those of
+one.
+
+A row "one by one" reads by groups of one query, by the kernel where there is one; "by XLA" gathers and masks. Bytes are
+of weights and KV, each beside its time at the device's bandwidth as a fraction of the measured one:
+
+    least    what a cycle must read whichever blocks are selected: of a request's queries those of one, which lie in the
+             window where they can
+    unique   what some query reads, each once: compressed tokens, the union of all its queries' blocks by the sets that
+             were counted, and the window. Without counted sets (dense, one query, populations) it is `least`
+    issued   what groups ask for, by formula: each group compressed tokens and the window once and, merged, the union of
+             its blocks, by counted sets, or else by `--overlap`, the fraction of neighbours' sets (.75, assumed)
+
+`--json` writes all lines as they come, `--plot` draws tokens/s over contexts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -40,6 +56,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from replayed_sets import Counted, Replay, watched, watching
 
 from smcjax.bench.cycle import WARMUP, Bench, Case, Models, Rates, random_batch
 from smcjax.bench.synthetic import random_memory
@@ -50,9 +68,10 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
+from smcjax.engine.jobs import stepping
 from smcjax.engine.loading import check_pages, make_decoder
 from smcjax.engine.memory import device_memory
-from smcjax.engine.programs import Programs, compile_together, enable_compilation_cache
+from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.markdown import table
 from smcjax.model.config import LayerSpec, ModelConfig
@@ -65,22 +84,41 @@ from smcjax.sparse import KERNEL_GROUP, SHARED, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")
+BYTES = ("least", "unique", "issued")  # of the file's docstring
 HEAD_VOCABULARY = 32_000  # token ids of a head: as published ones of an 8B have
 SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One row: its name, the target's attention, the decoder, and who drafts; "": nobody."""
+    """One row: its name, the target's attention, the decoder, and who drafts; "": nobody.
+
+    `replayed` is the overlap of the sets that layers read; None: those that they select.
+    """
 
     name: str
     attention: str | None
     decoding: Decoding
     draft: str = ""
+    replayed: float | None = None
 
     def by(self, draft: str) -> Line:
         """The row with other drafts, in its name too."""
         return dataclasses.replace(self, name=f"{self.name}, {SAID[draft]}", draft=draft)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """True where several queries of a request's only row select in one forward."""
+        return self.attention is not None and self.decoding.rows == 1 and self.decoding.speculation.scored > 1
+
+    def with_sets(self, overlaps: Sequence[float]) -> list[Line]:
+        """The row, and the same with sets of each of these overlaps where its queries have neighbours."""
+        others = [
+            dataclasses.replace(self, name=f"{self.name}, sets {overlap:g} alike", replayed=overlap)
+            for overlap in overlaps
+            if self.has_neighbours
+        ]
+        return [self, *others]
 
 
 def merged(queries: int, schedule: int | None = None) -> SparseVerification:
@@ -190,10 +228,16 @@ def random_head(config: EagleConfig, target: Params) -> EagleParams:
 
 
 class LineBench(Bench):
-    """A row at one context and load, whoever drafts for it. Prompts' last chunks are read one after the other."""
+    """A row at one context and load, whoever drafts for it. Prompts' last chunks are read one after the other.
 
-    def __init__(self, line: Line, models: Models, case: Case, target: Params, drafts: Mapping[str, Any]) -> None:
-        self.models, self.case, self.line = models, case, line
+    With `counts` the sets of a verification are counted behind the timed cycles: `sets`.
+    """
+
+    def __init__(
+        self, line: Line, models: Models, case: Case, target: Params, drafts: Mapping[str, Any], *, counts: bool = False
+    ) -> None:
+        self.models, self.case, self.line, self.counts = models, case, line, counts
+        self.sets: Counted | None = None
         self.head = head_config(models.target_config) if line.draft == "head" else None
         proposer: Any = {"": None, "lookup": NGram(), "model": models.draft_config}.get(line.draft)
         if self.head is not None:
@@ -203,6 +247,45 @@ class LineBench(Bench):
         params = PairParams(target, drafts.get(line.draft))
         self.runner = Runner(decoder, params, case.num_pages, Programs())
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
+
+    def wanted(self) -> Wanted:
+        """The programs that the windows call, with replayed sets where the row has such, and the one that counts."""
+        wanted = super().wanted()
+        if self.line.replayed is None and not self.counts:
+            return wanted
+        jobs = dict(wanted.jobs)
+        (key,) = (key for key in jobs if key[-1] == "step")
+        step = jobs[key]._replace(identity=None)  # what a job says of itself does not tell one's sets from another's
+        if self._replay is not None:
+            jobs[key] = step._replace(function=watched(step.function, self._replay))
+        if self.counts:
+            jobs[*key[:-1], "count"] = step._replace(function=watched(step.function, self._replay, gives_sets=True))
+        return wanted._replace(jobs=jobs)
+
+    @functools.cached_property
+    def _replay(self) -> Replay | None:
+        """Sets for all layers that select."""
+        if self.line.replayed is None:
+            return None
+        config, sparse = self.models.target_config, self.case.decoding.speculation.sparse
+        layers = len(config.selecting) if sparse is None else sum(sparse.refreshes(len(config.selecting)))
+        kind = selecting(config)
+        return Replay.of(
+            kind,
+            layers=layers,
+            requests=self.case.groups,
+            queries=self.case.decoding.speculation.scored,
+            sets=config.num_kv_heads if kind.share == "group" else config.num_heads,
+            first=self.case.context,
+            overlap=self.line.replayed,
+        )
+
+    def _count(self) -> Counted:
+        """Takes one more cycle, by the program that gives back what layers have selected."""
+        runner = self.runner
+        program = runner.programs[stepping(runner.program), runner.size, "count"]
+        (runner.state, *_), sets = program(runner.params, runner.state)
+        return Counted(selecting(self.models.target_config), *map(np.asarray, sets))
 
     @property
     def held_bytes(self) -> int:
@@ -226,7 +309,10 @@ class LineBench(Bench):
                 runner.prefill(runner.program, [Chunk(lane, at, length, 0, [])])
 
     def windows_ms(self, windows: int, cycles: int) -> list[float]:
-        """Milliseconds a cycle of each window, one after the other behind the prompt and the warm-up. Frees the KV."""
+        """Milliseconds a cycle of each window, one after the other behind the prompt and the warm-up. Frees the KV.
+
+        Counts sets at last, where they are to be counted.
+        """
         try:
             self.start()
             for _ in range(WARMUP):
@@ -243,6 +329,7 @@ class LineBench(Bench):
                 raise RuntimeError(
                     "a request ended inside the benchmark: its weights broke, so the timing says nothing"
                 )
+            self.sets = self._count() if self.counts else None
             return found
         finally:
             self.runner.discard()
@@ -259,6 +346,13 @@ class LineBench(Bench):
             own = ATTENTION.cache(layer).bytes_of(ATTENTION.least_read(self.case.context), layer.itemsize)
             kv += gamma * self.case.groups * own
         return weights, kv
+
+
+def selecting(config: ModelConfig) -> NSA:
+    """The kind of the layers that select, which is one."""
+    (kind,) = set(config.selecting.values())
+    assert isinstance(kind, NSA)
+    return kind
 
 
 def tokens_per_round(decoding: Decoding, reached: Sequence[float]) -> float:
@@ -282,11 +376,14 @@ def replayed(args: argparse.Namespace) -> tuple[list[float], str]:
     return fractions, f"assumed, {args.acceptance:g} of each draft given those before it"
 
 
-def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap: float, own: int = 0) -> int:
+def issued_bytes(
+    config: ModelConfig, decoding: Decoding, context: int, overlap: float, own: int = 0, sets: Counted | None = None
+) -> int:
     """Bytes of KV that a request's verification reads from pages, in all layers of the target.
 
     Rows of a request share all but the last `own` positions, which a group reads for each of its rows, column by
     column. Of a sparse layer: see the file's docstring; `scripts/count_sparse_reads.py` counts the tasks themselves.
+    Groups' unions are those of `sets`, without which neighbours have the fraction `overlap` of theirs in common.
     """
     queries = decoding.rows * decoding.speculation.scored
     sparse = decoding.speculation.sparse
@@ -303,15 +400,28 @@ def issued_bytes(config: ModelConfig, decoding: Decoding, context: int, overlap:
         size = 1 if sparse is None or not sparse.is_grouped else min(sparse.queries, queries)
         groups = -(-queries // size)
         union = blocks if sparse is not None and sparse.mode in SHARED else blocks * (1 + (size - 1) * (1 - overlap))
-        union = min(union, -(-context // kind.block_size))
+        union = min(union, -(-context // kind.block_size)) if sets is None else sets.union(size)
         apart = own // kind.kernel_stride + min(own, kind.local_blocks * kind.block_size) + min(own, window)
         read = born + union * kind.block_size + window + (min(decoding.rows, size) - 1) * apart
         total += pair * groups * (read + (size if size > 1 else 0))
     return round(total)
 
 
-def line_of(bench: LineBench, ms: Sequence[float], rates: Rates, reached: Sequence[float], overlap: float) -> dict:
-    """A measured row."""
+def unique_bytes(config: ModelConfig, sets: Counted) -> int:
+    """Bytes of KV that some query of a request's verification reads, each once, in all layers of a sparse target."""
+    slot = 2 * config.num_kv_heads * config.head_dim * config.itemsize
+    return round(config.num_layers * slot * sets.unique_slots())
+
+
+def line_of(
+    bench: LineBench,
+    ms: Sequence[float],
+    rates: Rates,
+    reached: Sequence[float],
+    overlap: float,
+    sets: Counted | None = None,
+) -> dict:
+    """A measured row, its bytes by counted `sets` where there are such."""
     case, config = bench.case, bench.models.target_config
     weights, kv = bench.bytes_read()
     # What the draft's forwards read is unique as it is; the target's own least is replaced by what it issues.
@@ -319,7 +429,9 @@ def line_of(bench: LineBench, ms: Sequence[float], rates: Rates, reached: Sequen
         spec.bytes_of(config.layer(index).attention.least_read(case.context, 0), config.itemsize)
         for index, spec in enumerate(config.cache_specs)
     )
-    issued = weights + max(kv, kv - least + case.groups * issued_bytes(config, case.decoding, case.context, overlap))
+    issued = issued_bytes(config, case.decoding, case.context, overlap, sets=sets)
+    issued = weights + max(kv, kv - least + case.groups * issued)
+    unique = weights + kv if sets is None else weights + kv - least + case.groups * unique_bytes(config, sets)
     tokens, middle = tokens_per_round(case.decoding, reached), statistics.median(ms)
     return {
         "name": bench.line.name,
@@ -333,13 +445,34 @@ def line_of(bench: LineBench, ms: Sequence[float], rates: Rates, reached: Sequen
         "ms_windows": list(ms),
         "tokens_per_round": tokens,
         "tokens_per_second": 1e3 * case.groups * tokens / middle,
-        "unique_bytes": weights + kv,
+        "replayed_overlap": bench.line.replayed,
+        "sets": None if sets is None else about_sets(sets),
+        "least_bytes": weights + kv,
+        "unique_bytes": unique,
         "issued_bytes": issued,
-        "unique_fraction": 1e3 * (weights + kv) / rates.bandwidth / middle,
+        "least_fraction": 1e3 * (weights + kv) / rates.bandwidth / middle,
+        "unique_fraction": 1e3 * unique / rates.bandwidth / middle,
         "issued_fraction": 1e3 * issued / rates.bandwidth / middle,
         "device": jax.devices()[0].device_kind,
         "bandwidth": rates.bandwidth,
     }
+
+
+def about_sets(sets: Counted) -> dict[str, Any]:
+    """Figures of a verification's sets, by distance those of queries 1 … K apart."""
+    tally = sets.tally
+    return {
+        "overlap": tally.whole,
+        "overlap_by_rank": tally.by_rank,
+        "overlap_by_rank_by_chance": tally.by_chance,
+        "union_over_one": tally.union_over_one,
+        "union_blocks": sets.union(sets.selected.shape[2]),
+    }
+
+
+def same_sets(line: Line, case: Case) -> tuple[Any, ...]:
+    """Names the rows whose sets are counted once: verifications of the same tokens, however they read."""
+    return line.draft, line.replayed, case.decoding.speculation.scored, case.context, case.groups
 
 
 def compiled(benches: Sequence[LineBench], skip: Callable[[LineBench, str], None]) -> list[LineBench]:
@@ -374,6 +507,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
 
     lines = BENCHMARKS[args.benchmark](args.gamma, Models(*shapes).target_config.num_layers, args.drafts)
     lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
+    lines = [one for line in lines for one in line.with_sets(args.replay_overlap)]
     for attention in dict.fromkeys(line.attention for line in lines):
         models = Models(*shapes, attention=attention)
         mine = [line for line in lines if line.attention == attention]
@@ -384,7 +518,8 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
         if any(line.draft == "head" for line in mine):
             drafts["head"] = random_head(head_config(models.target_config), weights)
         rates = Rates.measure(models.target_config.dtype)
-        benches = []
+        benches: list[LineBench] = []
+        counted: dict[Any, Counted | None] = {}
         for context in args.contexts:
             for requests in args.requests:
                 for line in mine:
@@ -398,13 +533,15 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         cycles=args.windows * args.cycles,
                     )
                     check_pages(models.target_config, case.page_size)
-                    bench = LineBench(line, models, case, weights, drafts)
+                    counts = line.has_neighbours and same_sets(line, case) not in counted
+                    bench = LineBench(line, models, case, weights, drafts, counts=counts)
                     if bench.held_bytes > device_memory():
                         skip(
                             bench, f"weights and KV take {bench.held_bytes / 1e9:.1f} GB of {device_memory() / 1e9:.1f}"
                         )
                     else:
                         benches.append(bench)
+                        counted |= {same_sets(line, case): None} if counts else {}
         benches = compiled(benches, skip)
         room = device_memory() / 1e9
         print(
@@ -419,7 +556,10 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
             except (RuntimeError, jax.errors.JaxRuntimeError) as error:
                 skip(bench, str(error).splitlines()[0])
                 continue
-            found.append(line_of(bench, ms, rates, reached, args.overlap))
+            which = same_sets(bench.line, bench.case)
+            if bench.counts:
+                counted[which] = bench.sets
+            found.append(line_of(bench, ms, rates, reached, args.overlap, counted.get(which)))
             used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
             print(
                 f"{time.perf_counter() - began:.0f} s, {used:.0f} GB at most: {json.dumps(found[-1])}", file=sys.stderr
@@ -439,13 +579,14 @@ def write(args: argparse.Namespace, reached: Sequence[float], lines: list[dict],
 
 def markdown(lines: Sequence[dict], first: str) -> str:
     """A row a line; speedups are over the row `first` of the same context and requests."""
-    heads = ["", "T", "requests", "ms", "tokens a round", "tokens/s", "×"]
-    heads += ["unique, MB", "of roofline", "issued, MB", "of roofline"]
+    heads = ["", "T", "requests", "ms", "tokens a round", "tokens/s", "×", "ρ", "union"]
+    heads += [head for name in BYTES for head in (f"{name}, MB", "of roofline")]
     rows = []
     for line in lines:
         alike = [one for one in lines if (one["context"], one["requests"]) == (line["context"], line["requests"])]
         base = next((one for one in alike if one["name"] == first), None)
-        cells = (
+        sets = line["sets"]
+        cells: tuple[str, ...] = (
             line["name"],
             f"{line['context']:,}",
             str(line["requests"]),
@@ -453,9 +594,10 @@ def markdown(lines: Sequence[dict], first: str) -> str:
             f"{line['tokens_per_round']:.2f}",
             f"{line['tokens_per_second']:,.0f}",
             "–" if base is None else f"{line['tokens_per_second'] / base['tokens_per_second']:.2f}",
-            *(f"{line['unique_bytes'] / 1e6:,.0f}", f"{100 * line['unique_fraction']:.0f}%"),
-            *(f"{line['issued_bytes'] / 1e6:,.0f}", f"{100 * line['issued_fraction']:.0f}%"),
+            *(("–", "–") if sets is None else (f"{sets['overlap'][0]:.2f}", f"{sets['union_over_one']:.2f}")),
         )
+        for name in BYTES:
+            cells += f"{line[f'{name}_bytes'] / 1e6:,.0f}", f"{100 * line[f'{name}_fraction']:.0f}%"
         rows.append(cells)
     return table(heads, rows)
 
@@ -525,7 +667,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reached", type=float, nargs="+", help="fractions of cycles that reach positions 1 … K")
     parser.add_argument("--acceptance", type=float, default=0.8, help="assumed without either (.8)")
     parser.add_argument(
-        "--overlap", type=float, default=0.75, help="of neighbours' blocks, where bytes are issued (.75)"
+        "--overlap", type=float, default=0.75, help="of neighbours' sets, where bytes are issued and none counted (.75)"
+    )
+    parser.add_argument(
+        "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="tokens/s over contexts: .svg, .png or .pdf")
@@ -535,6 +680,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.contexts, args.requests, args.windows, args.cycles = [256], [1], 1, 2
     elif jax.default_backend() == "cpu":
         parser.error("there is no GPU here; run it on one, or with --tiny.")
+    if any(not 0 <= overlap <= 1 for overlap in args.replay_overlap):
+        parser.error(f"--replay-overlap must be fractions from 0 to 1, got {args.replay_overlap}.")
+    if args.replay_overlap and args.benchmark == "particles":
+        parser.error("--replay-overlap is for requests of one row, and particles have several.")
     if args.reached is not None and len(args.reached) < args.gamma:
         parser.error(f"--reached must have a fraction for each of {args.gamma} drafts, got {len(args.reached)}.")
     for path in filter(None, (args.json, args.plot)):
@@ -548,7 +697,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     enable_compilation_cache()
     shapes = ON_CPU if args.tiny else ON_GPU
     reached, args.source = replayed(args)
-    lines, skipped = measured(args, shapes, reached)
+    with watching():
+        lines, skipped = measured(args, shapes, reached)
     if not lines:
         raise SystemExit(f"no row fits this device: {skipped[0]['why'] if skipped else 'none was asked for'}.")
     layers = Models(*shapes).target_config.num_layers

@@ -29,7 +29,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,31 @@ class Case:
     requests: int = 1
 
 
+def neighbours(rng: np.random.Generator, free: np.ndarray, count: int, new: int, queries: int) -> Iterator[np.ndarray]:
+    """Yields `count` of the `free` blocks for one query after the other, `new` of them not the one's before it."""
+    chosen = rng.permutation(free)[:count]
+    yield chosen
+    for _ in range(queries - 1):
+        others = rng.permutation(np.setdiff1d(free, chosen))[:new]
+        chosen = np.concatenate([rng.permutation(chosen)[: len(chosen) - len(others)], others])
+        yield chosen
+
+
+def new_blocks(overlap: float, blocks: int, forced: int) -> int:
+    """Blocks of a query's set that the one's before it has not; of `blocks` in all, `forced` are in every set."""
+    return min(round((1 - overlap) * blocks), blocks - forced)
+
+
 def sets_of(case: Case, layer: Layer) -> np.ndarray:
     """[R, M, Hkv, blocks]: sets of n blocks, of which each query's has as many of the one's before it as ρ says."""
     rng, blocks = np.random.default_rng(0), case.context // layer.block_size
     n = min(layer.num_blocks, blocks)
     free = np.arange(1, max(1, blocks - 2))
-    new = min(round((1 - case.overlap) * n), n - layer.forced)
+    new = new_blocks(case.overlap, n, layer.forced)
     sets = np.zeros((1, case.queries, layer.kv_heads, blocks), bool)
     sets[..., [0, -2, -1]] = True
     for head in range(layer.kv_heads):
-        chosen = rng.permutation(free)[: n - layer.forced]
-        for query in range(case.queries):
-            if query:
-                others = rng.permutation(np.setdiff1d(free, chosen))[:new]
-                chosen = np.concatenate([rng.permutation(chosen)[: len(chosen) - len(others)], others])
+        for query, chosen in enumerate(neighbours(rng, free, n - layer.forced, new, case.queries)):
             sets[0, query, head, chosen] = True
     return sets.repeat(case.requests, axis=0)
 
