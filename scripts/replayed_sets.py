@@ -196,8 +196,8 @@ class Counted:
         for request, last in enumerate(end):
             union = self.selected[:, request].any(axis=1)
             begin = max(0, self.positions[request].min() + 1 - kind.window)
-            lengths = np.clip(last - block * kind.block_size, 0, kind.block_size)
-            near = np.clip(last - np.maximum(block * kind.block_size, begin), 0, kind.block_size)
-            slots = np.where(union, lengths, np.minimum(near, lengths)).sum(-1).mean()
+            ends = np.minimum((block + 1) * kind.block_size, last)
+            seen, near = (np.maximum(ends - np.maximum(block * kind.block_size, at), 0) for at in (0, begin))
+            slots = np.where(union, seen, near).sum(-1).mean()
             found.append(slots + max(0, (last - kind.kernel_size) // kind.kernel_stride + 1))
         return float(np.mean(found))
