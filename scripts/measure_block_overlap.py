@@ -39,6 +39,7 @@ from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states
 from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
 from smcjax.sparse import SparseVerification
 from smcjax.tasks import recall
@@ -66,7 +67,7 @@ def documents(seed: int, count: int, length: int) -> list[Document]:
 def answered(model: str, found: Sequence[Document]) -> list[Document]:
     """The same documents with the model's own answers, greedy, of at most as many tokens as the true ones."""
     length = max(len(one.tokens) for one in found)
-    llm = LLM(model, decoding=Autoregressive(), dtype="float32", max_model_len=length + 1, max_num_seqs=1)
+    llm = LLM(model, decoding=Autoregressive(), dtype="float32", max_model_len=length, max_num_seqs=1)
     made = []
     for one in found:
         params = SamplingParams(max_tokens=len(one.tokens) - one.begin, temperature=0)
@@ -96,6 +97,11 @@ def selections(
     return jnp.stack(found)
 
 
+def kinds_of(config: ModelConfig) -> list[NSA]:
+    """The kinds of the layers that select, in order."""
+    return [kind for kind in config.selecting.values() if isinstance(kind, NSA)]
+
+
 def tallies(config: ModelConfig, params: Params, found: Sequence[Document], queries: int) -> list[Tally]:
     """The sums of each layer that selects, over all runs of `queries` positions of the answers."""
     sums = [Tally(queries) for _ in config.selecting]
@@ -104,8 +110,8 @@ def tallies(config: ModelConfig, params: Params, found: Sequence[Document], quer
         counts = np.asarray(texts.counts[0])
         chosen = np.asarray(selections(config, params, texts.cache, texts.view))[:, 0, counts]
         positions = np.asarray(texts.view.positions[0])[counts]
-        for tally, layer, sets in zip(sums, config.selecting, chosen, strict=True):
-            tally.add(config.layer(layer).attention, sets, positions)
+        for tally, kind, sets in zip(sums, kinds_of(config), chosen, strict=True):
+            tally.add(kind, sets, positions)
     return sums
 
 
@@ -148,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     SparseVerification().check(config.selecting.values())
     if config.vocab_size != len(recall.vocabulary()):
         parser.error(f"the model has {config.vocab_size} token ids and the task {len(recall.vocabulary())}")
-    kind, lines = next(iter(config.selecting.values())), []
+    kind, lines = kinds_of(config)[0], []
     print(
         f"{args.model}, {jax.devices()[0].device_kind}, pages of {PAGE}; {kind.num_blocks} blocks of {kind.block_size}"
         f" a query, {kind.init_blocks + kind.local_blocks} of them always"

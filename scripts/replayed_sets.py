@@ -76,7 +76,7 @@ class Replay:
         stored, blocks = self.words[layer % len(self.words)], routed.shape[-1]
         if stored.shape[:3] != routed.shape[:3]:
             raise ValueError(
-                f"sets are stored for {stored.shape[:3]} requests, queries and sets, not for {routed.shape}"
+                f"sets are stored for {stored.shape[:3]} requests, queries and sets, not for {routed.shape[:3]}"
             )
         never = (positions < 0)[:, :, None, None]
         words = jnp.asarray(np.pad(stored, [(0, 0)] * 3 + [(0, max(0, -(-blocks // WORD) - stored.shape[-1]))]))
@@ -123,7 +123,7 @@ def watched(function: Callable[..., Any], replay: Replay | None, *, gives_sets: 
             result = function(*arguments)
         finally:
             _tracing.reset(token)
-        if not trace.selected:
+        if trace.positions is None:
             raise RuntimeError("no layer has selected blocks while the program was traced within watching()")
         return (result, Sets(jnp.stack(trace.selected), trace.positions)) if gives_sets else result
 
@@ -145,7 +145,8 @@ def watching() -> Iterator[None]:
     def select(self: Any, scores: jax.Array, positions: jax.Array) -> Any:
         return seen(by_xla(self, scores, positions), positions)
 
-    nsa_groups.blocks_selected, Routing.select = blocks_selected, select  # type: ignore[method-assign]
+    nsa_groups.blocks_selected = blocks_selected  # type: ignore[assignment]
+    Routing.select = select  # type: ignore[method-assign]
     try:
         yield
     finally:
