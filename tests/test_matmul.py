@@ -45,18 +45,25 @@ def test_a_product_is_that_with_the_rows(
 ) -> None:
     """Alone, in a dtype that is asked for, and added to something; whatever the leading axes are."""
     (outputs, inputs), (dtype, out) = sizes, dtypes
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x, residual = (
-        jax.random.normal(keys[0], (*shape, inputs), dtype),
-        jax.random.normal(keys[1], (*shape, outputs), out),
+    rng = np.random.default_rng(seed)
+    x, weight = (
+        jnp.asarray(rng.standard_normal(of, np.float32), dtype) for of in ((*shape, inputs), (outputs, inputs))
     )
-    weight = matrix(KINDS[kind](jax.random.normal(keys[2], (outputs, inputs), dtype)))
-    assert (weight.shape, weight.dtype) == ((outputs, inputs), dtype)
-    wide = weight.rows(slice(None), out=jnp.float32)
+    signs = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T  # the sum's, so that no terms cancel
+    residual = jnp.asarray(np.copysign(rng.standard_normal((*shape, outputs)), signs), out)
+
+    @jax.jit  # operations of each shape would be compiled one by one
+    def products(x: jax.Array, residual: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
+        weight = matrix(KINDS[kind](values))
+        assert (weight.shape, weight.dtype) == ((outputs, inputs), dtype)
+        wide = weight.rows(slice(None), out=jnp.float32)
+        return wide, weight(x), weight(x, out=out), weight(x, add_to=residual, out=out)
+
+    wide, plain, asked, added = products(x, residual, weight)
     exact = np.asarray(x, np.float64) @ np.asarray(wide, np.float64).T
-    close(weight(x), exact, dtype)
-    close(weight(x, out=out), exact, out)
-    close(weight(x, add_to=residual, out=out), np.asarray(residual, np.float64) + exact, out)
+    close(plain, exact, dtype)
+    close(asked, exact, out)
+    close(added, np.asarray(residual, np.float64) + exact, out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
