@@ -76,6 +76,7 @@ def tables() -> Any:
     return make_tables({1: Automaton(**made)}, 2, V, most_cells=1000, most_states=100)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def states(program: Any, samples: int, module: Any = rejection) -> Any:
     """So many requests of the same kind, first tokens drawn."""
     prompts, requests = batch([ASK], V, MAX_MODEL_LEN)
