@@ -210,8 +210,10 @@ def test_windows(window: int, heads: tuple[int, int]) -> None:
         assert difference(got, dense_logits(wider, params, rows)) > 1e-2, "control: a slot more matters"
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("head_dim", [4, 256])
+WIDE = ("local, local, global", "scale", "sparse", "gemma")  # patterns that have heads of 256 numbers too
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [*((name, 4) for name in LAYERS), *((name, 256) for name in WIDE)])
 def test_patterns_of_layers(name: str, head_dim: int) -> None:
     """Layers that are one like another would be are seen: the pattern turned round gives other logits."""
     config = tiny_config(VOCAB, layers=LAYERS[name], num_layers=4, head_dim=head_dim, embed_scale=3.0)

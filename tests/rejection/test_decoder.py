@@ -307,7 +307,7 @@ def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
     pair = rejection.PairParams(PAIR.params.target, PAIR.params.target)
     asks = [Ask((1, 2), max_tokens, seed=max_tokens, temperature=0.0) for max_tokens in range(1, 13)]
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jax.jit
     def start(fill: float, prompts: Any, requests: Any) -> Any:
         memory = program.create_memory(pair, 200)
         caches = jax.tree.map(lambda pages: jnp.full_like(pages, fill), (memory.target, memory.draft))
