@@ -18,17 +18,17 @@ from smcjax.engine.outputs import RequestOutput
 from smcjax.tasks import recall
 
 WORSE = str(Path(__file__).parents[1] / "data" / "recall" / "target")
-CONTEXT, STRIDE, BLOCK, GENERATED = 1024, 16, 64, 16
+CONTEXT, STRIDE, BLOCK, GENERATED = 1024, 16, 64, 12
 pytestmark = pytest.mark.slow
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """A document up to every third place in its answers, over as many places as a block has positions."""
+    """A document up to every fifth place of its answers, as many as a stride has, over more than a block."""
     ids = recall.tokens(np.random.default_rng(6), CONTEXT, "eval").tolist()
     begin = ids.index(recall.vocabulary().index("answers")) + 2
-    assert begin + BLOCK + GENERATED < CONTEXT
-    return [ids[: begin + more] for more in range(0, BLOCK, 3)]
+    assert begin + 5 * STRIDE + GENERATED < CONTEXT
+    return [ids[: begin + more] for more in range(0, 5 * STRIDE, 5)]
 
 
 def answered(decoding: Decoding, draft: str | None = None) -> list[RequestOutput]:
