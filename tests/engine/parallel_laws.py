@@ -134,10 +134,7 @@ def same_everywhere(llm: LLM) -> None:
 
 DECODERS = {
     "smc": (SMC(4, 3), 8),
-    "smc-control": (SMC(4, 3, control=0.3), 4),
     "rejection": (Rejection(gamma=3), 2),
-    "block": (Rejection(gamma=3, verification="block"), 4),
-    "candidates": (Rejection(gamma=3, n_candidates=2), 2),
     "tree": (Rejection(tree=(2, 1)), 2),
     "autoregressive": (Autoregressive(), 8),
 }
@@ -149,11 +146,12 @@ def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> N
     assert answers(target, draft, decoding, size) == alone(target, draft, decoding)
 
 
+# With options of decoders, which each have a program of their own as well.
 VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "draft divided too": (SMC(4, 3), 2, {"draft_tensor_parallel_size": 2}),
+    "draft divided too": (SMC(4, 3, control=0.3), 2, {"draft_tensor_parallel_size": 2}),
     "draft of the target": (SMC(3, 2), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
-    "n-grams": (Rejection(gamma=3), 8, {"draft_model": "ngram"}),
-    "int8": (Rejection(gamma=3), 2, {"quantization": "int8", "draft_quantization": "int8"}),
+    "n-grams": (Rejection(gamma=3, verification="block"), 8, {"draft_model": "ngram"}),
+    "int8": (Rejection(gamma=3, n_candidates=2), 2, {"quantization": "int8", "draft_quantization": "int8"}),
 }
 
 
@@ -169,9 +167,8 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
 KIND = NSA(**BLOCKS, window=4, phi="mean", kv="shared")
-SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, layers, draft
-    "target alone": (Autoregressive(sparse=SparseVerification(schedule=(True, False))), 4, 2, None),
-    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", group=4)), 2, 1, "ngram"),
+SPARSE: dict[str, tuple[Any, int, int, str]] = {  # decoder, devices, layers, draft
+    "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2, "ngram"),
     "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1, "dense"),
     "smc": (SMC(2, 1), 4, 1, "sparse"),
 }
@@ -183,7 +180,7 @@ def test_tokens_of_sparse_targets(name: str, tmp_path: Path, draft: str) -> None
     decoding, size, layers, drafts = SPARSE[name]
     fields = {**TARGET_SHAPE, "num_layers": layers, "layers": (LayerSpec(KIND),)}
     target = write_model(tmp_path / "sparse", 271, 1, **fields)
-    of_draft = {"dense": draft, "sparse": target}.get(str(drafts), drafts)
+    of_draft = {"dense": draft, "sparse": target}.get(drafts, drafts)
     changes = {"draft_tensor_parallel_size": size} if drafts == "sparse" else {}
     assert answers(target, of_draft, decoding, size, **changes) == alone(target, of_draft, decoding)
 
