@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -23,6 +24,7 @@ from smcjax.model.folding import folded_shapes
 from smcjax.planner import Cell, Planner, Rule, Switch
 from smcjax.planner.laws import as_json
 from smcjax.rejection.rules import candidates
+from tests.passes import with_llvm_passes
 from tests.planner.tables import ALONE, LOADS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -205,7 +207,8 @@ def test_the_kept_traces() -> None:
 def test_traces_are_what_the_engine_accepts() -> None:
     """Tokens a cycle of rejection on the traces' prompts, by the traces and by the engine."""
     kinds = json.loads(replay.TRACES.read_text())["kinds"]
-    with LLM(decoding=Rejection(4), max_model_len=512, max_num_seqs=16, compile_at_start=False) as llm:
+    sizes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "compile_at_start": False}
+    with with_llvm_passes(), LLM(decoding=Rejection(4), **sizes) as llm:
         for kind, prompts in trace_acceptance.KINDS.items():
             params = [SamplingParams(max_tokens=96, temperature=0.7, seed=number) for number in range(32)]
             outputs = [one.metrics for one in llm.generate(prompts(5001, 32), params, use_tqdm=False)]
