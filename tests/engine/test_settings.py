@@ -45,21 +45,24 @@ def expected() -> str:
     "settings",
     [
         {
-            "JAX_DEFAULT_PRNG_IMPL": "rbg",
             "JAX_TRANSFER_GUARD": "disallow",
             "JAX_THREEFRY_PARTITIONABLE": "0",
             "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
-        },
-        {
             "JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg",
             "JAX_LEGACY_PRNG_KEY": "error",
             "JAX_ENABLE_X64": "1",
             "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_NUMPY_RANK_PROMOTION": "raise",
         },
-        {"JAX_DEBUG_NANS": "1", "JAX_DEBUG_INFS": "1", "JAX_DEBUG_KEY_REUSE": "1", "JAX_ENABLE_CHECKS": "1"},
+        {
+            "JAX_DEFAULT_PRNG_IMPL": "rbg",
+            "JAX_DEBUG_NANS": "1",
+            "JAX_DEBUG_INFS": "1",
+            "JAX_DEBUG_KEY_REUSE": "1",
+            "JAX_ENABLE_CHECKS": "1",
+        },
     ],
-    ids=["other numbers", "other types", "debugging"],
+    ids=["other numbers and types", "debugging"],
 )
 def test_settings_change_nothing(settings: dict[str, str], expected: str) -> None:
     """Several at once: none of them takes back what another does, and each process compiles for itself."""
