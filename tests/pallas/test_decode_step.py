@@ -350,10 +350,14 @@ def test_the_noise_is_that_of_jax_random() -> None:
 LOWERED = [("llama-3.2-1b", 1, 8, 1), ("llama-3.2-1b", 1, 8, 2), ("llama-3.2-1b", 4, 8, 1), ("llama-3.1-8b", 1, 1, 1)]
 
 
-@pytest.mark.parametrize("by_chunks", [False, True])
 @pytest.mark.parametrize(
-    ("name", "groups", "rows", "columns", "int8"),
-    [*((*shape, False) for shape in LOWERED), *((*shape, True) for shape in LOWERED[1:])],
+    ("name", "groups", "rows", "columns", "int8", "by_chunks"),
+    [
+        *((*shape, False, False) for shape in LOWERED),
+        *((*shape, True, False) for shape in LOWERED[1:]),
+        *((*shape, False, True) for shape in (LOWERED[1], LOWERED[3])),
+        (*LOWERED[2], True, True),
+    ],
 )
 def test_lowers_to_cuda(
     name: str, groups: int, rows: int, columns: int, int8: bool, by_chunks: bool, monkeypatch: pytest.MonkeyPatch
