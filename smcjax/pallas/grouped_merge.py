@@ -24,7 +24,7 @@ from smcjax.pallas.grouped_shares import Tuning
 from smcjax.pallas.products import MASKED, QUERIES, Ref
 from smcjax.pallas.shared_merge import UNIT, units_of
 
-AT_ONCE = 4  # segments
+FEW, MANY = 2, 4  # segments that are asked for together, where lines are many or few beside blocks
 
 
 def merge(
@@ -39,6 +39,7 @@ def merge(
     group, of_set, unit, branch = (lax.axis_index(name) for name in ("group", "set", "unit", "branch"))
     row, branches = unit * UNIT, len(shape.units)
     numbers, results = refs[:branches], refs[branches:]
+    at_once = FEW if 2 * notes_ref.shape[0] > tuning.blocks else MANY  # a line has some blocks / lines + 2 at most
 
     def merge_branch(b: int) -> None:
         out_ref, sums_ref = results[2 * b : 2 * b + 2]
@@ -51,7 +52,7 @@ def merge(
         subs = [jnp.int32(sub) for sub in range(tuning.subs)]
         if shape.together > 1:
             subs = [lax.rem(tile, shape.together)]
-        out, lse = _merged(parts_ref, lse_ref, place, segments, lax.rem(row, QUERIES), subs)
+        out, lse = _merged(parts_ref, lse_ref, place, segments, lax.rem(row, QUERIES), subs, at_once)
         if not by_pair(shape):
             sums_ref[group, of_set, pl.ds(row, UNIT)] = lse
             out_ref[group, of_set, pl.ds(row, UNIT)] = out
@@ -70,7 +71,13 @@ def merge(
 
 
 def _merged(
-    parts_ref: Ref, lse_ref: Ref, first: jax.Array, segments: jax.Array, row: jax.Array, subs: list[jax.Array]
+    parts_ref: Ref,
+    lse_ref: Ref,
+    first: jax.Array,
+    segments: jax.Array,
+    row: jax.Array,
+    subs: list[jax.Array],
+    at_once: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [4, D] and log-sum-exps [4] of the rows from `row` on, of so many segments from place `first` on."""
     dim = parts_ref.shape[-1]
@@ -80,8 +87,8 @@ def _merged(
     def take(turn: jax.Array, so_far: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, mass, acc = so_far
         lse, values = [], []
-        for i in range(AT_ONCE):
-            number = turn * AT_ONCE + i
+        for i in range(at_once):
+            number = turn * at_once + i
             there = jnp.where(number < segments, 0.0, 4 * MASKED)
             for sub in subs:
                 where = (first + lax.min(number, segments - 1), sub, pl.ds(row, UNIT))
@@ -102,7 +109,7 @@ def _merged(
         plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((UNIT, dim), jnp.float32), layout),
     )
-    top, mass, acc = lax.fori_loop(0, lax.div(segments + (AT_ONCE - 1), AT_ONCE), take, nothing)
+    top, mass, acc = lax.fori_loop(0, lax.div(segments + (at_once - 1), at_once), take, nothing)
     some = jnp.where(mass > 0, mass, 1.0)
     lse = jnp.where(top > 1.5 * MASKED, (top + jnp.log2(some)) * math.log(2), -jnp.inf)
     return acc * lax.broadcast_in_dim(1 / some, (UNIT, dim), [0]), lse

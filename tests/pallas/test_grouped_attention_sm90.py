@@ -297,7 +297,7 @@ def test_scores_are_kept(rows: int, groups: QueryGroups, heads: int, interpret: 
     assert error(Part(*map(np.asarray, part)), Part(*map(np.asarray, want))) <= 3 * 2**-9
     seen = np.broadcast_to(seen[:, :, None], scores.shape)
     got, of_slots = np.asarray(scores), np.asarray(of_slots)
-    rounded = {"atol": 1e-4, "rtol": 2**-11}  # to float16
+    rounded: Any = {"atol": 1e-4, "rtol": 2**-11}  # to float16
     np.testing.assert_allclose(got[seen], of_slots[seen], **rounded)
 
     def of_queries(table: np.ndarray) -> np.ndarray:

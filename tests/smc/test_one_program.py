@@ -129,7 +129,7 @@ def lowered(implementation: str, donate: bool = True, page_size: int = 16, **opt
     return text, len(jax.tree.leaves(state))
 
 
-KEPT = "tensor<1x8x320x64xf32>"  # scores of 64 compressed tokens by head, of 72 queries in tiles of 16
+KEPT = "tensor<1x8x320x64xf16>"  # scores of 64 compressed tokens by head, of 72 queries in tiles of 16
 BY_KERNELS = SparseVerification("merged", 72)
 
 
