@@ -29,6 +29,9 @@ from smcjax.pallas import (
     split_heads,
 )
 from smcjax.pallas.attention import sees
+from smcjax.pallas.gates import Products
+from smcjax.pallas.kv_write import Write
+from smcjax.pallas.write_beside_gates import write_beside_gates
 
 Plan = Any  # a pytree, or None
 Selection = Any  # the blocks that a layer's queries have selected, for later layers to take; None: none
@@ -69,7 +72,20 @@ def write_pair(
 
     Returns the tokens' queries, rotated, and the layer with "keys" and "values" changed.
     """
-    q, keys, values = rotate_and_write(
+    q, keys, values = rotate_and_write(*_write(projection, cache, view))
+    return q, {**cache, "keys": keys, "values": values}
+
+
+def write_pair_beside_gates(
+    projection: Projection, cache: LayerCache, view: BatchView, gate: Float[Array, "H branches E"]
+) -> tuple[Float[Array, "R T H D"], LayerCache, Products | None]:
+    """Returns what `write_pair` does, and products of the layer's input with `gate`, where one kernel makes both."""
+    (q, keys, values), products = write_beside_gates(projection.x, gate, _write(projection, cache, view))
+    return q, {**cache, "keys": keys, "values": values}, products
+
+
+def _write(projection: Projection, cache: LayerCache, view: BatchView) -> Write:
+    return Write(
         projection.qkv,
         projection.cos,
         projection.sin,
@@ -81,7 +97,6 @@ def write_pair(
         projection.norms,
         projection.pending,
     )
-    return q, {**cache, "keys": keys, "values": values}
 
 
 class HeadShape(Protocol):

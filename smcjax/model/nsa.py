@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.kv import CacheSpec, LayerCache, PageArray
 from smcjax.matmul import sum_over_neighbours
-from smcjax.model.attention import HeadShape, Projection, Selection, Weights, write_pair
+from smcjax.model.attention import (
+    HeadShape,
+    Projection,
+    Selection,
+    Weights,
+    write_pair,
+    write_pair_beside_gates,
+)
 from smcjax.model.nsa_births import COMPRESSED, Bearing
 from smcjax.model.nsa_compression import COMPRESSIONS, compression_shapes
 from smcjax.model.nsa_groups import (
@@ -41,6 +48,7 @@ from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_soft
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention import sees
+from smcjax.pallas.gates import Products
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 CHOICES = {
@@ -220,9 +228,13 @@ class NSA(Bearing, Routing):
 
         With `earlier`, blocks that a layer before this one has selected, these are taken.
         """
-        (q, cache), last, routed = self.written(projection, cache, view), self.last(view), None
+        last, routed, selects = self.last(view), None, is_grouped(view) and earlier is None
+        routes = selects and routes_by_kernel(self, projection.unrotated()[0], compressed_of(cache), view)
+        # Elsewhere XLA weighs the branches: not all outputs are f32.
+        gates = routes or self.takes_together(view, earlier)
+        q, cache, products = self.written(projection, cache, view, gates=gates)
         pages = self.pairs(cache)
-        if is_grouped(view) and earlier is None and routes_by_kernel(self, q, compressed_of(cache), view):
+        if routes:
             routed = self.routed_by(rows_routed(self, q, compressed_of(cache), view, last), cache, view)
         elif not self.takes_together(view, earlier):
             seen = self.read(cache, view)
@@ -233,7 +245,7 @@ class NSA(Bearing, Routing):
         compressed = compressed_of(cache) if routed is None else None
         outputs = rows_by_groups(self, q, pages, compressed, view, selected, last)
         routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, selected)
-        return self.put_together(projection, routed, *outputs[:2]), cache
+        return self.put_together(projection, routed, outputs[0], outputs[1], products), cache
 
     def takes_together(self, view: BatchView | TreeView, earlier: Selection) -> bool:
         """True where compressed tokens are read with the other branches: no weights of theirs are needed."""
@@ -244,23 +256,28 @@ class NSA(Bearing, Routing):
         return jnp.minimum(view.positions, view.lengths[:, None] - 1)
 
     def written(
-        self, projection: Projection, cache: LayerCache, view: BatchView
-    ) -> tuple[Float[Array, "R T H D"], LayerCache]:
+        self, projection: Projection, cache: LayerCache, view: BatchView, *, gates: bool
+    ) -> tuple[Float[Array, "R T H D"], LayerCache, Products | None]:
         """The new tokens' queries, rotated; the layer's pages with the tokens and the compressed ones they bear.
 
-        The view's copies are made first, unless they have been for all layers (`smcjax.model.paged`).
+        The third result are products for `gates` of kernels, where one makes them beside the queries; None: none are
+        made yet. The view's copies are made first, unless they have been for all layers (`smcjax.model.paged`).
         """
         is_pair = self.kv == "shared"
         if view.copies is not None:
             others = {name: copy_pages(cache[name], view.copies) for name in (COMPRESSED if is_pair else cache)}
             cache = cache | others
-        if is_pair:
+        products = None
+        if is_pair and gates and self.gate == "x":
+            assert projection.weights is not None
+            q, cache, products = write_pair_beside_gates(projection, cache, view, projection.weights["gate"])
+        elif is_pair:
             q, cache = write_pair(projection, cache, view)
         else:
             q = projection.heads()[0]
             for name, x in self._new_arrays(projection).items():
                 cache = cache | {name: cache[name].at[view.write_pages, view.slots].set(x.astype(cache[name].dtype))}
-        return q, self.bear(projection, cache, view)
+        return q, self.bear(projection, cache, view), products
 
     def over_tree(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None

@@ -24,7 +24,7 @@ from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
 from smcjax.pallas.block_ranking import Ranking
-from smcjax.pallas.gates import gated_sum, sigmoid_gates, weighed_sum
+from smcjax.pallas.gates import Products, gated_sum, sigmoid_gates, weighed_sum
 
 
 class Entries[T](NamedTuple):
@@ -185,10 +185,18 @@ class Routing:
             return sigmoid_gates("rte,hbe->rthb", projection.x, gate, bias, projection.pending)
         return sigmoid_gates("rthd,hbd->rthb", q, gate, bias)
 
-    def put_together(self, projection: Projection, routed: Routed, slc: jax.Array, win: jax.Array) -> Branches:
+    def put_together(
+        self,
+        projection: Projection,
+        routed: Routed,
+        slc: jax.Array,
+        win: jax.Array,
+        products: Products | None = None,
+    ) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.
 
-        Kernels, of which no gradient is to be had, take parts in f32 alone: what `dense` is trained by has others.
+        `products` are those of gates, if they are there already. Kernels, of which no gradient is to be had, take parts
+        in f32 alone: what `dense` is trained by has others.
         """
         dtype, shape = projection.qkv.dtype, projection.qkv.shape
         parts = tuple(part.reshape(*shape[:2], -1, shape[3]) for part in (routed.output, slc, win))
@@ -196,7 +204,7 @@ class Routing:
         if self.gate == "x":
             assert projection.weights is not None
             weights = projection.weights["gate"], projection.weights["gate_bias"]
-            of_gates = projection.x, *weights, parts, projection.pending
+            of_gates = projection.x, *weights, parts, projection.pending, products
             kernel = gated_sum.kernel_for(*of_gates)
             total = None if kernel is None else kernel.run(*of_gates)
         gates = self.gates(projection, projection.unrotated()[0])

@@ -24,6 +24,7 @@ from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_products import AHEAD, COLUMNS, row_products, together_of
 from smcjax.pallas.norm import PendingNorm
+from smcjax.pallas.side_by_side import Part, Place, launch
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_TOKENS = 128  # that it has been tried with
@@ -31,6 +32,7 @@ AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
 MOST_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: a warp has no row to wait for behind its first ones
 
 Parts = tuple[Float[Array, "R T H D"], ...]
+Products = Float[Array, "N splits rows"]  # of 256 columns of N tokens' x each with the rows of all gates, f32
 
 
 def gated_sum_reference(
@@ -39,10 +41,12 @@ def gated_sum_reference(
     bias: Float[Array, "H branches"],
     parts: Parts,
     pending: PendingNorm | None = None,
+    products: Products | None = None,
 ) -> Float[Array, "R T H D"]:
     """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32.
 
-    x lacks its norm where that is `pending`, which is of x then.
+    x lacks its norm where that is `pending`, which is of x then. `products` are those of `supports_products`, where
+    they are there already: kernels need not make them.
     """
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
     return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias, pending), outputs)
@@ -144,25 +148,56 @@ def _inverse_rms(t: Threads, x: Ref, squares: Ref, token: Word, width: int, eps:
     return t.inverse_root(t.multiply_add(total, 1 / width, t.constant(eps)))
 
 
+def products_part(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *, interpret: Any) -> Part:
+    """The first launch's blocks, whose result are `Products`."""
+    (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
+    together, rows, splits = together_of(number), heads * branches, width // COLUMNS
+    of_block = math.gcd(rows, MOST_ROWS)
+    sizes = {"number": number, "width": width, "rows": rows, "of_block": of_block, "together": together}
+    multiply = functools.partial(_multiply, **sizes)
+
+    def body(place: Place, x: Ref, weights: Ref, sums: Ref) -> None:
+        first, first_row = place["chunk"] * together, place["rows"] * of_block
+        simt.run(multiply, x, weights, sums, first, first_row, place["split"], interpret=inside)
+
+    return Part(
+        body,
+        {"chunk": -(-number // together), "rows": rows // of_block, "split": splits},
+        (x, gate.reshape(rows, width)),
+        (jax.ShapeDtypeStruct((number, splits, rows), jnp.float32),),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _gate_products(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *, interpret: Any) -> Products:
+    """A jit of its own, so that a model's layers trace and lower the kernel once."""
+    part = products_part(x, gate, interpret=interpret)
+    ((products,),) = launch("gates", part, compiler_params=simt.COMPILER_PARAMS, interpret=interpret)
+    return products
+
+
 def gated_sum_mosaic(
     x: Float[Array, "R T E"],
     gate: Float[Array, "H branches E"],
     bias: Float[Array, "H branches"],
     parts: Parts,
     pending: PendingNorm | None = None,
+    products: Products | None = None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "R T H D"]:
     """Computes `gated_sum` by the kernels; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    flat = [part.reshape(-1, part.shape[2] * part.shape[3]) for part in parts]
+    flat, x = [part.reshape(-1, part.shape[2] * part.shape[3]) for part in parts], x.reshape(-1, x.shape[2])
+    if products is None:
+        products = _gate_products(x, gate, interpret=interpret)
     how = {"dim": parts[0].shape[3], "eps": None if pending is None else pending.eps, "interpret": interpret}
-    return _gated_sum(x.reshape(-1, x.shape[2]), gate, bias, flat, **how).reshape(parts[0].shape)
+    return _gated_sum(x, products, bias, flat, **how).reshape(parts[0].shape)
 
 
 @functools.partial(jax.jit, static_argnames=("dim", "eps", "interpret"))
 def _gated_sum(
     x: Float[Array, "N E"],
-    gate: Float[Array, "H branches E"],
+    products: Products,
     bias: Float[Array, "H branches"],
     parts: list[Float[Array, "N HD"]],
     *,
@@ -170,27 +205,8 @@ def _gated_sum(
     eps: float | None,  # of the norm that x lacks; None: none
     interpret: Any,
 ) -> Float[Array, "N HD"]:
-    """A jit of its own, so that a model's layers trace and lower the kernels once."""
-    (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
-    together, rows, splits = together_of(number), heads * branches, width // COLUMNS
-    of_block = math.gcd(rows, MOST_ROWS)
-    sizes = {"number": number, "width": width, "rows": rows, "of_block": of_block, "together": together}
-    multiply = functools.partial(_multiply, **sizes)
-
-    def products(x: Ref, weights: Ref, sums: Ref) -> None:
-        chunk, of_rows, split = (lax.axis_index(name) for name in ("chunk", "rows", "split"))
-        simt.run(multiply, x, weights, sums, chunk * together, of_rows * of_block, split, interpret=inside)
-
-    sums = plgpu.kernel(
-        products,
-        out_type=jax.ShapeDtypeStruct((number, splits, rows), jnp.float32),
-        grid=(-(-number // together), rows // of_block, splits),
-        grid_names=("chunk", "rows", "split"),
-        compiler_params=simt.COMPILER_PARAMS,
-        interpret=interpret,
-        kernel_name="gates",
-    )(x, gate.reshape(rows, width))
-
+    """The second launch. A jit of its own, so that a model's layers trace and lower the kernel once."""
+    (number, splits, rows), (heads, branches), inside = products.shape, bias.shape, interpret is not None
     normed = [] if eps is None else [x]
 
     def program(t: Threads, *args: Any) -> None:
@@ -214,16 +230,15 @@ def _gated_sum(
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="gated_sum",
-    )(*normed, sums, bias.reshape(rows), *parts)
+    )(*normed, products, bias.reshape(rows), *parts)
     return weighed
 
 
-def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts, pending: PendingNorm | None = None) -> bool:
+def supports_products(x: jax.Array, gate: jax.Array, dim: int) -> bool:
+    """True where the kernels take the products of x [R, T, E] with `gate` and heads of size `dim`."""
     heads, branches, width = gate.shape
-    dim = parts[0].shape[3]
     return (
-        x.dtype == gate.dtype == bias.dtype == jnp.bfloat16
-        and all(part.dtype == jnp.float32 for part in parts)
+        x.dtype == gate.dtype == jnp.bfloat16
         and 0 < x.shape[0] * x.shape[1] <= MOST_TOKENS
         and width % COLUMNS == 0
         and heads * branches % 4 == 0
@@ -231,6 +246,18 @@ def _supports(x: jax.Array, gate: jax.Array, bias: jax.Array, parts: Parts, pend
         and heads * dim % AT_ONCE == 0
         and AT_ONCE // dim * branches <= WARPGROUP
     )
+
+
+def _supports(
+    x: jax.Array,
+    gate: jax.Array,
+    bias: jax.Array,
+    parts: Parts,
+    pending: PendingNorm | None = None,
+    products: Products | None = None,
+) -> bool:
+    of_f32 = all(part.dtype == jnp.float32 for part in parts)
+    return bias.dtype == jnp.bfloat16 and of_f32 and supports_products(x, gate, parts[0].shape[3])
 
 
 gated_sum = Op(gated_sum_reference)

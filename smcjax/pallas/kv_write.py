@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
+from smcjax.pallas.side_by_side import Part, Place, launch
 
 THREADS = 128  # of a warpgroup
 MOST_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
@@ -46,6 +47,21 @@ class Copies(NamedTuple):
 
     source: Int[Array, " R"]
     target: Int[Array, " R"]
+
+
+class Write(NamedTuple):
+    """The arguments of `rotate_and_write`."""
+
+    qkv: Float[Array, "R T HHH D"]
+    cos: Float[Array, "R T half"]
+    sin: Float[Array, "R T half"]
+    key_pages: Float[Array, "P B Hkv D"]
+    value_pages: Float[Array, "P B Hkv D"]
+    pages: Int[Array, "R T"]
+    slots: Int[Array, "R T"]
+    copies: Copies | None = None
+    norms: HeadNorms | None = None
+    pending: PendingNorm | None = None
 
 
 Written = tuple[Float[Array, "R T H D"], Float[Array, "P B Hkv D"], Float[Array, "P B Hkv D"]]
@@ -153,6 +169,7 @@ def _across(values: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _kernel(
+    place: Place,
     qkv_ref: Ref,  # [R, T, H + 2 Hkv, D] GMEM, as all that follow
     cos_ref: Ref,  # [R, T, D/2] f32
     sin_ref: Ref,  # [R, T, D/2] f32
@@ -172,7 +189,7 @@ def _kernel(
     _, _, kv_heads, _ = keys_ref.shape
     half = dim // 2
     first, second = pl.ds(0, half), pl.ds(half, half)
-    row, index = lax.axis_index("row"), lax.axis_index("index")
+    row, index = place["row"], place["index"]
 
     layout = _layout(kv_heads, half)  # of queries too
 
@@ -274,34 +291,58 @@ def _supports(
     return supports_write(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=qkv.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "pending_eps", "eps"))
-def _rotate_and_write(
-    inputs: tuple[jax.Array, ...],
-    copies: Copies | None,
-    pending: tuple[jax.Array, ...],
-    norm_weights: tuple[jax.Array, ...],
-    pools: tuple[jax.Array, jax.Array],
-    *,
-    pending_eps: float | None,
-    eps: float | None,
-    interpret: Any,
-) -> Written:
-    """A jit of its own, so that a model's layers trace and lower the kernel once."""
-    qkv, pages = inputs[0], inputs[3]
+class Task(NamedTuple):
+    """Arguments of `rotate_and_write` that are arrays, but for pages."""
+
+    inputs: tuple[jax.Array, ...]  # qkv, cos, sin, pages, slots
+    copies: Copies | None
+    x: jax.Array | None  # of the pending norm
+    norms: tuple[jax.Array, jax.Array] | None  # weights, of q and of k
+
+
+class Eps(NamedTuple):
+    """Terms of the norms, which are part of the kernel's code; None: no such norm."""
+
+    pending: float | None
+    norms: float | None
+
+
+def split_arguments(write: Write) -> tuple[Task, tuple[jax.Array, jax.Array], Eps]:
+    """The arguments as the kernel takes them, pages apart.
+
+    Copies beside more columns than the kernel looks at are made before it.
+    """
+    pools, copies, norms, pending = (write.key_pages, write.value_pages), write.copies, write.norms, write.pending
+    if copies is not None and write.pages.shape[1] > MOST_COLUMNS:
+        pools, copies = (copy_pages(pools[0], copies), copy_pages(pools[1], copies)), None
+    inputs = (write.qkv, write.cos, write.sin, write.pages, write.slots)
+    x = None if pending is None else pending.x
+    task = Task(inputs, copies, x, None if norms is None else (norms.q, norms.k))
+    return task, pools, Eps(None if pending is None else pending.eps, None if norms is None else norms.eps)
+
+
+def write_part(task: Task, keys_ref: Ref, values_ref: Ref, eps: Eps) -> Part:
+    """The kernel's blocks; their result is q. Pages are references, which they change."""
+    qkv, pages = task.inputs[0], task.inputs[3]
     rows, columns = pages.shape
-    page_size, num_kv_heads, head_dim = pools[0].shape[1:]
+    page_size, num_kv_heads, head_dim = keys_ref.shape[1:]
     num_heads = qkv.shape[-2] - 2 * num_kv_heads
+    copying, x, norms = task.copies is not None, task.x, task.norms
+    return Part(
+        functools.partial(_kernel, copying=copying, pending_eps=eps.pending, eps=eps.norms),
+        {"row": rows, "index": columns + (page_size if copying else 0)},
+        (*task.inputs, *(task.copies or ()), *(() if x is None else (x,)), *(norms or ()), keys_ref, values_ref),
+        (jax.ShapeDtypeStruct((rows, columns, num_heads, head_dim), keys_ref.dtype),),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _rotate_and_write(task: Task, pools: tuple[jax.Array, jax.Array], *, eps: Eps, interpret: Any) -> Written:
+    """A jit of its own, so that a model's layers trace and lower the kernel once."""
     # References, so that the kernel's results are its operands' buffers.
     keys_ref, values_ref = (jax.new_ref(pool) for pool in pools)
-    q = plgpu.kernel(
-        functools.partial(_kernel, copying=copies is not None, pending_eps=pending_eps, eps=eps),
-        out_type=jax.ShapeDtypeStruct((rows, columns, num_heads, head_dim), pools[0].dtype),
-        grid=(rows, columns + (page_size if copies is not None else 0)),
-        grid_names=("row", "index"),
-        interpret=interpret,
-        kernel_name="rotate_and_write",
-    )(*inputs, *(copies or ()), *pending, *norm_weights, keys_ref, values_ref)
-    return q, jax.freeze(keys_ref), jax.freeze(values_ref)
+    (made,) = launch("rotate_and_write", write_part(task, keys_ref, values_ref, eps), interpret=interpret)
+    return made[0], jax.freeze(keys_ref), jax.freeze(values_ref)
 
 
 def rotate_and_write_mosaic(
@@ -319,19 +360,9 @@ def rotate_and_write_mosaic(
     interpret: Any = None,
 ) -> Written:
     """Computes `rotate_and_write` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
-    if copies is not None and pages.shape[1] > MOST_COLUMNS:
-        key_pages, value_pages = copy_pages(key_pages, copies), copy_pages(value_pages, copies)
-        copies = None
-    return _rotate_and_write(
-        (qkv, cos, sin, pages, slots),
-        copies,
-        () if pending is None else (pending.x,),
-        () if norms is None else (norms.q, norms.k),
-        (key_pages, value_pages),
-        pending_eps=None if pending is None else pending.eps,
-        eps=None if norms is None else norms.eps,
-        interpret=interpret,
-    )
+    given = Write(qkv, cos, sin, key_pages, value_pages, pages, slots, copies, norms, pending)
+    task, pools, eps = split_arguments(given)
+    return _rotate_and_write(task, pools, eps=eps, interpret=interpret)
 
 
 rotate_and_write = Op(rotate_and_write_reference)
