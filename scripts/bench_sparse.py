@@ -22,8 +22,8 @@ tokens and the target's one need none.
 Random weights also select, by queries that are hardly alike, so that neighbours' sets are not either and a merged group
 reads more than a trained model's would (`measure_block_overlap.py`). `--replay-overlap ρ …` puts a row beside each row
 of sparse speculation whose sets are *replayed*: layers score and rank as they do, and read sets of which neighbours
-have the fraction ρ alike, of all blocks of a set (`replayed_sets.py`). Without it no sets are replayed. One cycle
-behind the timed ones gives the sets of its verification back, and of these the table says `ρ`, the share of a set's
+have the fraction ρ alike, of all blocks of a set (`replayed_sets.py`). With it one cycle behind the timed ones, by a
+program of its own, gives the sets of its verification back, and of these the table says `ρ`, the share of a set's
 blocks that the set of the query before has, and `union`, blocks of all sets of a request's K + 1 queries over those of
 one.
 
@@ -33,7 +33,7 @@ of weights and KV, each beside its time at the device's bandwidth as a fraction 
     least    what a cycle must read whichever blocks are selected: of a request's queries those of one, which lie in the
              window where they can
     unique   what some query reads, each once: compressed tokens, the union of all its queries' blocks by the sets that
-             were counted, and the window. Without counted sets (dense, one query, populations) it is `least`
+             were counted, and the window. Without counted sets it is `least`
     issued   what groups ask for, by formula: each group compressed tokens and the window once and, merged, the union of
              its blocks, by counted sets, or else by `--overlap`, the fraction of neighbours' sets (.75, assumed)
 
@@ -533,7 +533,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         cycles=args.windows * args.cycles,
                     )
                     check_pages(models.target_config, case.page_size)
-                    counts = line.has_neighbours and same_sets(line, case) not in counted
+                    counts = bool(args.replay_overlap) and line.has_neighbours and same_sets(line, case) not in counted
                     bench = LineBench(line, models, case, weights, drafts, counts=counts)
                     if bench.held_bytes > device_memory():
                         skip(

@@ -167,7 +167,8 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
 KIND = NSA(**BLOCKS, window=4, phi="mean", kv="shared")
-SPARSE: dict[str, tuple[Any, int, int, str]] = {  # decoder, devices, layers, draft
+SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, layers, draft
+    "target alone": (Autoregressive(sparse=SparseVerification()), 4, 1, None),
     "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2, "ngram"),
     "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1, "dense"),
     "smc": (SMC(2, 1), 4, 1, "sparse"),
@@ -180,7 +181,7 @@ def test_tokens_of_sparse_targets(name: str, tmp_path: Path, draft: str) -> None
     decoding, size, layers, drafts = SPARSE[name]
     fields = {**TARGET_SHAPE, "num_layers": layers, "layers": (LayerSpec(KIND),)}
     target = write_model(tmp_path / "sparse", 271, 1, **fields)
-    of_draft = {"dense": draft, "sparse": target}.get(drafts, drafts)
+    of_draft = {"dense": draft, "sparse": target}.get(str(drafts), drafts)
     changes = {"draft_tensor_parallel_size": size} if drafts == "sparse" else {}
     assert answers(target, of_draft, decoding, size, **changes) == alone(target, of_draft, decoding)
 
