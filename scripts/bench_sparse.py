@@ -541,7 +541,8 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         )
                     else:
                         benches.append(bench)
-                        counted |= {same_sets(line, case): None} if counts else {}
+                        if counts:
+                            counted[same_sets(line, case)] = None  # once it is timed, its sets
         benches = compiled(benches, skip)
         room = device_memory() / 1e9
         print(

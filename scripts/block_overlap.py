@@ -92,7 +92,7 @@ class Tally:
 
     @property
     def union_by_chance(self) -> float:
-        """That ratio of independent sets of that size."""
+        """`union_over_one` as it would be of independent sets of that size."""
         return self.expected_union / self.single
 
     @property

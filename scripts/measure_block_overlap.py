@@ -65,7 +65,7 @@ def documents(seed: int, count: int, length: int) -> list[Document]:
 
 
 def answered(model: str, found: Sequence[Document]) -> list[Document]:
-    """The same documents with the model's own answers, greedy, of at most as many tokens as the true ones."""
+    """Puts the model's own greedy answers, of at most as many tokens, in place of the documents' true ones."""
     length = max(len(one.tokens) for one in found)
     llm = LLM(model, decoding=Autoregressive(), dtype="float32", max_model_len=length, max_num_seqs=1)
     made = []

@@ -36,7 +36,7 @@ WORD = 32  # blocks of a word
 
 
 class Sets(NamedTuple):
-    """What the layers that select have selected in one forward, in order."""
+    """Selections of one forward: those of each layer that selects, in order."""
 
     selected: Bool[Array, "layers R M S blocks"]
     positions: Int[Array, "R M"]
@@ -155,7 +155,7 @@ def watching() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What the sets of one verification are, of requests with a row each, in all layers that select.
+    """Sets of one verification, counted, of requests with a row each, in all layers that select.
 
     Attributes:
         kind: of these layers.

@@ -45,8 +45,8 @@ def gated_sum_reference(
 ) -> Float[Array, "R T H D"]:
     """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32.
 
-    x lacks its norm where that is `pending`, which is of x then. `products` are those of `supports_products`, where
-    they are there already: kernels need not make them.
+    x lacks its norm where that is `pending`, which is of x then. `products` are those of `products_part`, where they
+    are there already: kernels need not make them.
     """
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
     return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias, pending), outputs)

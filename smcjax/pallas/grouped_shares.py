@@ -71,11 +71,6 @@ class Counts(NamedTuple):
     number: Ref  # [G, S] int32 GMEM
     unit: int  # slots of a task
 
-    @property
-    def chunk(self) -> int:
-        """What a chunk costs."""
-        return chunk_cost(self.unit)
-
 
 class Share(NamedTuple):
     """A block's share, in costs of all lines in their order."""
@@ -106,7 +101,7 @@ def chunks_of(tasks: jax.Array, unit: int) -> jax.Array:
 
 
 def chunk_cost(unit: int) -> int:
-    """What a chunk of tasks of `unit` slots costs."""
+    """Returns the cost of a chunk of tasks of `unit` slots."""
     return 32 + int(TASK * (CHUNK // unit))
 
 
@@ -198,7 +193,7 @@ def walk(
                 so_far: tuple[jax.Array, jax.Array],
                 branch: int = branch,
                 chunks: jax.Array = of_branch,
-                cost: int = counts[branch].chunk,
+                cost: int = chunk_cost(counts[branch].unit),
             ) -> tuple[jax.Array, jax.Array]:
                 before, number = so_far
                 chunks_at = before + SEGMENT

@@ -1,4 +1,4 @@
-"""What a sparse layer begins with, in one launch: `rotate_and_write` beside the products of its gates.
+"""Begins a sparse layer by one launch: `rotate_and_write` beside the products of its gates.
 
 Gates read the layer's input alone and are needed at the layer's end (`gates.py`): what little they read and write comes
 for nothing beside a kernel that waits for memory.

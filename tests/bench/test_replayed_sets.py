@@ -57,7 +57,7 @@ def obeys(counted: Counted) -> bool:
 
 @pytest.mark.parametrize(("overlap", "new"), [(0.75, 4), (0.9, 2), (1.0, 0), (0.0, 13)])
 def test_sets_have_the_stated_overlap(overlap: float, new: int) -> None:
-    """Of 16 blocks `new` are not the query's before, as for the kernel's benchmark; three are always the same.
+    """A set of 16 blocks has `new` that the query's before has not, as for the kernel's benchmark, and three always.
 
     Control: sets of another overlap.
     """
@@ -210,7 +210,7 @@ def test_kernels_route_beside_replayed_sets() -> None:
 
 
 def test_bytes_follow_from_counted_sets() -> None:
-    """Of nine queries whose sets are 75% alike by the drawing of the kernel's benchmark; in slots of one set.
+    """Bytes are counted in slots of one set, for nine queries whose sets the kernel's benchmark has drawn 75% alike.
 
     Control: sets that are all alike.
     """

@@ -68,7 +68,7 @@ def drawn(
 
 
 def together(x: Any, gate: Any, bias: Any, write: Write, parts: Any, **how: Any) -> tuple[jax.Array, ...]:
-    """What is written, and what is weighed at last by products that are made beside it."""
+    """Returns what is written, and the sum that products which are made beside it weigh at last."""
     written, products = write_beside_gates_mosaic(x, gate, write, **how)
     assert products is not None
     return *written, gated_sum_mosaic(x, gate, bias, parts, write.pending, products, **how)
