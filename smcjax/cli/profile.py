@@ -54,7 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--sparse-groups", type=whole(1, MOST_QUERIES), nargs="+", metavar="C", help=f"that read together ({GROUP})"
     )
     what.add_argument(
-        "--refreshes", type=whole(1, 1 << 20), nargs="+", metavar="R", help="spacings of layers that select (1)"
+        "--refreshes",
+        type=_refresh,
+        nargs="+",
+        metavar="R",
+        help="spacings of layers that select, or 1 or 0 for each layer, as 1,0,1 (1)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")
@@ -158,6 +162,15 @@ def _prompts_given(args: argparse.Namespace) -> list[Any]:
     return [line.content for line in lines]
 
 
+def _refresh(text: str) -> int | tuple[bool, ...]:
+    """The type of a schedule: a spacing, or 1 or 0 for each sparse layer, with commas."""
+    if "," not in text:
+        return whole(1, 1 << 20)(text)
+    if not {"0", "1"}.issuperset(text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be a spacing, or 1 or 0 for each sparse layer, as 1,0,1, got {text}")
+    return tuple(flag == "1" for flag in text.split(","))
+
+
 def _sparse(args: argparse.Namespace) -> list[SparseVerification | None]:
     """The ways to verify; None alone for dense targets."""
     if args.sparse_modes is None and args.refreshes is None:
@@ -166,8 +179,8 @@ def _sparse(args: argparse.Namespace) -> list[SparseVerification | None]:
         return [None]
     modes, groups = args.sparse_modes or ["per_query"], args.sparse_groups or [GROUP]
     found = [
-        SparseVerification(mode, group if mode != "per_query" else 1, schedule=None if spacing == 1 else spacing)
-        for spacing, mode, group in itertools.product(args.refreshes or [1], modes, groups)
+        SparseVerification(mode, group if mode != "per_query" else 1, schedule=None if refresh == 1 else refresh)
+        for refresh, mode, group in itertools.product(args.refreshes or [1], modes, groups)
     ]
     return list(dict.fromkeys(found))
 

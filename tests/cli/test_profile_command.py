@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from smcjax.cli import profile
 from smcjax.planner import Profile
 from tests.checkpoints import Pair
 from tests.cli.conftest import Command
@@ -36,12 +38,21 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
     assert "--profile is of a GPU and this device is cpu" in refused.err
 
 
+def test_schedules_are_spacings_and_flags() -> None:
+    parser = argparse.ArgumentParser()
+    profile.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["profile", "--refreshes", "1", "2", "1,0,1"])
+    assert [sparse.schedule for sparse in profile._sparse(args) if sparse] == [None, 2, (True, False, True)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--requests", "3", "8"), "--requests must be powers of two, but for the largest"),
         (("-o", "/nowhere/p.json"), "--output must lie in a directory that can be written to"),
         (("--sparse-groups", "4"), "--sparse-groups are about --sparse-modes, and there are none"),
+        (("--refreshes", "1,2"), "must be a spacing, or 1 or 0 for each sparse layer, as 1,0,1, got 1,2"),
+        (("--refreshes", "0,1"), "schedule must begin with True"),
         (("--temperature", "0", "--particles", "4"), "temperature is 0"),
         (("--budget", "0"), "must be a number above 0"),
         (("--separate-draft",), "--separate-draft is for pipelined SMC, which profile does not measure"),
