@@ -17,7 +17,8 @@ the target's verification and the verdict, the bound of any draft; "head" is an 
 32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--profile
 FILE` gives the fractions of cycles that reach each draft position as `smcjax profile` measured them of a trained pair,
 `--reached` states them, and without either the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
-tokens and the target's one need none.
+tokens and the target's one need none. A row "as calibrated" has layers that take others' blocks, in the proportion that
+`calibrate_reuse.py` found for the bundled target: another model, whose own acceptance `--reached-reuse` gives.
 
 Random weights also select, by queries that are hardly alike, so that neighbours' sets are not either and a merged group
 reads more than a trained model's would (`measure_block_overlap.py`). `--replay-overlap ρ …` puts a row beside each row
@@ -58,13 +59,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from replayed_sets import Counted, Replay, watched, watching
+from sparse_cycle_bytes import issued_bytes, unique_bytes
+from sparse_rows import ALONE, BENCHMARKS, DRAFTS, Line
 
 from smcjax.bench.cycle import WARMUP, Bench, Case, Models, Rates, random_batch
 from smcjax.bench.synthetic import random_memory
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU, ON_GPU
 from smcjax.cli.options import check_output
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import Decoding, Rejection
 from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
@@ -80,126 +83,9 @@ from smcjax.model.nsa import NSA
 from smcjax.model.params import Params
 from smcjax.numerics import key_of
 from smcjax.planner import Profile
-from smcjax.sparse import KERNEL_GROUP, SHARED, SparseVerification
 
-DENSE, SPARSE = None, "nsa-shared"  # the target's attention
-DRAFTS = ("lookup", "head", "model")
 BYTES = ("least", "unique", "issued")  # of the file's docstring
 HEAD_VOCABULARY = 32_000  # token ids of a head: as published ones of an 8B have
-SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One row: its name, the target's attention, the decoder, and who drafts; "": nobody.
-
-    `replayed` is the overlap of the sets that layers read; None: those that they select.
-    """
-
-    name: str
-    attention: str | None
-    decoding: Decoding
-    draft: str = ""
-    replayed: float | None = None
-
-    def by(self, draft: str) -> Line:
-        """The row with other drafts, in its name too."""
-        return dataclasses.replace(self, name=f"{self.name}, {SAID[draft]}", draft=draft)
-
-    @property
-    def has_neighbours(self) -> bool:
-        """True where several queries of a request's only row select in one forward."""
-        return self.attention is not None and self.decoding.rows == 1 and self.decoding.speculation.scored > 1
-
-    def with_sets(self, overlaps: Sequence[float]) -> list[Line]:
-        """The row, and the same with sets of each of these overlaps where its queries have neighbours."""
-        others = [
-            dataclasses.replace(self, name=f"{self.name}, sets {overlap:g} alike", replayed=overlap)
-            for overlap in overlaps
-            if self.has_neighbours
-        ]
-        return [self, *others]
-
-
-def merged(queries: int, schedule: int | None = None) -> SparseVerification:
-    """Groups of so many queries, 16 at most, that read the union of their blocks."""
-    return SparseVerification("merged", min(queries, 16), schedule=schedule)
-
-
-ONE_BY_ONE = merged(1)
-ALONE = Line("sparse, target alone", SPARSE, Autoregressive(ONE_BY_ONE))
-
-
-def verify_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark B: the verification alone. With a spacing of all layers only the first one routes."""
-    queries = gamma + 1
-    modes: dict[str, SparseVerification | None] = {
-        "one by one": ONE_BY_ONE,
-        "merged": merged(queries),
-        "merged, first layer selects": merged(queries, layers),
-        "by XLA": SparseVerification(),
-    }
-    return [Line(name, SPARSE, Rejection(gamma, sparse=sparse), "lookup") for name, sparse in modes.items()]
-
-
-def cycle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark C: end to end."""
-    lines = [Line("dense, target alone", DENSE, Autoregressive()), ALONE]
-    for draft in drafts:
-        lines += [
-            line.by(draft)
-            for line in (
-                Line("dense, speculation", DENSE, Rejection(gamma)),
-                Line("sparse, one by one", SPARSE, Rejection(gamma, sparse=ONE_BY_ONE)),
-                Line("sparse, merged", SPARSE, Rejection(gamma, sparse=merged(gamma + 1))),
-                Line(
-                    "sparse, merged, every other layer selects", SPARSE, Rejection(gamma, sparse=merged(gamma + 1, 2))
-                ),
-            )
-        ]
-    by_xla = Line("sparse, by XLA", SPARSE, Rejection(gamma)).by(drafts[0])
-    return [*lines, Line("sparse, target alone, by XLA", SPARSE, Autoregressive()), by_xla]
-
-
-def group_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark B by C: the verification alone, by groups of 1, 2, 4 … queries and of all, 16 at most."""
-    sizes = sorted({*(size for size in (1, 2, 4, 8, 16) if size <= gamma), min(gamma + 1, 16)})
-    return [Line(f"merged by {size}", SPARSE, Rejection(gamma, sparse=merged(size)), "lookup") for size in sizes]
-
-
-def spacing_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark D: spacings 1, 2, 4, 8 and that of all layers."""
-    spacings = sorted({min(spacing, layers) for spacing in (1, 2, 4, 8, layers)})
-    return [
-        Line(
-            f"spacing {spacing}",
-            SPARSE,
-            Rejection(gamma, sparse=merged(gamma + 1, None if spacing == 1 else spacing)),
-            "lookup",
-        )
-        for spacing in spacings
-    ]
-
-
-def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]:
-    """Benchmark F: populations, which the 1B drafts for."""
-    lines = [ALONE]
-    for count in (8, 32):
-        lines += [
-            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(KERNEL_GROUP)), "model"),
-            Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, sparse=ONE_BY_ONE), "model"),
-            Line(f"dense, N = {count}", DENSE, SMC(count, gamma), "model"),
-        ]
-    return lines
-
-
-BENCHMARKS: dict[str, Callable[[int, int, Sequence[str]], list[Line]]] = {
-    "cycles": cycle_lines,
-    "verify": verify_lines,
-    "groups": group_lines,
-    "spacing": spacing_lines,
-    "particles": particle_lines,
-}
 
 
 def head_config(target: ModelConfig) -> EagleConfig:
@@ -267,18 +153,23 @@ class LineBench(Bench):
         """Sets for all layers that select."""
         if self.line.replayed is None:
             return None
-        config, sparse = self.models.target_config, self.case.decoding.speculation.sparse
-        layers = len(config.selecting) if sparse is None else sum(sparse.refreshes(len(config.selecting)))
+        config = self.models.target_config
         kind = selecting(config)
         return Replay.of(
             kind,
-            layers=layers,
+            layers=sum(self.refreshes),
             requests=self.case.groups,
             queries=self.case.decoding.speculation.scored,
             sets=config.num_kv_heads if kind.share == "group" else config.num_heads,
             first=self.case.context,
             overlap=self.line.replayed,
         )
+
+    @property
+    def refreshes(self) -> tuple[bool, ...]:
+        """True for each sparse layer that selects blocks anew."""
+        sparse, layers = self.case.decoding.speculation.sparse, len(self.models.target_config.selecting)
+        return (True,) * layers if sparse is None else tuple(sparse.refreshes(layers))
 
     def _count(self) -> Counted:
         """Takes one more cycle, by the program that gives back what layers have selected."""
@@ -376,43 +267,6 @@ def replayed(args: argparse.Namespace) -> tuple[list[float], str]:
     return fractions, f"assumed, {args.acceptance:g} of each draft given those before it"
 
 
-def issued_bytes(
-    config: ModelConfig, decoding: Decoding, context: int, overlap: float, own: int = 0, sets: Counted | None = None
-) -> int:
-    """Bytes of KV that a request's verification reads from pages, in all layers of the target.
-
-    Rows of a request share all but the last `own` positions, which a group reads for each of its rows, column by
-    column. Of a sparse layer: see the file's docstring; `scripts/count_sparse_reads.py` counts the tasks themselves.
-    Groups' unions are those of `sets`, without which neighbours have the fraction `overlap` of theirs in common.
-    """
-    queries = decoding.rows * decoding.speculation.scored
-    sparse = decoding.speculation.sparse
-    total = 0.0
-    for index in range(config.num_layers):
-        layer = config.layer(index)
-        pair = 2 * config.num_kv_heads * config.head_dim * config.itemsize
-        kind = layer.attention
-        if not isinstance(kind, NSA):
-            total += pair * (context + (decoding.rows - 1) * own)
-            continue
-        born = max(0, (context - kind.kernel_size) // kind.kernel_stride + 1)
-        window, blocks = min(kind.window, context), min(kind.num_blocks, -(-context // kind.block_size))
-        size = 1 if sparse is None or not sparse.is_grouped else min(sparse.queries, queries)
-        groups = -(-queries // size)
-        union = blocks if sparse is not None and sparse.mode in SHARED else blocks * (1 + (size - 1) * (1 - overlap))
-        union = min(union, -(-context // kind.block_size)) if sets is None else sets.union(size)
-        apart = own // kind.kernel_stride + min(own, kind.local_blocks * kind.block_size) + min(own, window)
-        read = born + union * kind.block_size + window + (min(decoding.rows, size) - 1) * apart
-        total += pair * groups * (read + (size if size > 1 else 0))
-    return round(total)
-
-
-def unique_bytes(config: ModelConfig, sets: Counted) -> int:
-    """Bytes of KV that some query of a request's verification reads, each once, in all layers of a sparse target."""
-    slot = 2 * config.num_kv_heads * config.head_dim * config.itemsize
-    return round(config.num_layers * slot * sets.unique_slots())
-
-
 def line_of(
     bench: LineBench,
     ms: Sequence[float],
@@ -506,8 +360,9 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
         print(f"left out: {json.dumps(one)}", file=sys.stderr, flush=True)
 
     lines = BENCHMARKS[args.benchmark](args.gamma, Models(*shapes).target_config.num_layers, args.drafts)
-    lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
     lines = [one for line in lines for one in line.with_sets(args.replay_overlap)]
+    lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
+    lines = [line for line in lines if not any(part in line.name for part in args.without)]
     for attention in dict.fromkeys(line.attention for line in lines):
         models = Models(*shapes, attention=attention)
         mine = [line for line in lines if line.attention == attention]
@@ -560,7 +415,9 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
             which = same_sets(bench.line, bench.case)
             if bench.counts:
                 counted[which] = bench.sets
-            found.append(line_of(bench, ms, rates, reached, args.overlap, counted.get(which)))
+            takes_blocks = bench.case.decoding.speculation.sparse is not None and not all(bench.refreshes)
+            of_line = args.reached_reuse if args.reached_reuse and takes_blocks else reached
+            found.append(line_of(bench, ms, rates, of_line, args.overlap, counted.get(which)))
             used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
             print(
                 f"{time.perf_counter() - began:.0f} s, {used:.0f} GB at most: {json.dumps(found[-1])}", file=sys.stderr
@@ -662,10 +519,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--drafts", nargs="+", choices=DRAFTS, default=["lookup", "head"], help="of cycles (lookup head)"
     )
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="rows whose name has one of these in it")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WORDS", help="and none of these")
     parser.add_argument("--windows", type=int, default=3, help="of which times are the median (3)")
     parser.add_argument("--cycles", type=int, default=12, help="of a window (12)")
     parser.add_argument("--profile", help="of smcjax profile of a trained pair: acceptance is replayed from it")
     parser.add_argument("--reached", type=float, nargs="+", help="fractions of cycles that reach positions 1 … K")
+    parser.add_argument(
+        "--reached-reuse", type=float, nargs="+", help="of rows with layers that take blocks (the same)"
+    )
     parser.add_argument("--acceptance", type=float, default=0.8, help="assumed without either (.8)")
     parser.add_argument(
         "--overlap", type=float, default=0.75, help="of neighbours' sets, where bytes are issued and none counted (.75)"
@@ -685,8 +546,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--replay-overlap must be fractions from 0 to 1, got {args.replay_overlap}.")
     if args.replay_overlap and args.benchmark == "particles":
         parser.error("--replay-overlap is for requests of one row, and particles have several.")
-    if args.reached is not None and len(args.reached) < args.gamma:
-        parser.error(f"--reached must have a fraction for each of {args.gamma} drafts, got {len(args.reached)}.")
+    for name, given in (("--reached", args.reached), ("--reached-reuse", args.reached_reuse)):
+        if given is not None and len(given) < args.gamma:
+            parser.error(f"{name} must have a fraction for each of {args.gamma} drafts, got {len(given)}.")
     for path in filter(None, (args.json, args.plot)):
         check_output("--json" if path == args.json else "--plot", str(path))
     return args

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_sparse as bench
 import bench_sparse_quality as quality
 import sparse_population as count
+import sparse_rows as rows
 from bench_sparse_attention import Layer
+from sparse_cycle_bytes import issued_bytes
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
@@ -36,12 +38,12 @@ def test_issued_bytes(context: int, naive: float, merged: float, shared: float) 
         (SparseVerification("merged", 9), merged),
         (SparseVerification("shared", 9), shared),
     ):
-        found = bench.issued_bytes(config, Rejection(8, sparse=sparse), context, 0.75)
+        found = issued_bytes(config, Rejection(8, sparse=sparse), context, 0.75)
         assert found / 1e6 == pytest.approx(expected, rel=0.012)
-    alone = bench.issued_bytes(config, Autoregressive(), context, 0.75)
-    assert alone * 9 == bench.issued_bytes(config, Rejection(8), context, 0.75)
+    alone = issued_bytes(config, Autoregressive(), context, 0.75)
+    assert alone * 9 == issued_bytes(config, Rejection(8), context, 0.75)
     dense = dataclasses.replace(Models("llama-3.1-8b", "llama-3.2-1b").target_config, num_layers=1)
-    assert bench.issued_bytes(dense, Rejection(8), context, 0.75) == 4096 * context
+    assert issued_bytes(dense, Rejection(8), context, 0.75) == 4096 * context
 
 
 def test_a_population_reads_little_that_is_not_unique() -> None:
@@ -58,20 +60,23 @@ def test_a_population_reads_little_that_is_not_unique() -> None:
         reads = population.reads(sparse)
         assert 4095 <= reads.compressed / -(-72 // group) <= 4096 * 1.1
         ratios.append(reads.issued / reads.unique)
-        formula = bench.issued_bytes(config, SMC(8, 8, sparse=sparse), 65_536, 0.75, own)
+        formula = issued_bytes(config, SMC(8, 8, sparse=sparse), 65_536, 0.75, own)
         assert formula == pytest.approx(reads.issued * layer.slot, rel=0.1)
     assert 1 <= ratios[0] <= 1.3 < ratios[1]
 
 
 def test_rows() -> None:
-    names = {name: [line.name for line in lines(8, 32, bench.DRAFTS)] for name, lines in bench.BENCHMARKS.items()}
+    names = {name: [line.name for line in lines(8, 32, rows.DRAFTS)] for name, lines in rows.BENCHMARKS.items()}
     assert names["spacing"] == [f"spacing {spacing}" for spacing in (1, 2, 4, 8, 32)]
     assert names["groups"] == [f"merged by {size}" for size in (1, 2, 4, 8, 9)]
     assert names["verify"] == ["one by one", "merged", "merged, first layer selects", "by XLA"]
     assert names["cycles"][:3] == ["dense, target alone", "sparse, target alone", "dense, speculation, free drafts"]
-    assert len(set(names["cycles"])) == 2 + 4 * len(bench.DRAFTS) + 2
+    assert len(set(names["cycles"])) == 2 + 5 * len(rows.DRAFTS) + 2
     assert sum("N = 32" in name for name in names["particles"]) == 3
-    alone = bench.spacing_lines(8, 1, ())
+    assert rows.calibrated(8) == quality.flags(rows.CALIBRATED)
+    assert [index for index, selects in enumerate(rows.calibrated(32)) if selects] == [0, 1, 2, 3, 24, 25, 26, 27]
+    assert all(rows.calibrated(layers)[0] for layers in range(1, 40))
+    alone = rows.spacing_lines(8, 1, ())
     assert [line.decoding.speculation.sparse for line in alone] == [SparseVerification("merged", 9)]
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smcjax.decoders import Rejection
 from smcjax.model import nsa_groups
 from smcjax.model.nsa import NSA
 from smcjax.model.paged import paged_hidden_states
@@ -30,6 +31,8 @@ import sparse_population as count
 from bench_sparse_attention import Layer
 from block_overlap import Tally, added, chosen_by_rank
 from replayed_sets import Counted, Replay, watched, watching
+from sparse_cycle_bytes import issued_bytes, unique_bytes
+from sparse_rows import ONE_BY_ONE
 
 KIND = NSA(kv="shared")  # the paper's: 16 blocks, three of them always
 QUERIES = 9
@@ -219,21 +222,19 @@ def test_bytes_follow_from_counted_sets() -> None:
     )
     slot = 2 * config.num_kv_heads * config.head_dim * config.itemsize
     found = {overlap: at(stored(overlap), 65_536) for overlap in (0.75, 1.0)}
-    decoding = bench.Rejection(QUERIES - 1, sparse=MERGED)
+    decoding = Rejection(QUERIES - 1, sparse=MERGED)
     for counted in found.values():
-        unique = bench.unique_bytes(config, counted) / slot
+        unique = unique_bytes(config, counted) / slot
         blocks = counted.union(QUERIES)
         end = counted.positions.max(axis=1) + 1
         born = ((end - 32) // 16 + 1).mean()
         window = 512 + QUERIES - 1
         assert born + 64 * (blocks - 3) + window <= unique <= born + 64 * blocks + window
-        issued = bench.issued_bytes(config, decoding, 65_536, 0.0, sets=counted) / slot
+        issued = issued_bytes(config, decoding, 65_536, 0.0, sets=counted) / slot
         assert issued == pytest.approx(4095 + 64 * blocks + 512 + QUERIES)
-    assert bench.unique_bytes(config, found[1.0]) < bench.unique_bytes(config, found[0.75])
-    one = bench.issued_bytes(
-        config, bench.Rejection(QUERIES - 1, sparse=bench.ONE_BY_ONE), 65_536, 0.0, sets=found[0.75]
-    )
-    assert one == bench.issued_bytes(config, bench.Rejection(QUERIES - 1), 65_536, 0.5)
+    assert unique_bytes(config, found[1.0]) < unique_bytes(config, found[0.75])
+    one = issued_bytes(config, Rejection(QUERIES - 1, sparse=ONE_BY_ONE), 65_536, 0.0, sets=found[0.75])
+    assert one == issued_bytes(config, Rejection(QUERIES - 1), 65_536, 0.5)
 
 
 def test_unique_slots_by_a_plain_count() -> None:
