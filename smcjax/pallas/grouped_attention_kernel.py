@@ -95,6 +95,11 @@ class Shape(NamedTuple):
         return -(-self.rows // QUERIES)
 
     @property
+    def stored(self) -> int:
+        """Rows of a tile whose results are stored: of an only tile those that a query has, in whole eights."""
+        return min(QUERIES, -(-self.rows // 8) * 8)
+
+    @property
     def width(self) -> int:
         """Rows of a group's lines, those of a last tile that has none included."""
         return self.lines * self.together * QUERIES
@@ -352,7 +357,8 @@ def attend(
             result, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             out_smem[sub] = jnp.clip(result.astype(out_smem.dtype), -MOST_F16, MOST_F16)
             plgpu.commit_smem()
-            eviction.store_to_stay(out_smem.at[sub], parts_ref.at[place], interpret=interpret)
+            rows = pl.ds(0, shape.stored)
+            eviction.store_to_stay(out_smem.at[sub, rows], parts_ref.at[*place, rows], interpret=interpret)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def walk(run: Callable[[Refs, int, Segment], None], read: Callable[[], None]) -> jax.Array:
