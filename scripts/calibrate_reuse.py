@@ -36,9 +36,10 @@ from smcjax.decoding.prefill import prefill_chunk
 from smcjax.decoding.sequences import Sequences
 from smcjax.kv import KVCache, pages_for
 from smcjax.model import ModelConfig, Params, load_checkpoint
-from smcjax.model.attention import Projection, Selection
+from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.hub import BUNDLED, bundled_model
+from smcjax.model.nsa_groups import Chosen
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.view import BatchView
 from smcjax.sparse import MODES, SparseVerification
@@ -103,14 +104,15 @@ def log_laws(
     """
     view = dataclasses.replace(view, lengths=view.written())
     number = {layer: index for index, layer in enumerate(config.selecting)}
-    taken: list[Selection] = []
+    taken: list[Chosen] = []
 
     def attend(index: int, projection: Projection) -> jax.Array:
         kind, layer = config.layer(index).attention, cache.layers[index]
-        attended, _, selected = kind(projection, layer, None, view)
+        attended, _, chosen = kind(projection, layer, None, view)
         if not kind.selects:
             return attended
-        taken.append(jnp.where(selects[number[index]], selected, taken[-1]) if taken else selected)
+        blocks = chosen.blocks
+        taken.append(Chosen(jnp.where(selects[number[index]], blocks, taken[-1].blocks) if taken else blocks))
         return kind(projection, layer, None, view, taken[-1])[0]
 
     hidden = hidden_states(config, params, view.tokens, view.positions, attend)

@@ -88,9 +88,9 @@ def selections(
 
     def attend(index: int, projection: Projection) -> jax.Array:
         kind = config.layer(index).attention
-        attended, _, selected = kind(projection, cache.layers[index], None, view)
+        attended, _, chosen = kind(projection, cache.layers[index], None, view)
         if kind.selects:
-            found.append(selected)
+            found.append(chosen.blocks)
         return attended
 
     hidden_states(config, params, view.tokens, view.positions, attend)

@@ -114,8 +114,8 @@ class Verification:
 
     def attend(self, projection: Projection, cache: dict[str, jax.Array], view: Any) -> tuple[Any, ...]:
         """A layer's pages, output and selection."""
-        out, cache, selected = self.kind(projection, cache, None, view)
-        return cache, out, selected
+        out, cache, chosen = self.kind(projection, cache, None, view)
+        return cache, out, chosen.blocks
 
 
 class Nodes(Verification):
@@ -131,8 +131,8 @@ class Nodes(Verification):
     def attend(self, projection: Projection, cache: dict[str, jax.Array], view: Any) -> tuple[Any, ...]:
         shape = (*view.positions.shape, self.layer.kv_heads, self.layer.dim)
         scratch = {name: jnp.zeros(shape, jnp.bfloat16) for name in cache}
-        out, _, selected = self.kind.over_tree(projection, cache, scratch, view)
-        return cache, out, selected
+        out, _, chosen = self.kind.over_tree(projection, cache, scratch, view)
+        return cache, out, chosen.blocks
 
 
 @contextlib.contextmanager

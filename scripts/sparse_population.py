@@ -100,12 +100,13 @@ class Population:
         q = jnp.zeros((*self.positions.shape, layer.heads, layer.dim), jnp.bfloat16)
 
         @jax.jit
-        def count(view: BatchView, chosen: jax.Array) -> dict[str, jax.Array]:
+        def count(view: BatchView, selected: jax.Array) -> dict[str, jax.Array]:
             slots: dict[str, jax.Array] = {}
             with recorded(slots):
                 with contextlib.suppress(Counted):
                     nsa_groups.rows_routed(self.kind, q, (of_tokens, of_tokens), view, view.positions)
                 with contextlib.suppress(Counted):
+                    chosen = nsa_groups.Chosen(selected)
                     nsa_groups.rows_by_groups(self.kind, q, (of_pages,) * 4, None, view, chosen, view.positions)
             return slots
 

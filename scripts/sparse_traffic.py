@@ -75,7 +75,8 @@ def attend(
             found += [routed.output] + ([] if routed.selected is None else [routed.selected])
         if way in ("selection-window", "layer"):
             pairs = (keys, values, keys, values)
-            found += nsa_groups.rows_by_groups(population.kind, q, pairs, None, view, selected, view.positions)
+            chosen = nsa_groups.Chosen(selected)
+            found += nsa_groups.rows_by_groups(population.kind, q, pairs, None, view, chosen, view.positions)[0]
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ from smcjax.pallas.kv_write import Write
 from smcjax.pallas.write_beside_gates import write_beside_gates
 
 Plan = Any  # a pytree, or None
-Selection = Any  # the blocks that a layer's queries have selected, for later layers to take; None: none
+Selection = Any  # what a layer's queries have chosen, for later layers to take; None: nothing
 Weights = Mapping[str, Any]  # a kind's own, by name: jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
 Heads = tuple[Float[Array, "R T H D"], Float[Array, "R T Hkv D"], Float[Array, "R T Hkv D"]]
 
@@ -179,7 +179,7 @@ class AttentionKind(Protocol):
         """Writes the new tokens to the layer's pages and attends to all that each sees; returns both results.
 
         `view.lengths` counts the slots that hold KV after this forward. `plan` is None where nothing was planned.
-        The third result is what queries have selected, or taken of a layer before: `earlier`, where that is given.
+        The third result is what queries have chosen, or taken of a layer before: `earlier`, where that is given.
         """
         ...
 
@@ -189,7 +189,7 @@ class AttentionKind(Protocol):
         """Puts what the new nodes end to scratch, attends to what is committed and each path; returns both results.
 
         All goes by path position: a node's output is that of its path written out as a sequence. `earlier` and the
-        third result are blocks, as in a call.
+        third result are as in a call.
         """
         ...
 

@@ -36,6 +36,7 @@ from smcjax.model.attention import (
 from smcjax.model.nsa_births import COMPRESSED, Bearing
 from smcjax.model.nsa_compression import COMPRESSIONS, compression_shapes
 from smcjax.model.nsa_groups import (
+    Chosen,
     nodes_by_groups,
     nodes_routed,
     routes_by_kernel,
@@ -215,18 +216,18 @@ class NSA(Bearing, Routing):
         self, projection: Projection, cache: LayerCache, plan: None, view: BatchView, earlier: Selection = None
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         branches, cache = self.paged_branches(projection, cache, view, earlier)
-        return branches.gated(), cache, branches.selected
+        return branches.gated(), cache, branches.chosen
 
     def paged_branches(
         self,
         projection: Projection,
         cache: LayerCache,
         view: BatchView,
-        earlier: Selection = None,
+        earlier: Chosen | None = None,
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over pages, with the blocks that each query has selected by itself; and the pages.
 
-        With `earlier`, blocks that a layer before this one has selected, these are taken.
+        With `earlier`, what a layer before this one has chosen, that is taken.
         """
         last, routed, selects = self.last(view), None, is_grouped(view) and earlier is None
         routes = selects and routes_by_kernel(self, projection.unrotated()[0], compressed_of(cache), view)
@@ -238,16 +239,16 @@ class NSA(Bearing, Routing):
             routed = self.routed_by(rows_routed(self, q, compressed_of(cache), view, last), cache, view)
         elif not self.takes_together(view, earlier):
             seen = self.read(cache, view)
-            routed = self.route(projection, seen, view.positions, last, earlier)
+            routed = self.route(projection, seen, view.positions, last, earlier and earlier.blocks)
             if not is_grouped(view):
                 return self._attend(projection, seen, view.positions, last, routed), cache
-        selected = earlier if routed is None else routed.selected
+        chosen = _chosen(routed, earlier)
         compressed = compressed_of(cache) if routed is None else None
-        outputs = rows_by_groups(self, q, pages, compressed, view, selected, last)
-        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, selected)
-        return self.put_together(projection, routed, outputs[0], outputs[1], products), cache
+        outputs, tasks = rows_by_groups(self, q, pages, compressed, view, chosen, last)
+        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, chosen.blocks)
+        return self.put_together(projection, routed, outputs[0], outputs[1], products)._replace(tasks=tasks), cache
 
-    def takes_together(self, view: BatchView | TreeView, earlier: Selection) -> bool:
+    def takes_together(self, view: BatchView | TreeView, earlier: Chosen | None) -> bool:
         """True where compressed tokens are read with the other branches: no weights of theirs are needed."""
         return is_grouped(view) and earlier is not None and takes_compressed(self, view.page_size)
 
@@ -283,7 +284,7 @@ class NSA(Bearing, Routing):
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView, earlier: Selection = None
     ) -> tuple[Float[Array, "R T H D"], LayerCache, Selection]:
         branches, scratch = self.tree_branches(projection, cache, scratch, view, earlier)
-        return branches.gated(), scratch, branches.selected
+        return branches.gated(), scratch, branches.chosen
 
     def tree_branches(
         self,
@@ -291,7 +292,7 @@ class NSA(Bearing, Routing):
         cache: LayerCache,
         scratch: LayerCache,
         view: TreeView,
-        earlier: Selection = None,
+        earlier: Chosen | None = None,
     ) -> tuple[Branches, LayerCache]:
         """The parts of a forward over nodes of a tree, and the layer's scratch; `earlier` as in `paged_branches`."""
         scratch, positions = self.tree_written(projection, cache, scratch, view), view.positions
@@ -301,14 +302,14 @@ class NSA(Bearing, Routing):
             routed = self.routed_by(routing, cache, view)
         elif not self.takes_together(view, earlier):
             seen = self.read_paths(cache, scratch, view)
-            routed = self.route(projection, seen, positions, positions, earlier)
+            routed = self.route(projection, seen, positions, positions, earlier and earlier.blocks)
             if not is_grouped(view):
                 return self._attend(projection, seen, positions, positions, routed), scratch
-        selected = earlier if routed is None else routed.selected
+        chosen = _chosen(routed, earlier)
         compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
-        outputs = nodes_by_groups(self, q, pages, own, compressed, view, selected)
-        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, selected)
-        return self.put_together(projection, routed, *outputs[:2]), scratch
+        outputs, tasks = nodes_by_groups(self, q, pages, own, compressed, view, chosen)
+        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, chosen.blocks)
+        return self.put_together(projection, routed, *outputs[:2])._replace(tasks=tasks), scratch
 
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView
@@ -420,6 +421,14 @@ class SharedNSA(NSA):
     def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
         """The sum over a key-value head's query heads, the same bits on each of their devices."""
         return sum_over_neighbours(self.axis, self.devices, of_heads)
+
+
+def _chosen(routed: Routed | None, earlier: Chosen | None) -> Chosen:
+    """What a layer's queries read: what a layer before has chosen, tasks and all, or what they have routed."""
+    if earlier is not None:
+        return earlier
+    assert routed is not None
+    return Chosen(routed.selected)
 
 
 def is_grouped(view: BatchView | TreeView) -> bool:

@@ -32,6 +32,7 @@ from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.grouped_attention import (
     Branch,
     Part,
+    Tasks,
     compressed_slots,
     group_tasks,
     grouped_branches,
@@ -76,6 +77,13 @@ class Blocks(Protocol):
     def ranking(self, blocks: int) -> Ranking | None: ...
 
 
+class Chosen(NamedTuple):
+    """What a layer's queries have selected, for later layers to take."""
+
+    blocks: Bool[Array, "R T S blocks"]
+    tasks: Tasks | None = None  # by which groups read the blocks; None: not made
+
+
 @dataclasses.dataclass(frozen=True)
 class Grouped:
     """How the queries of a forward read together.
@@ -108,6 +116,24 @@ class Grouped:
         kind = self.kind
         return kind.num_blocks + (kind.init_blocks + kind.local_blocks) * (self.mode == "shared_forced")
 
+    def tasks(
+        self,
+        selected: Bool[Array, "R M S blocks"],
+        positions: Int[Array, "R M"],
+        table: Int[Array, "R M pages"],
+        page_size: int,
+    ) -> Tasks:
+        """The tasks by which groups read the blocks that queries at `positions` have selected."""
+        return group_tasks(
+            self.sets(selected, positions),
+            table,
+            self.groups,
+            page_size=page_size,
+            block_size=self.kind.block_size,
+            most_blocks=self.most_blocks,
+            rows=self.rows,
+        )
+
     def attend(
         self,
         q: Float[Array, "R M H D"],
@@ -115,25 +141,17 @@ class Grouped:
         compressed: Pair | None,
         table: Int[Array, "R M pages"],
         positions: Int[Array, "R M"],
-        selected: Bool[Array, "R M S blocks"],
+        tasks: Tasks,
         high: Int[Array, "R M"],
         spread: int,
     ) -> tuple[Part, ...]:
         """Attends to selected blocks, to the window and, if `compressed` are there, to compressed tokens; up to `high`.
 
-        `spread` is the distance at most of positions in a group whose queries have one table.
+        `tasks` are those of the selection, `spread` is the distance at most of positions in a group whose queries have
+        one table.
         """
-        kind, page_size, sets = self.kind, pages[0].shape[1], selected.shape[2]
+        kind, page_size, sets = self.kind, pages[0].shape[1], tasks.unit.shape[2]
         unit, low = unit_slots(page_size, kind.block_size), jnp.maximum(positions - kind.window + 1, 0)
-        tasks = group_tasks(
-            self.sets(selected, positions),
-            table,
-            self.groups,
-            page_size=page_size,
-            block_size=kind.block_size,
-            most_blocks=self.most_blocks,
-            rows=self.rows,
-        )
         slots, per_page, most = [(low, high)], [page_size], [kind.window + spread]
         units = [unit]
         pools: list[Pair] = [pages[2:]]
@@ -336,21 +354,23 @@ def rows_by_groups(
     pages: Pages,
     compressed: Pair | None,
     view: BatchView,
-    selected: Bool[Array, "R T S blocks"],
+    chosen: Chosen,
     last: Int[Array, "R T"],
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], Tasks]:
     """Attends by groups of all queries of a request, the columns of its rows, which see positions up to `last`.
 
-    Returns the outputs of the selection, of the window and, if `compressed` pages are given, of compressed tokens, f32.
-    Their requests are rows: R·T is R·M of the queries given.
+    Returns the outputs of the selection, of the window and, if `compressed` pages are given, of compressed tokens, f32,
+    and the selection's tasks, which a layer that takes the same blocks need not make again. The outputs' requests are
+    rows: R·T is R·M of the queries given.
     """
     assert view.sparse is not None
     columns, groups = view.positions.shape[1], _groups(view)
     grouped = Grouped(kind, groups, view.sparse.mode, view.rows)
-    of_queries = (q, _tables(view), view.positions, selected, last)
+    of_queries = (q, _tables(view), view.positions, chosen.blocks, last)
     q, table, positions, selected, high = (_by_request(view, x) for x in of_queries)
-    parts = grouped.attend(q, pages, compressed, table, positions, selected, high, min(groups.size, columns) - 1)
-    return tuple(part.out for part in parts)
+    tasks = chosen.tasks or grouped.tasks(selected, positions, table, view.page_size)
+    parts = grouped.attend(q, pages, compressed, table, positions, tasks, high, min(groups.size, columns) - 1)
+    return tuple(part.out for part in parts), tasks
 
 
 def nodes_by_groups(
@@ -360,12 +380,12 @@ def nodes_by_groups(
     own: Pages,
     compressed: tuple[Pair, Pair] | None,
     view: TreeView,
-    selected: Bool[Array, "R T S blocks"],
-) -> tuple[Float[Array, "R T H D"], ...]:
+    chosen: Chosen,
+) -> tuple[tuple[Float[Array, "R T H D"], ...], Tasks]:
     """Attends by groups of a row's nodes: to committed positions by tasks, then to the path.
 
     `own` are the nodes' in scratch; `compressed`, if given, those of compressed tokens in pages and in scratch. A node
-    on the path counts for the selection where its position's block is selected. Returns outputs as `rows_by_groups`.
+    on the path counts for the selection where its position's block is selected. Returns what `rows_by_groups` does.
     """
     assert view.sparse is not None
     groups = _groups(view)
@@ -374,16 +394,19 @@ def nodes_by_groups(
 
     at, drafted = _drafted(view)
     drafted = drafted[:, :, None]
-    sets = grouped.sets(selected, positions)
+    sets = grouped.sets(chosen.blocks, positions)
     block = jnp.broadcast_to((at // kind.block_size)[:, None, None], (*sets.shape[:3], at.shape[1]))
-    chosen = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
+    on_path = drafted & jnp.take_along_axis(sets, jnp.minimum(block, sets.shape[-1] - 1), axis=-1)
     near = drafted & (at[:, None, None] > (positions - kind.window)[..., None, None])
     born = drafted & _bears(kind, at)[:, None, None]
 
     in_pages, in_scratch = (None, ()) if compressed is None else (compressed[0], (compressed[1],))
-    parts = grouped.attend(q, pages, in_pages, _tables(view), positions, selected, high, view.tree.depth)
+    table = _tables(view)
+    tasks = chosen.tasks or grouped.tasks(chosen.blocks, positions, table, view.page_size)
+    parts = grouped.attend(q, pages, in_pages, table, positions, tasks, high, view.tree.depth)
     scratch: tuple[Pair, ...] = (own[:2], own[2:], *in_scratch)
-    return tuple(
-        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, chosen.shape))[0]).out
-        for part, arrays, visible in zip(parts, scratch, (chosen, near, born), strict=False)
+    outputs = tuple(
+        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, on_path.shape))[0]).out
+        for part, arrays, visible in zip(parts, scratch, (on_path, near, born), strict=False)
     )
+    return outputs, tasks

@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import LayerCache, PageArray
 from smcjax.model.attention import Projection
-from smcjax.model.nsa_groups import Weighed
+from smcjax.model.nsa_groups import Chosen, Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention import LOWEST
 from smcjax.pallas.best_blocks import best_blocks
 from smcjax.pallas.block_ranking import Ranking
 from smcjax.pallas.gates import Products, gated_sum, sigmoid_gates, weighed_sum
+from smcjax.pallas.grouped_attention import Tasks
 
 
 class Entries[T](NamedTuple):
@@ -53,7 +54,13 @@ class Branches(NamedTuple):
     gates: Float[Array, "R T H 3"]
     scores: Float[Array, "R T S blocks"] | None  # None where blocks are another layer's
     selected: Bool[Array, "R T S blocks"]
+    tasks: Tasks | None = None  # by which groups have read the selected blocks
     total: Float[Array, "R T H D"] | None = None  # the layer's output, where kernels make it
+
+    @property
+    def chosen(self) -> Chosen:
+        """What later layers may take."""
+        return Chosen(self.selected, self.tasks)
 
     def gated(self) -> Float[Array, "R T H D"]:
         """The layer's output."""
@@ -208,7 +215,7 @@ class Routing:
             kernel = gated_sum.kernel_for(*of_gates)
             total = None if kernel is None else kernel.run(*of_gates)
         gates = self.gates(projection, projection.unrotated()[0])
-        return Branches(outputs, gates, routed.scores, routed.selected, total)
+        return Branches(outputs, gates, routed.scores, routed.selected, total=total)
 
 
 def compressed_of(arrays: LayerCache) -> tuple[jax.Array, jax.Array]:

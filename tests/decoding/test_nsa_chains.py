@@ -167,7 +167,7 @@ class WrittenOnce(NSA):
         for name in ("compressed_keys", "compressed_values"):
             new[name] = jnp.where(jnp.isnan(cache[name]), new[name], cache[name])
         last, seen = self.last(view), self.read(new, view)
-        routed = self.route(projection, seen, view.positions, last, earlier)
+        routed = self.route(projection, seen, view.positions, last, earlier and earlier.blocks)
         return self._attend(projection, seen, view.positions, last, routed), new
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_golden_blocks(name: str, size: int) -> None:
 def _layer(key: str, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Array, earlier: Any = None) -> Any:
     """Adds a layer of the golden cases' small model to x; without scratch over a sequence.
 
-    Returns the sum, and the blocks that each query has selected or taken.
+    Returns the sum, and what each query has chosen or taken.
     """
     o = json.loads(key)
     projection = projected(o, layer_weights(w, "nsa."), normed(x), view.positions)
@@ -82,7 +83,7 @@ def _layer(key: str, w: Arrays, cache: Any, scratch: Any, view: Any, x: jax.Arra
     else:
         branches, _ = kind_of(o).tree_branches(projection, cache, scratch, view, earlier)
     x = linear(branches.gated().reshape(*x.shape[:2], -1), w["wo"], None, add_to=x)
-    return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x), branches.selected
+    return linear(jax.nn.relu(linear(normed(x), w["w1"], None)), w["w2"], None, add_to=x), branches.chosen
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -117,13 +118,18 @@ class Prefilled:
 
     def logits(self, sparse: SparseVerification, mark: str = "") -> np.ndarray:
         """Behind every node; with another `mark` programs are traced anew."""
-        x, selections = self.w["emb"][self.view.tokens], []
-        view = dataclasses.replace(self.view, sparse=sparse)
-        for index, (cache, source) in enumerate(zip(self.model.caches, sparse.sources(3), strict=True)):
-            w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else selections[source]
-            x, selected = _layer(json.dumps(self.o | {"mark": mark}), w, cache, self.scratch, view, x, earlier)
-            selections.append(selected)
+        x = self.layers(dataclasses.replace(self.view, sparse=sparse), mark)
         return np.asarray(linear(normed(x), self.w["emb"], None)[0])
+
+    def layers(self, view: Any, mark: str = "", layer: Any = None) -> jax.Array:
+        """Every node behind all layers, each by `layer`: `_layer`, if there is none."""
+        x, chosen = jnp.asarray(self.w["emb"])[view.tokens], []
+        for index, (cache, source) in enumerate(zip(self.model.caches, view.sparse.sources(3), strict=True)):
+            w, earlier = layer_weights(self.w, f"layers.{index}."), None if source == index else chosen[source]
+            key = json.dumps(self.o | {"mark": mark})
+            x, its = (layer or _layer)(key, w, cache, self.scratch, view, x, earlier)
+            chosen.append(its)
+        return x
 
     def path_logits(self, schedule: tuple[bool, ...] | None = None) -> np.ndarray:
         """Behind each node of the path to commit, by the oracle: what is committed selects in every layer."""
@@ -295,6 +301,28 @@ def test_routing_by_groups_is_each_querys_own(
         monkeypatch.setattr(nsa_groups, "_tables", of_first)
         strayed, _ = verified(o, page_size, sparse, of_request=of_request, mark="first row's")
         assert not np.abs(strayed[..., 0, :] - want[..., 0, :]).max() < 1e-2  # NaN where that row has nothing
+
+
+@pytest.mark.parametrize("name", [CHAIN, TREE])
+def test_layers_take_tasks_with_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that takes blocks reads them by the tasks that were made where they were selected.
+
+    Control: where every layer selects, each makes its own.
+    """
+    made: list[Any] = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(group_tasks(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(nsa_groups, "group_tasks", make)
+    case, counts = prefilled(name, 8)[0], []
+    for schedule in (None, (True, False, True), (True, False, False)):
+        made.clear()
+        view = dataclasses.replace(case.view, sparse=SparseVerification("merged", 3, schedule=schedule))
+        jax.eval_shape(functools.partial(case.layers, layer=inspect.unwrap(_layer)), view)
+        counts.append(len(made))
+    assert counts == [3, 2, 1]
 
 
 @functools.partial(jax.jit, static_argnums=0)
