@@ -221,12 +221,44 @@ def span_tasks(
             of w slots and consecutive queries w + C − 1.
         rows: distinct tables that the queries of a request have at most.
     """
-    first = jnp.arange(table.shape[2] * page_size // unit) * unit
-    inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
     most = min(rows, groups.size) * ((most_slots + unit - 2) // unit + 1)
-    shape = {"parts": 1, "in_page": page_size // unit, "rows": rows}
-    found = _tasks(inside[:, :, None], table, groups, most, **shape, once=True)
+    if rows == 1:
+        found = _one_run(low, high, table, groups, most, unit=unit, in_page=page_size // unit)
+    else:
+        first = jnp.arange(table.shape[2] * page_size // unit) * unit
+        inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
+        shape = {"parts": 1, "in_page": page_size // unit, "rows": rows}
+        found = _tasks(inside[:, :, None], table, groups, most, **shape, once=True)
     return Tasks(*(jnp.repeat(x, sets, axis=2) for x in found))
+
+
+def _one_run(
+    low: Int[Array, "R M"],
+    high: Int[Array, "R M"],
+    table: Int[Array, "R M pages"],
+    groups: QueryGroups,
+    most: int,
+    *,
+    unit: int,
+    in_page: int,
+) -> Tasks:
+    """The units of each group from the first to the last that its queries see, who have one table: at most `most`.
+
+    What `_tasks` finds by counting flags, in a few launches of XLA's where that takes nine, since tasks follow one
+    another. A unit between them that no query sees is a task too.
+    """
+    units = table.shape[2] * in_page
+    low, high = groups.split(low), jnp.minimum(groups.split(high), units * unit - 1)
+    sees = groups.present & (low <= high)  # [R, g, C]
+    begin = jnp.min(jnp.where(sees, low // unit, units), axis=2)
+    end = jnp.max(jnp.where(sees, high // unit + 1, 0), axis=2)
+    number = jnp.clip(end - begin, 0, min(most, units))
+    place = jnp.minimum(begin[..., None] + jnp.arange(min(most, units)), units - 1)  # [R, g, K]
+    page = table[np.arange(len(table))[:, None, None], 0, place // in_page]
+    first = place[..., None] * unit
+    inside = sees[:, :, None] & (first + (unit - 1) >= low[:, :, None]) & (first <= high[:, :, None])
+    found = (place, page, packed(inside), number)
+    return _tasks_at(*(x[:, :, None] for x in found), in_page)
 
 
 def compressed_slots(

@@ -25,6 +25,7 @@ from smcjax.pallas.grouped_attention import (
     masked_attention,
     merged_parts,
     span_tasks,
+    tasks_of_blocks_reference,
     unit_slots,
 )
 from smcjax.pallas.query_groups import QueryGroups
@@ -323,6 +324,41 @@ def test_spans_are_sets_of_units(case: Case) -> None:
     want = alone(case, d._replace(selected=np.ones_like(d.selected)))
     np.testing.assert_allclose(attended(case, jax.tree.map(np.asarray, tasks), d).out, want.out, atol=1e-5)
     assert all((np.asarray(x) == np.asarray(x)[:, :, :1]).all() for x in tasks)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_are_the_units_that_are_seen(seed: int) -> None:
+    """Queries with one table: tasks are those that counting flags finds, also with queries that see nothing.
+
+    Control: the flags of windows that are a unit longer.
+    """
+    rng = np.random.default_rng(seed)
+    size, unit, pages, page_size = (int(rng.choice(of)) for of in ((1, 3, 4), (4, 8), (5, 12), (8, 16)))
+    groups = QueryGroups(tuple(rng.permutation(7).tolist()), size)
+    high = rng.integers(0, 20) + np.arange(7) + np.array([[0], [pages * page_size - 30]])
+    low = np.maximum(high - rng.integers(1, 25), 0)
+    low[:, rng.integers(7)] += 40
+    table = np.repeat(1 + rng.permutation(2 * pages).reshape(2, 1, pages), 7, axis=1)
+    of: dict[str, Any] = {"unit": unit, "page_size": page_size, "sets": 2, "most_slots": pages * page_size}
+    tasks = _span_tasks(jnp.asarray(low), jnp.asarray(high), jnp.asarray(table), groups, **of)
+
+    def counted(low: np.ndarray) -> Any:
+        first = np.arange(pages * page_size // unit) * unit
+        inside = (first + unit - 1 >= low[..., None]) & (first <= high[..., None]) & (low <= high)[..., None]
+        return tasks_of_blocks_reference(
+            jnp.asarray(inside)[:, :, None],
+            jnp.asarray(table[:, :1, :, None]),
+            None,
+            groups,
+            width=tasks.unit.shape[3],
+            parts=1,
+            in_page=page_size // unit,
+        )
+
+    for got, want in zip(tasks, counted(low), strict=True):
+        np.testing.assert_array_equal(got, np.repeat(want, 2, axis=2))
+    longer = counted(np.maximum(low - unit, 0))
+    assert (np.asarray(longer.number) != np.asarray(tasks.number)[:, :, :1]).any()
 
 
 def golden_rows() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
