@@ -72,11 +72,7 @@ class NGram:
     ) -> tuple[Drafts, None]:
         """The K tokens behind each row's newest earlier match, repeated from there on where the text ends."""
         tokens = lookup(groups.sequences.tokens, groups.sequences.length, speculation.gamma, self.longest)
-        logits = None
-        if keep_logits:
-            chosen = jax.nn.one_hot(tokens, distribution.stops.shape[1], dtype=bool)
-            logits = jnp.where(chosen, 0.0, -jnp.inf)
-        return Drafts(tokens, jnp.zeros(tokens.shape, jnp.float32), logits), None
+        return Drafts(tokens, jnp.zeros(tokens.shape, jnp.float32), certain=True), None
 
 
 def lookup(tokens: Int[Array, "R T"], length: Int[Array, " R"], count: int, longest: int) -> Int[Array, "R K"]:

@@ -24,7 +24,8 @@ class Drafts:
 
     tokens: Int[Array, "R K"]
     logprobs: Float[Array, "R K"]  # log q of each
-    logits: Float[Array, "R K V"] | None = None  # q = softmax of these, where they were asked for
+    logits: Float[Array, "R K V"] | None = None  # q = softmax of these, where they were asked for and drafts are drawn
+    certain: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})  # q of each is 1
 
 
 class Proposer(Protocol):

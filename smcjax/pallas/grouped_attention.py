@@ -257,8 +257,8 @@ def _one_run(
     page = table[np.arange(len(table))[:, None, None], 0, place // in_page]
     first = place[..., None] * unit
     inside = sees[:, :, None] & (first + (unit - 1) >= low[:, :, None]) & (first <= high[:, :, None])
-    found = (place, page, packed(inside), number)
-    return _tasks_at(*(x[:, :, None] for x in found), in_page)
+    place, page, queries, number = (x[:, :, None] for x in (place, page, packed(inside), number))
+    return _tasks_at(place, page, queries, number, in_page)
 
 
 def compressed_slots(

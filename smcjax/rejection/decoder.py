@@ -34,6 +34,7 @@ from smcjax.decoding.groups import Groups, Memory, PairParams
 from smcjax.decoding.prefill import leaders_of
 from smcjax.decoding.program import Program as Program
 from smcjax.decoding.program import by_implementation
+from smcjax.decoding.proposer import Drafts
 from smcjax.decoding.sampling import Purpose, Softmax, draw, group_keys, row_keys
 from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, cut_block, population
@@ -120,8 +121,7 @@ def _along_candidates(program: RejectionProgram, params: PairParams, state: Stat
         columns = range(logits.shape[1])
         earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
         target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
-        assert drafts.logits is not None
-        verdict = decide(program, state, target, Softmax.of(drafts.logits), drafts.tokens)
+        verdict = decide(program, state, target, drafts)
         row = jnp.arange(state.running.shape[0]) * n + verdict.candidate
         tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
     return state, Accepted(row, verdict.accepted, tokens, jax.tree.map(lambda x: x[row], target), verdict.law)
@@ -188,8 +188,7 @@ def decide(
     program: RejectionProgram,
     state: State,
     target: Softmax,  # [R, C, V]
-    draft: Softmax,  # [R, K, V]
-    drafts: Int[Array, "R K"],
+    drafts: Drafts,
 ) -> Verdict:
     """The verdict on each request's drafts."""
     n, gamma = program.rows, program.speculation.gamma
@@ -197,11 +196,16 @@ def decide(
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     verify = candidates if program.decoding.verification == "token" else block
 
-    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax, drafts: jax.Array) -> Verdict:
-        uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
-        return verify(_law(target, greedy), _law(draft, greedy), drafts, uniforms)
+    draft = None if drafts.logits is None else Softmax.of(drafts.logits)
+    assert drafts.certain == (draft is None)
 
-    return jax.vmap(one)(keys, greedy, *jax.tree.map(state.by_group, (target, draft, drafts)))
+    def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
+        uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
+        p = _law(target, greedy)
+        q = jax.nn.one_hot(tokens, p.shape[-1], dtype=p.dtype) if draft is None else _law(draft, greedy)
+        return verify(p, q, tokens, uniforms)
+
+    return jax.vmap(one)(keys, greedy, *jax.tree.map(state.by_group, (target, draft, drafts.tokens)))
 
 
 def decide_tree(

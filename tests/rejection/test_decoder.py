@@ -16,7 +16,7 @@ import pytest
 
 from smcjax import rejection
 from smcjax.decoding import draft_model, tree_drafts
-from smcjax.decoding.proposer import Proposer
+from smcjax.decoding.proposer import Drafts, Proposer
 from smcjax.decoding.sampling import Purpose, Softmax
 from smcjax.engine.page_budget import Footprint
 from smcjax.model import ModelConfig, load_checkpoint
@@ -195,8 +195,9 @@ def test_each_draft_has_a_uniform_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         decoder, "candidates", lambda p, q, d, u: rules.Verdict(jnp.int32(0), jnp.int32(0), u.reshape(-1))
     )
-    target, draft = (Softmax.of(jnp.zeros((4, columns, V))) for columns in (4, 3))
-    law = decoder.decide(program, state, target, draft, jnp.zeros((4, 3), jnp.int32)).law
+    target, tokens = Softmax.of(jnp.zeros((4, 4, V))), jnp.zeros((4, 3), jnp.int32)
+    drafts = Drafts(tokens, jnp.zeros((4, 3)), jnp.zeros((4, 3, V)))
+    law = decoder.decide(program, state, target, drafts).law
     assert np.unique(law).size == 12
 
 
