@@ -15,6 +15,8 @@ Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.mo
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,9 +29,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
 from smcjax.pallas.few_products import COLUMNS, row_products, together_of
-from smcjax.pallas.simt import WARP, Ref, Threads, Word
+from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
 
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
+MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
+WARPGROUPS = 2  # of a block, at most
+LINE = 16  # numbers of bfloat16 that the L2 fetches at once
 KINDS = ("mlp", "linear")
 
 Pair = tuple[jax.Array, jax.Array]
@@ -58,6 +63,21 @@ class Sizes(NamedTuple):
     def splits(self) -> int:
         """Parts of a product, of 256 columns each."""
         return self.size * self.dim // COLUMNS
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster, which have a product's parts between them."""
+        return next(count for count in range(MOST_BLOCKS, 0, -1) if self.splits % count == 0)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a block, which take its parts side by side."""
+        return math.gcd(WARPGROUPS, self.splits // self.blocks)
+
+    @property
+    def turns(self) -> int:
+        """Parts of a warpgroup, one after the other."""
+        return self.splits // (self.blocks * self.warpgroups)
 
 
 def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
@@ -119,6 +139,14 @@ def _multiply(
         t.store(parts, place, total, only=(token < number) & is_one)
 
 
+def _prefetch(t: Threads, weights: Ref, head: Word, worker: Word, sizes: Sizes) -> None:
+    """Asks for one worker's share of a head's W₂ [Hkv, D, D], so that it is in the L2 when parts are."""
+    lines, workers = sizes.dim * sizes.dim // LINE, sizes.blocks * sizes.warpgroups
+    for turn in range(-(-lines // (workers * WARPGROUP))):
+        line = (worker + turn * workers) * WARPGROUP + t.index
+        t.prefetch(weights, (head * lines + t.minimum(line, lines - 1)) * LINE, only=line < lines)
+
+
 def _conclude(
     t: Threads,
     parts: Ref,  # [N, Hkv, splits, D] f32 GMEM, as all but the last two
@@ -137,15 +165,18 @@ def _conclude(
     heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
     output = t.index % dim
     turned = [t.load(ref, birth * half + output % half) for ref in angles]
+    if mlp:
+        # Loads do not pass stores: what does not wait for the parts comes first.
+        bias, weights, out_bias = mlp
+        added, out_added = t.load(bias, head * dim + output), t.load(out_bias, head * dim + output)
+        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
     begin = (birth * heads + head) * (splits * dim) + output
     x = functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
     if mlp:
-        bias, weights, out_bias = mlp
-        x = x + t.load(bias, head * dim + output)
+        x = x + added
         t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
-        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
-        x = t.load(out_bias, head * dim + output)
         t.synchronize()
+        x = out_added
         for i, row in enumerate(rows):
             inputs = t.load4(hidden, t.constant(8 * i)) + t.load4(hidden, t.constant(8 * i + 4))
             for a, b in zip(inputs, row, strict=True):
@@ -192,68 +223,83 @@ def bear(
     matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
     turned = births.turned or ()
 
-    def multiplies(*refs: Ref) -> None:
-        keys, values, k_position, v_position, k_weights, v_weights, covered, any_born, *turned, k_parts, v_parts = refs
-        chunk, head, split, of = (lax.axis_index(name) for name in ("chunk", "head", "split", "of"))
-        there = any_born[chunk] > 0
-        for which, terms in enumerate(
-            [
-                (keys, k_position, k_weights, covered, *turned, k_parts),
-                (values, v_position, v_weights, covered, v_parts),
-            ]
-        ):
-
-            def program(t: Threads, *args: Any) -> None:
-                *refs, first, head, split = args
-                _multiply(t, *refs, first=first, head=head, split=split, together=together, sizes=sizes)
-
-            @pl.when(jnp.logical_and(there, of == which))
-            def _go(terms: tuple[Ref, ...] = terms) -> None:
-                simt.run(program, *terms, chunk * together, head, split, interpret=inside)
-
-    part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
-    parts = plgpu.kernel(
-        multiplies,
-        out_type=(part, part),
-        grid=(chunks, 2, heads, sizes.splits),
-        grid_names=("chunk", "of", "head", "split"),
-        compiler_params=simt.COMPILER_PARAMS,
-        interpret=interpret,
-        kernel_name="compress",
-    )(*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, any_born, *turned)
-
     begins = births.begins or ()
     names = () if phi == "linear" else ("in_bias", "out", "out_bias")
     mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
+    # One sequence of operands for both keys and values, and what of it either takes: to multiply, and to conclude.
+    operands = [*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, *turned, *begins]
+    operands += [*mlps[0], *mlps[1], births.home, is_born, any_born]
 
-    def concludes(*refs: Ref, hidden: Ref, made: Ref) -> None:
-        (k_parts, v_parts, is_born, home), refs = refs[:4], refs[4:]
-        k_mlp, v_mlp, refs = refs[: len(names)], refs[len(names) : 2 * len(names)], refs[2 * len(names) :]
-        *angles, keys, values = refs
-        birth, head, of = (lax.axis_index(name) for name in ("birth", "head", "of"))
-        at, there = home[birth], is_born[birth] > 0
-        for which, terms in enumerate([(k_parts, keys, *k_mlp, *angles), (v_parts, values, *v_mlp)]):
-            rotates = which == 0 and len(angles) > 0
+    def body(*refs: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None) -> None:
+        taken = iter(refs)
 
-            def program(t: Threads, *args: Any, rotates: bool = rotates) -> None:
+        def take(number: int) -> list[Ref]:
+            return list(itertools.islice(taken, number))
+
+        pools, positions, firsts, (covered,), turned_refs = take(2), take(2), take(2), take(1), take(len(turned))
+        angles, mlp_refs = take(len(begins)), [take(len(names)), take(len(names))]
+        home, is_born, any_born, *pages, k_parts, v_parts = taken
+        chunk, of, head, block, warpgroup = (lax.axis_index(name) for name in (*grid, "block", "warpgroup"))
+        for which, parts in enumerate((k_parts, v_parts)):
+            back, onward = (turned_refs, angles) if which == 0 else ([], [])
+
+            def multiplies(t: Threads, *args: Any) -> None:
+                *refs, first, head, worker = args
+                if phi == "mlp":
+                    *refs, out = refs
+                    _prefetch(t, out, head, worker, sizes)
+                for turn in range(sizes.turns):
+                    place = {"first": first, "head": head, "split": worker * sizes.turns + turn}
+                    _multiply(t, *refs, **place, together=together, sizes=sizes)
+                t.synchronize_cluster(barrier)
+
+            def concludes(t: Threads, *args: Any, rotates: bool = len(onward) > 0) -> None:
                 *refs, birth, head, at = args
                 _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
+                t.synchronize()  # before the next birth's numbers take the place of this one's
 
-            @pl.when(jnp.logical_and(there, of == which))
-            def _go(program: Any = program, terms: tuple[Ref, ...] = terms) -> None:
-                simt.run(program, *terms, hidden, made, birth, head, at, interpret=inside)
+            factors = (pools[which], positions[which], firsts[which], covered, *back, parts, *mlp_refs[which][1:2])
+            rest = (parts, pages[which], *mlp_refs[which], *onward, hidden, made)
 
+            # All blocks of a cluster come here or none does.
+            @pl.when(jnp.logical_and(any_born[chunk] > 0, of == which))
+            def _go(
+                multiplies: Any = multiplies, concludes: Any = concludes, factors: Any = factors, rest: Any = rest
+            ) -> None:
+                mine = []
+                for place in range(0, together, sizes.blocks):
+                    birth = chunk * together + place + block
+                    there = (warpgroup == 0) & (place + block < together) & (birth < number)
+                    birth = jnp.minimum(birth, number - 1)
+                    mine.append((there & (is_born[birth] > 0), birth, home[birth]))
+                worker = block * sizes.warpgroups + warpgroup
+                simt.run(multiplies, *factors, chunk * together, head, worker, interpret=inside)
+                for there, birth, at in mine:
+
+                    @pl.when(there)
+                    def _write(birth: Any = birth, at: Any = at) -> None:
+                        simt.run(concludes, *rest, birth, head, at, interpret=inside)
+
+    grid = ("chunk", "of", "head")
+    part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
+    scratch: dict[str, Any] = {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
+    if inside:
+        scratch["barrier"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=sizes.warpgroups)
     # References, so that the kernel's results are its operands' buffers.
     refs = [jax.new_ref(pool) for pool in compressed]
     plgpu.kernel(
-        concludes,
-        out_type=(),
-        grid=(number, 2, heads),
-        grid_names=("birth", "of", "head"),
-        scratch_types={"hidden": plgpu.SMEM((dim,), jnp.float32), "made": plgpu.SMEM((dim,), jnp.float32)},
+        body,
+        out_type=(part, part),
+        grid=(chunks, 2, heads),
+        grid_names=grid,
+        cluster=(sizes.blocks,),
+        cluster_names=("block",),
+        num_threads=sizes.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=scratch,
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
-        kernel_name="write_compressed",
-    )(*parts, is_born, births.home, *mlps[0], *mlps[1], *begins, *refs)
+        kernel_name="compress",
+    )(*operands, *refs)
     keys, values = (jax.freeze(ref) for ref in refs)
     return keys, values

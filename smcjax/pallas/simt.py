@@ -274,6 +274,11 @@ class _OnGPU:
             has_side_effects=True,
         )
 
+    def prefetch(self, ref: Any, index: Word, only: Word) -> None:
+        """Asks the L2 to have the 32 bytes of GMEM around an element, where a program will load them later."""
+        _, address, _ = self._address(ref, index)
+        mu.inline_ptx("prefetch.global.L2 [$0];", address, predicate=only.value, has_side_effects=True)
+
     def load4(self, ref: Any, index: Word) -> list[Word]:
         """Four words from `index` on, a multiple of 4."""
         space, address, size = self._address(ref, index)
@@ -325,6 +330,11 @@ class _OnGPU:
     def synchronize(self) -> None:
         """Waits for the warpgroup; what any thread of it stored in SMEM is seen by all."""
         mu.warpgroup_barrier()
+
+    def synchronize_cluster(self, barrier: Any) -> None:
+        """Waits for all blocks of the cluster, as `_Interpreted` explains: the hardware's barrier, not this one."""
+        mu.inline_ptx("barrier.cluster.arrive.release.aligned;", has_side_effects=True)
+        mu.inline_ptx("barrier.cluster.wait.acquire.aligned;", has_side_effects=True)
 
     def _address(self, ref: Any, index: Word) -> tuple[str, ir.Value, int]:
         """State space, byte address, bytes an element (a bool takes one)."""
@@ -395,6 +405,9 @@ class _Interpreted:
         wider = {jnp.dtype(jnp.bfloat16): jnp.float32, jnp.dtype(bool): jnp.int32}
         return found.astype(wider.get(ref.dtype, ref.dtype))
 
+    def prefetch(self, ref: Any, index: Word, only: Word) -> None:
+        """There is no cache."""
+
     def load_bools(self, ref: Any, index: Word) -> Word:
         return sum(self.load(ref, index + i) * (1 << 8 * i) for i in range(4))
 
@@ -437,3 +450,13 @@ class _Interpreted:
 
     def synchronize(self) -> None:
         """Vectors are in step already."""
+
+    def synchronize_cluster(self, barrier: Any) -> None:
+        """Waits for all blocks of the cluster; what any thread of it stored, in GMEM too, is seen by all.
+
+        `barrier` is a `plgpu.ClusterBarrier` of the cluster's axes, at which each warpgroup arrives once: needed where
+        this is interpreted, None for a block alone.
+        """
+        if barrier is not None:
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
