@@ -29,11 +29,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
 from smcjax.pallas.few_products import COLUMNS, row_products, together_of
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
+from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
 MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
 WARPGROUPS = 2  # of a block, at most
+RESULTS = 16  # whose terms a lane holds at once
+STAGES = 16  # rows of weights that a warp waits for, in shared memory
 LINE = 16  # numbers of bfloat16 that the L2 fetches at once
 KINDS = ("mlp", "linear")
 
@@ -110,30 +112,50 @@ def _multiply(
     sizes: Sizes,
 ) -> None:
     """Leaves what 256 columns of one head's weights make of `together` tokens, the `first` and those behind it."""
-    *turned, parts = refs
+    *turned, parts, rows, vectors = refs
     (number, size, heads, dim), splits, half = sizes, sizes.splits, sizes.dim // 2
-    lane = t.index % WARP
-    at, d = split * (COLUMNS // dim) + lane * 8 // dim, lane * 8 % dim
-    added, tokens = t.load8(position, (head * size + at) * dim + d), []
-    for i in range(together):
-        place = t.minimum(first + i, number - 1) * size + at
-        begin = (t.load(covered, place) * heads + head) * dim
-        x = t.load8(pool, begin + d)
-        if turned:
-            other = t.load8(pool, begin + (d + half) % dim)
-            place = place * half + d % half
-            cos, sin = (t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned)
-            sin = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
-            x = [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, sin, strict=True)]
-        tokens.append([a + b for a, b in zip(x, added, strict=True)])
-
+    lane, warp, of_warp = t.index % WARP, t.index // WARP, dim // WARPS
     begin = head * dim * (size * dim) + split * COLUMNS + lane * 8
 
+    def copy(stage: int, index: Word) -> None:
+        t.copy8(rows, (t.index + stage * WARPGROUP) * 8, weights, begin + index * (size * dim))
+
+    for stage in range(STAGES):
+        copy(stage, warp * of_warp + stage)
+        t.group_copies()
+
+    at, d = split * (COLUMNS // dim) + lane * 8 // dim, lane * 8 % dim
+    added = t.load8(position, (head * size + at) * dim + d)
+    for i in range(0, together, WARPS):
+        one = t.minimum(warp + i, together - 1)
+        place = t.minimum(one + first, number - 1) * size + at
+        source = (t.load(covered, place) * heads + head) * dim
+        x = t.load8(pool, source + d)
+        if turned:
+            other = t.load8(pool, source + (d + half) % dim)
+            place = place * half + d % half
+            cos, sin = (t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned)
+            sin = [t.where(d < half, angle, t.constant(0.0) - angle) for angle in sin]
+            x = [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, sin, strict=True)]
+        x = [a + b for a, b in zip(x, added, strict=True)]
+        for part in (0, 4):
+            t.store4(vectors, one * COLUMNS + lane * 8 + part, x[part : part + 4])
+    t.synchronize()
+    begins = [lane * 8 + i * COLUMNS for i in range(together)]
+    tokens = [t.load4(vectors, begin) + t.load4(vectors, begin + 4) for begin in begins]
+    turn = itertools.count()
+
     def row(index: Word) -> list[Word]:
-        found: list[Word] = t.load8(weights, begin + index * (size * dim))
+        # The stage of the last row but one is free: that row has been multiplied.
+        number = next(turn)
+        t.wait_for_copies(STAGES - 3)
+        found: list[Word] = t.load8(rows, (t.index + number % STAGES * WARPGROUP) * 8)
+        if 2 <= number < of_warp - STAGES + 2:
+            copy((number - 2) % STAGES, index + (STAGES - 2))
+        t.group_copies()
         return found
 
-    for which, output, total, is_one in row_products(t, tokens, row, dim):
+    for which, output, total, is_one in row_products(t, tokens, row, dim, ahead=1, together=RESULTS):
         token = first + which
         place = ((token * heads + head) * splits + split) * dim + output
         t.store(parts, place, total, only=(token < number) & is_one)
@@ -230,7 +252,7 @@ def bear(
     operands = [*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, *turned, *begins]
     operands += [*mlps[0], *mlps[1], births.home, is_born, any_born]
 
-    def body(*refs: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None) -> None:
+    def body(*refs: Ref, rows: Ref, vectors: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None) -> None:
         taken = iter(refs)
 
         def take(number: int) -> list[Ref]:
@@ -249,6 +271,8 @@ def bear(
                     *refs, out = refs
                     _prefetch(t, out, head, worker, sizes)
                 for turn in range(sizes.turns):
+                    if turn > 0:
+                        t.synchronize()  # before other vectors take the place of the last ones
                     place = {"first": first, "head": head, "split": worker * sizes.turns + turn}
                     _multiply(t, *refs, **place, together=together, sizes=sizes)
                 t.synchronize_cluster(barrier)
@@ -258,7 +282,8 @@ def bear(
                 _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
                 t.synchronize()  # before the next birth's numbers take the place of this one's
 
-            factors = (pools[which], positions[which], firsts[which], covered, *back, parts, *mlp_refs[which][1:2])
+            factors = (pools[which], positions[which], firsts[which], covered, *back, parts)
+            factors += (rows.at[warpgroup], vectors.at[warpgroup], *mlp_refs[which][1:2])
             rest = (parts, pages[which], *mlp_refs[which], *onward, hidden, made)
 
             # All blocks of a cluster come here or none does.
@@ -282,7 +307,11 @@ def bear(
 
     grid = ("chunk", "of", "head")
     part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
-    scratch: dict[str, Any] = {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
+    scratch: dict[str, Any] = {
+        "rows": plgpu.SMEM((sizes.warpgroups, STAGES * WARPGROUP * 8), jnp.bfloat16),
+        "vectors": plgpu.SMEM((sizes.warpgroups, together * COLUMNS), jnp.float32),
+    }
+    scratch |= {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
     if inside:
         scratch["barrier"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=sizes.warpgroups)
     # References, so that the kernel's results are its operands' buffers.

@@ -13,6 +13,7 @@ thread; interpreted, it is a vector over the 128 threads of a warpgroup, so that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +289,19 @@ class _OnGPU:
         found = mu.inline_ptx(load, address, result_types=[kind] * 4, has_side_effects=True)
         return [_Word(value) for value in found]
 
+    def copy8(self, to: Any, place: Word, ref: Any, index: Word) -> None:
+        """Begins to copy eight numbers of 16 bits from GMEM to SMEM, from multiples of 8 on."""
+        source, target = self._address(ref, index)[1], self._address(to, place)[1]
+        mu.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", target, source, has_side_effects=True)
+
+    def group_copies(self) -> None:
+        """Makes a group of the copies that this thread has begun since the last one."""
+        mu.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+    def wait_for_copies(self, most: int) -> None:
+        """Waits until no more than `most` groups of this thread's are under way; it alone sees what they copied."""
+        mu.inline_ptx(f"cp.async.wait_group {most};", has_side_effects=True)
+
     def load_bools(self, ref: Any, index: Word) -> Word:
         """Four bools from `index` on, a multiple of 4, as a word: 0 or 1 in each byte, the first in the lowest."""
         space, address, size = self._address(ref, index)
@@ -408,6 +422,17 @@ class _Interpreted:
     def prefetch(self, ref: Any, index: Word, only: Word) -> None:
         """There is no cache."""
 
+    def copy8(self, to: Any, place: Word, ref: Any, index: Word) -> None:
+        """At once, as in `store4`."""
+        here, found = place[:, None] + jnp.arange(8), ref[...].reshape(-1)[index[:, None] + jnp.arange(8)]
+        to[...] = to[...].reshape(-1).at[here].set(found).reshape(to.shape)
+
+    def group_copies(self) -> None:
+        """Copies are made already."""
+
+    def wait_for_copies(self, most: int) -> None:
+        """Copies are made already."""
+
     def load_bools(self, ref: Any, index: Word) -> Word:
         return sum(self.load(ref, index + i) * (1 << 8 * i) for i in range(4))
 
@@ -419,7 +444,7 @@ class _Interpreted:
 
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """At once: SMEM is the warpgroup's own."""
-        here = index if only is None else jnp.where(only, index, ref.size)
+        here = index if only is None else jnp.where(only, index, math.prod(ref.shape))
         flat = ref[...].reshape(-1).at[here[:, None] + jnp.arange(4)].set(jnp.stack(words, axis=1), mode="drop")
         ref[...] = flat.reshape(ref.shape)
 

@@ -86,6 +86,7 @@ CASES = {
     "wide": Case(
         NSA(kv="shared", phi="linear", compressed_rope="token", **SHORT), (4, 8), 4, page_size=2, dim=128, table=6
     ),
+    "paper's": Case(NSA(kv="shared"), (30, 40), 2, page_size=64, dim=128, table=1),
 }
 
 
