@@ -1,13 +1,17 @@
-"""Compressed tokens made of stored keys and values and written to their pages, in two launches: Mosaic GPU (Hopper).
+"""Compressed tokens made of stored keys and values and written to their pages, in one launch: Mosaic GPU (Hopper).
 
     x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
     hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
     pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
 
-A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A block of 128 threads multiplies 256
-columns of one head's with up to eight tokens: each lane holds eight numbers of every token and eight of a row at a
-time, and 32 sums of 32 lanes are made by exchanging halves, so that each lane ends with one. A second launch adds up
-the blocks' parts, token by token. Blocks whose tokens are not born read and write nothing.
+A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A cluster of up to eight blocks has
+one head's keys or values of up to eight tokens, and each of its warpgroups 256 columns of W₁ at a time. Rows stream
+through shared memory from the first instruction on, while each warp gathers some of the tokens and leaves them in
+shared memory for the others. A lane holds eight numbers of every token and eight of a row, and 16 sums over 32 lanes
+are made by exchanging halves. Behind a barrier of the cluster each block adds up the parts of another token, does the
+rest of φ and writes. Clusters none of whose tokens is born do nothing, and what is not born is not written.
+
+Interpreted, it is the same program: copies are made at once, and the cluster's barrier is Pallas' own.
 
 Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.model.nsa_births`, which is the reference.
 """
@@ -34,8 +38,8 @@ from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
 MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
 WARPGROUPS = 2  # of a block, at most
-RESULTS = 16  # whose terms a lane holds at once
-STAGES = 16  # rows of weights that a warp waits for, in shared memory
+RESULTS = 16  # whose terms a lane holds at once: with 32 one block would fill a multiprocessor's registers
+STAGES = 16  # rows of weights that a warp has in shared memory, or on their way there
 LINE = 16  # numbers of bfloat16 that the L2 fetches at once
 KINDS = ("mlp", "linear")
 
@@ -100,11 +104,12 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
 
 def _multiply(
     t: Threads,
-    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that does not say SMEM
     position: Ref,  # [Hkv, l, D] bf16
     weights: Ref,  # [Hkv, D, l·D] bf16
     covered: Ref,  # [N, l] int32
-    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32; SMEM:
+    # rows [stages · 1,024] bf16, vectors [together · 256] f32
     first: Word,
     head: Word,
     split: Word,
@@ -243,12 +248,10 @@ def bear(
     any_born = jnp.pad(is_born, (0, chunks * together - number)).reshape(chunks, together).max(axis=1)
     first = "" if phi == "linear" else "_in"
     matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
-    turned = births.turned or ()
-
-    begins = births.begins or ()
+    turned, begins = births.turned or (), births.begins or ()
+    grid = ("chunk", "of", "head")
     names = () if phi == "linear" else ("in_bias", "out", "out_bias")
     mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
-    # One sequence of operands for both keys and values, and what of it either takes: to multiply, and to conclude.
     operands = [*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, *turned, *begins]
     operands += [*mlps[0], *mlps[1], births.home, is_born, any_born]
 
@@ -305,7 +308,6 @@ def bear(
                     def _write(birth: Any = birth, at: Any = at) -> None:
                         simt.run(concludes, *rest, birth, head, at, interpret=inside)
 
-    grid = ("chunk", "of", "head")
     part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
     scratch: dict[str, Any] = {
         "rows": plgpu.SMEM((sizes.warpgroups, STAGES * WARPGROUP * 8), jnp.bfloat16),

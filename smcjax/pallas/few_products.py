@@ -1,8 +1,8 @@
 """Products of a matrix's rows with few vectors, by single threads (`simt.py`): for kernels that stream weights.
 
 A block of 128 threads takes 256 columns. Each lane of a warp holds eight numbers of every vector and eight of a row at
-a time. Sums over the lanes are made for 32 results at once: two lanes exchange halves of their terms, so that each ends
-with one result, after 31 shuffles instead of 160.
+a time. Sums over the lanes are made for up to 32 results at once: two lanes exchange halves of their terms, so that
+each ends with one result, after 31 shuffles instead of 160.
 """
 
 from __future__ import annotations
