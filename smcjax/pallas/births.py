@@ -1,17 +1,13 @@
-"""Compressed tokens made of stored keys and values and written to their pages, in one launch: Mosaic GPU (Hopper).
+"""Compressed tokens made of stored keys and values and written to their pages, in two launches: Mosaic GPU (Hopper).
 
     x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
     hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
     pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
 
-A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A cluster of up to eight blocks has
-one head's keys or values of up to eight tokens, and each of its warpgroups 256 columns of W₁ at a time. Rows stream
-through shared memory from the first instruction on, while each warp gathers some of the tokens and leaves them in
-shared memory for the others. A lane holds eight numbers of every token and eight of a row, and 16 sums over 32 lanes
-are made by exchanging halves. Behind a barrier of the cluster each block adds up the parts of another token, does the
-rest of φ and writes. Clusters none of whose tokens is born do nothing, and what is not born is not written.
-
-Interpreted, it is the same program: copies are made at once, and the cluster's barrier is Pallas' own.
+A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A block of 128 threads multiplies 256
+columns of one head's with up to eight tokens: each lane holds eight numbers of every token and eight of a row at a
+time, and 32 sums of 32 lanes are made by exchanging halves, so that each lane ends with one. A second launch adds up
+the blocks' parts, token by token. Blocks whose tokens are not born read and write nothing.
 
 Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.model.nsa_births`, which is the reference.
 """
@@ -19,8 +15,6 @@ Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.mo
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,14 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
 from smcjax.pallas.few_products import COLUMNS, row_products, together_of
-from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
+from smcjax.pallas.simt import WARP, Ref, Threads, Word
 
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
-MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
-WARPGROUPS = 2  # of a block, at most
-RESULTS = 16  # whose terms a lane holds at once: with 32 one block would fill a multiprocessor's registers
-STAGES = 16  # rows of weights that a warp has in shared memory, or on their way there
-LINE = 16  # numbers of bfloat16 that the L2 fetches at once
 KINDS = ("mlp", "linear")
 
 Pair = tuple[jax.Array, jax.Array]
@@ -70,21 +59,6 @@ class Sizes(NamedTuple):
         """Parts of a product, of 256 columns each."""
         return self.size * self.dim // COLUMNS
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of a cluster, which have a product's parts between them."""
-        return next(count for count in range(MOST_BLOCKS, 0, -1) if self.splits % count == 0)
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of a block, which take its parts side by side."""
-        return math.gcd(WARPGROUPS, self.splits // self.blocks)
-
-    @property
-    def turns(self) -> int:
-        """Parts of a warpgroup, one after the other."""
-        return self.splits // (self.blocks * self.warpgroups)
-
 
 def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
     """True where the kernels take N = `number` births: φ a product, heads of 64 or 128, all arrays bfloat16.
@@ -104,12 +78,11 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
 
 def _multiply(
     t: Threads,
-    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that does not say SMEM
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
     position: Ref,  # [Hkv, l, D] bf16
     weights: Ref,  # [Hkv, D, l·D] bf16
     covered: Ref,  # [N, l] int32
-    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32; SMEM:
-    # rows [stages · 1,024] bf16, vectors [together · 256] f32
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32
     first: Word,
     head: Word,
     split: Word,
@@ -117,61 +90,33 @@ def _multiply(
     sizes: Sizes,
 ) -> None:
     """Leaves what 256 columns of one head's weights make of `together` tokens, the `first` and those behind it."""
-    *turned, parts, rows, vectors = refs
+    *turned, parts = refs
     (number, size, heads, dim), splits, half = sizes, sizes.splits, sizes.dim // 2
-    lane, warp, of_warp = t.index % WARP, t.index // WARP, dim // WARPS
-    begin = head * dim * (size * dim) + split * COLUMNS + lane * 8
-
-    def copy(stage: int, index: Word) -> None:
-        t.copy8(rows, (t.index + stage * WARPGROUP) * 8, weights, begin + index * (size * dim))
-
-    for stage in range(STAGES):
-        copy(stage, warp * of_warp + stage)
-        t.group_copies()
-
+    lane = t.index % WARP
     at, d = split * (COLUMNS // dim) + lane * 8 // dim, lane * 8 % dim
-    added = t.load8(position, (head * size + at) * dim + d)
-    for i in range(0, together, WARPS):
-        one = t.minimum(warp + i, together - 1)
-        place = t.minimum(one + first, number - 1) * size + at
-        source = (t.load(covered, place) * heads + head) * dim
-        x = t.load8(pool, source + d)
+    added, tokens = t.load8(position, (head * size + at) * dim + d), []
+    for i in range(together):
+        place = t.minimum(first + i, number - 1) * size + at
+        begin = (t.load(covered, place) * heads + head) * dim
+        x = t.load8(pool, begin + d)
         if turned:
-            other = t.load8(pool, source + (d + half) % dim)
+            other = t.load8(pool, begin + (d + half) % dim)
             place = place * half + d % half
             cos, sin = (t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned)
-            sin = [t.where(d < half, angle, t.constant(0.0) - angle) for angle in sin]
+            sin = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
             x = [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, sin, strict=True)]
-        x = [a + b for a, b in zip(x, added, strict=True)]
-        for part in (0, 4):
-            t.store4(vectors, one * COLUMNS + lane * 8 + part, x[part : part + 4])
-    t.synchronize()
-    begins = [lane * 8 + i * COLUMNS for i in range(together)]
-    tokens = [t.load4(vectors, begin) + t.load4(vectors, begin + 4) for begin in begins]
-    turn = itertools.count()
+        tokens.append([a + b for a, b in zip(x, added, strict=True)])
+
+    begin = head * dim * (size * dim) + split * COLUMNS + lane * 8
 
     def row(index: Word) -> list[Word]:
-        # The stage of the last row but one is free: that row has been multiplied.
-        number = next(turn)
-        t.wait_for_copies(STAGES - 3)
-        found: list[Word] = t.load8(rows, (t.index + number % STAGES * WARPGROUP) * 8)
-        if 2 <= number < of_warp - STAGES + 2:
-            copy((number - 2) % STAGES, index + (STAGES - 2))
-        t.group_copies()
+        found: list[Word] = t.load8(weights, begin + index * (size * dim))
         return found
 
-    for which, output, total, is_one in row_products(t, tokens, row, dim, ahead=1, together=RESULTS):
+    for which, output, total, is_one in row_products(t, tokens, row, dim):
         token = first + which
         place = ((token * heads + head) * splits + split) * dim + output
         t.store(parts, place, total, only=(token < number) & is_one)
-
-
-def _prefetch(t: Threads, weights: Ref, head: Word, worker: Word, sizes: Sizes) -> None:
-    """Asks for one worker's share of a head's W₂ [Hkv, D, D], so that it is in the L2 when parts are."""
-    lines, workers = sizes.dim * sizes.dim // LINE, sizes.blocks * sizes.warpgroups
-    for turn in range(-(-lines // (workers * WARPGROUP))):
-        line = (worker + turn * workers) * WARPGROUP + t.index
-        t.prefetch(weights, (head * lines + t.minimum(line, lines - 1)) * LINE, only=line < lines)
 
 
 def _conclude(
@@ -192,18 +137,15 @@ def _conclude(
     heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
     output = t.index % dim
     turned = [t.load(ref, birth * half + output % half) for ref in angles]
-    if mlp:
-        # Loads do not pass stores: what does not wait for the parts comes first.
-        bias, weights, out_bias = mlp
-        added, out_added = t.load(bias, head * dim + output), t.load(out_bias, head * dim + output)
-        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
     begin = (birth * heads + head) * (splits * dim) + output
     x = functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
     if mlp:
-        x = x + added
+        bias, weights, out_bias = mlp
+        x = x + t.load(bias, head * dim + output)
         t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
+        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
+        x = t.load(out_bias, head * dim + output)
         t.synchronize()
-        x = out_added
         for i, row in enumerate(rows):
             inputs = t.load4(hidden, t.constant(8 * i)) + t.load4(hidden, t.constant(8 * i + 4))
             for a, b in zip(inputs, row, strict=True):
@@ -248,89 +190,70 @@ def bear(
     any_born = jnp.pad(is_born, (0, chunks * together - number)).reshape(chunks, together).max(axis=1)
     first = "" if phi == "linear" else "_in"
     matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
-    turned, begins = births.turned or (), births.begins or ()
-    grid = ("chunk", "of", "head")
-    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
-    mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
-    operands = [*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, *turned, *begins]
-    operands += [*mlps[0], *mlps[1], births.home, is_born, any_born]
+    turned = births.turned or ()
 
-    def body(*refs: Ref, rows: Ref, vectors: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None) -> None:
-        taken = iter(refs)
+    def multiplies(*refs: Ref) -> None:
+        keys, values, k_position, v_position, k_weights, v_weights, covered, any_born, *turned, k_parts, v_parts = refs
+        chunk, head, split, of = (lax.axis_index(name) for name in ("chunk", "head", "split", "of"))
+        there = any_born[chunk] > 0
+        for which, terms in enumerate(
+            [
+                (keys, k_position, k_weights, covered, *turned, k_parts),
+                (values, v_position, v_weights, covered, v_parts),
+            ]
+        ):
 
-        def take(number: int) -> list[Ref]:
-            return list(itertools.islice(taken, number))
+            def program(t: Threads, *args: Any) -> None:
+                *refs, first, head, split = args
+                _multiply(t, *refs, first=first, head=head, split=split, together=together, sizes=sizes)
 
-        pools, positions, firsts, (covered,), turned_refs = take(2), take(2), take(2), take(1), take(len(turned))
-        angles, mlp_refs = take(len(begins)), [take(len(names)), take(len(names))]
-        home, is_born, any_born, *pages, k_parts, v_parts = taken
-        chunk, of, head, block, warpgroup = (lax.axis_index(name) for name in (*grid, "block", "warpgroup"))
-        for which, parts in enumerate((k_parts, v_parts)):
-            back, onward = (turned_refs, angles) if which == 0 else ([], [])
-
-            def multiplies(t: Threads, *args: Any) -> None:
-                *refs, first, head, worker = args
-                if phi == "mlp":
-                    *refs, out = refs
-                    _prefetch(t, out, head, worker, sizes)
-                for turn in range(sizes.turns):
-                    if turn > 0:
-                        t.synchronize()  # before other vectors take the place of the last ones
-                    place = {"first": first, "head": head, "split": worker * sizes.turns + turn}
-                    _multiply(t, *refs, **place, together=together, sizes=sizes)
-                t.synchronize_cluster(barrier)
-
-            def concludes(t: Threads, *args: Any, rotates: bool = len(onward) > 0) -> None:
-                *refs, birth, head, at = args
-                _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
-                t.synchronize()  # before the next birth's numbers take the place of this one's
-
-            factors = (pools[which], positions[which], firsts[which], covered, *back, parts)
-            factors += (rows.at[warpgroup], vectors.at[warpgroup], *mlp_refs[which][1:2])
-            rest = (parts, pages[which], *mlp_refs[which], *onward, hidden, made)
-
-            # All blocks of a cluster come here or none does.
-            @pl.when(jnp.logical_and(any_born[chunk] > 0, of == which))
-            def _go(
-                multiplies: Any = multiplies, concludes: Any = concludes, factors: Any = factors, rest: Any = rest
-            ) -> None:
-                mine = []
-                for place in range(0, together, sizes.blocks):
-                    birth = chunk * together + place + block
-                    there = (warpgroup == 0) & (place + block < together) & (birth < number)
-                    birth = jnp.minimum(birth, number - 1)
-                    mine.append((there & (is_born[birth] > 0), birth, home[birth]))
-                worker = block * sizes.warpgroups + warpgroup
-                simt.run(multiplies, *factors, chunk * together, head, worker, interpret=inside)
-                for there, birth, at in mine:
-
-                    @pl.when(there)
-                    def _write(birth: Any = birth, at: Any = at) -> None:
-                        simt.run(concludes, *rest, birth, head, at, interpret=inside)
+            @pl.when(jnp.logical_and(there, of == which))
+            def _go(terms: tuple[Ref, ...] = terms) -> None:
+                simt.run(program, *terms, chunk * together, head, split, interpret=inside)
 
     part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
-    scratch: dict[str, Any] = {
-        "rows": plgpu.SMEM((sizes.warpgroups, STAGES * WARPGROUP * 8), jnp.bfloat16),
-        "vectors": plgpu.SMEM((sizes.warpgroups, together * COLUMNS), jnp.float32),
-    }
-    scratch |= {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
-    if inside:
-        scratch["barrier"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=sizes.warpgroups)
-    # References, so that the kernel's results are its operands' buffers.
-    refs = [jax.new_ref(pool) for pool in compressed]
-    plgpu.kernel(
-        body,
+    parts = plgpu.kernel(
+        multiplies,
         out_type=(part, part),
-        grid=(chunks, 2, heads),
-        grid_names=grid,
-        cluster=(sizes.blocks,),
-        cluster_names=("block",),
-        num_threads=sizes.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=scratch,
+        grid=(chunks, 2, heads, sizes.splits),
+        grid_names=("chunk", "of", "head", "split"),
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="compress",
-    )(*operands, *refs)
+    )(*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, any_born, *turned)
+
+    begins = births.begins or ()
+    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
+    mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
+
+    def concludes(*refs: Ref, hidden: Ref, made: Ref) -> None:
+        (k_parts, v_parts, is_born, home), refs = refs[:4], refs[4:]
+        k_mlp, v_mlp, refs = refs[: len(names)], refs[len(names) : 2 * len(names)], refs[2 * len(names) :]
+        *angles, keys, values = refs
+        birth, head, of = (lax.axis_index(name) for name in ("birth", "head", "of"))
+        at, there = home[birth], is_born[birth] > 0
+        for which, terms in enumerate([(k_parts, keys, *k_mlp, *angles), (v_parts, values, *v_mlp)]):
+            rotates = which == 0 and len(angles) > 0
+
+            def program(t: Threads, *args: Any, rotates: bool = rotates) -> None:
+                *refs, birth, head, at = args
+                _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
+
+            @pl.when(jnp.logical_and(there, of == which))
+            def _go(program: Any = program, terms: tuple[Ref, ...] = terms) -> None:
+                simt.run(program, *terms, hidden, made, birth, head, at, interpret=inside)
+
+    # References, so that the kernel's results are its operands' buffers.
+    refs = [jax.new_ref(pool) for pool in compressed]
+    plgpu.kernel(
+        concludes,
+        out_type=(),
+        grid=(number, 2, heads),
+        grid_names=("birth", "of", "head"),
+        scratch_types={"hidden": plgpu.SMEM((dim,), jnp.float32), "made": plgpu.SMEM((dim,), jnp.float32)},
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="write_compressed",
+    )(*parts, is_born, births.home, *mlps[0], *mlps[1], *begins, *refs)
     keys, values = (jax.freeze(ref) for ref in refs)
     return keys, values

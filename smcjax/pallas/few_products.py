@@ -1,8 +1,8 @@
 """Products of a matrix's rows with few vectors, by single threads (`simt.py`): for kernels that stream weights.
 
 A block of 128 threads takes 256 columns. Each lane of a warp holds eight numbers of every vector and eight of a row at
-a time. Sums over the lanes are made for up to 32 results at once: two lanes exchange halves of their terms, so that
-each ends with one result, after 31 shuffles instead of 160.
+a time. Sums over the lanes are made for 32 results at once: two lanes exchange halves of their terms, so that each ends
+with one result, after 31 shuffles instead of 160.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from smcjax.pallas.simt import WARP, WARPS, Threads, Word
 
 COLUMNS = 8 * WARP  # of a block
 MOST_TOGETHER = 8  # vectors of a block, in registers
-AHEAD = 8  # rows that a warp waits for together, in registers
+AHEAD = 8  # rows that a warp waits for together
 
 
 def together_of(number: int) -> int:
@@ -22,12 +22,7 @@ def together_of(number: int) -> int:
 
 
 def row_products(
-    t: Threads,
-    vectors: list[list[Word]],
-    row: Callable[[Word], list[Word]],
-    rows: int,
-    ahead: int = AHEAD,
-    together: int = WARP,
+    t: Threads, vectors: list[list[Word]], row: Callable[[Word], list[Word]], rows: int
 ) -> Iterator[tuple[Word, Word, Word, Word]]:
     """Yields results, one a lane: the vector's number, the row's, their product over the block's columns, f32, and
     true in one of the lanes that have the same.
@@ -35,25 +30,21 @@ def row_products(
     Args:
         t: the threads.
         vectors: eight numbers of each, this lane's; 1, 2, 4 or 8 vectors.
-        row: loads this lane's eight numbers of a row; called for a warp's rows one after the other.
+        row: loads this lane's eight numbers of a row.
         rows: of all warps; a multiple of 4.
-        ahead: rows that a warp waits for together.
-        together: results whose terms a lane holds at once, at most 32: fewer take fewer registers, and no more shuffles
-            for a result.
     """
     of_warp, lane = rows // WARPS, t.index % WARP
     first = t.index // WARP * of_warp
-    counts = (count for count in (32, 16, 8, 4, 2, 1) if count * len(vectors) <= together)
-    at_once = next(count for count in counts if of_warp % count == 0)
+    at_once = next(count for count in (32, 16, 8, 4, 2, 1) if count * len(vectors) <= WARP and of_warp % count == 0)
     every = WARP // (len(vectors) * at_once)  # lanes that have one result
     mine = lane // every
-    waiting = [row(first + index) for index in range(min(ahead, of_warp))]
+    waiting = [row(first + index) for index in range(min(AHEAD, of_warp))]
     for group in range(0, of_warp, at_once):
         sums = [[t.constant(0.0)] * at_once for _ in vectors]
         for j in range(at_once):
             factors = waiting.pop(0)
-            if group + j + ahead < of_warp:
-                waiting.append(row(first + (group + j + ahead)))
+            if group + j + AHEAD < of_warp:
+                waiting.append(row(first + (group + j + AHEAD)))
             for of_vector, x in zip(sums, vectors, strict=True):
                 for a, b in zip(x, factors, strict=True):
                     of_vector[j] = t.multiply_add(a, b, of_vector[j])

@@ -13,7 +13,6 @@ thread; interpreted, it is a vector over the 128 threads of a warpgroup, so that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -275,11 +274,6 @@ class _OnGPU:
             has_side_effects=True,
         )
 
-    def prefetch(self, ref: Any, index: Word, only: Word) -> None:
-        """Asks the L2 to have the 32 bytes of GMEM around an element, where a program will load them later."""
-        _, address, _ = self._address(ref, index)
-        mu.inline_ptx("prefetch.global.L2 [$0];", address, predicate=only.value, has_side_effects=True)
-
     def load4(self, ref: Any, index: Word) -> list[Word]:
         """Four words from `index` on, a multiple of 4."""
         space, address, size = self._address(ref, index)
@@ -288,19 +282,6 @@ class _OnGPU:
         load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
         found = mu.inline_ptx(load, address, result_types=[kind] * 4, has_side_effects=True)
         return [_Word(value) for value in found]
-
-    def copy8(self, to: Any, place: Word, ref: Any, index: Word) -> None:
-        """Begins to copy eight numbers of 16 bits from GMEM to SMEM, from multiples of 8 on."""
-        source, target = self._address(ref, index)[1], self._address(to, place)[1]
-        mu.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", target, source, has_side_effects=True)
-
-    def group_copies(self) -> None:
-        """Makes a group of the copies that this thread has begun since the last one."""
-        mu.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-    def wait_for_copies(self, most: int) -> None:
-        """Waits until no more than `most` groups of this thread's are under way; it alone sees what they copied."""
-        mu.inline_ptx(f"cp.async.wait_group {most};", has_side_effects=True)
 
     def load_bools(self, ref: Any, index: Word) -> Word:
         """Four bools from `index` on, a multiple of 4, as a word: 0 or 1 in each byte, the first in the lowest."""
@@ -344,11 +325,6 @@ class _OnGPU:
     def synchronize(self) -> None:
         """Waits for the warpgroup; what any thread of it stored in SMEM is seen by all."""
         mu.warpgroup_barrier()
-
-    def synchronize_cluster(self, barrier: Any) -> None:
-        """Waits for all blocks of the cluster, as `_Interpreted` explains: the hardware's barrier, not this one."""
-        mu.inline_ptx("barrier.cluster.arrive.release.aligned;", has_side_effects=True)
-        mu.inline_ptx("barrier.cluster.wait.acquire.aligned;", has_side_effects=True)
 
     def _address(self, ref: Any, index: Word) -> tuple[str, ir.Value, int]:
         """State space, byte address, bytes an element (a bool takes one)."""
@@ -419,20 +395,6 @@ class _Interpreted:
         wider = {jnp.dtype(jnp.bfloat16): jnp.float32, jnp.dtype(bool): jnp.int32}
         return found.astype(wider.get(ref.dtype, ref.dtype))
 
-    def prefetch(self, ref: Any, index: Word, only: Word) -> None:
-        """There is no cache."""
-
-    def copy8(self, to: Any, place: Word, ref: Any, index: Word) -> None:
-        """At once, as in `store4`."""
-        here, found = place[:, None] + jnp.arange(8), ref[...].reshape(-1)[index[:, None] + jnp.arange(8)]
-        to[...] = to[...].reshape(-1).at[here].set(found).reshape(to.shape)
-
-    def group_copies(self) -> None:
-        """Copies are made already."""
-
-    def wait_for_copies(self, most: int) -> None:
-        """Copies are made already."""
-
     def load_bools(self, ref: Any, index: Word) -> Word:
         return sum(self.load(ref, index + i) * (1 << 8 * i) for i in range(4))
 
@@ -444,7 +406,7 @@ class _Interpreted:
 
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """At once: SMEM is the warpgroup's own."""
-        here = index if only is None else jnp.where(only, index, math.prod(ref.shape))
+        here = index if only is None else jnp.where(only, index, ref.size)
         flat = ref[...].reshape(-1).at[here[:, None] + jnp.arange(4)].set(jnp.stack(words, axis=1), mode="drop")
         ref[...] = flat.reshape(ref.shape)
 
@@ -475,13 +437,3 @@ class _Interpreted:
 
     def synchronize(self) -> None:
         """Vectors are in step already."""
-
-    def synchronize_cluster(self, barrier: Any) -> None:
-        """Waits for all blocks of the cluster; what any thread of it stored, in GMEM too, is seen by all.
-
-        `barrier` is a `plgpu.ClusterBarrier` of the cluster's axes, at which each warpgroup arrives once: needed where
-        this is interpreted, None for a block alone.
-        """
-        if barrier is not None:
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
