@@ -388,7 +388,8 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         cycles=args.windows * args.cycles,
                     )
                     check_pages(models.target_config, case.page_size)
-                    counts = bool(args.replay_overlap) and line.has_neighbours and same_sets(line, case) not in counted
+                    counts = bool(args.replay_overlap) and not args.no_count and line.has_neighbours
+                    counts = counts and same_sets(line, case) not in counted
                     bench = LineBench(line, models, case, weights, drafts, counts=counts)
                     if bench.held_bytes > device_memory():
                         skip(
@@ -534,6 +535,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
+    parser.add_argument("--no-count", action="store_true", help="no sets: a program less to compile for each row")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="tokens/s over contexts: .svg, .png or .pdf")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, one short window, whose times say little")
