@@ -29,6 +29,14 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 QUICK = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
 
+# Each of pytest's workers has a core of its own where there is one for each: its threads, sixteen of XLA's among them,
+# wake each other all the time, and from core to core that takes interrupts.
+worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{what}", "") for what in ("", "_COUNT"))
+if worker and hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == int(workers):
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})
+
 # Tracing and lowering make millions of objects, few of them garbage: collected as often as Python would, a tenth of
 # all time.
 gc.set_threshold(100_000, 50, 100)
