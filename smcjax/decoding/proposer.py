@@ -92,7 +92,7 @@ class Proposer(Protocol):
         page_size: int,
         keep_logits: bool = False,
     ) -> tuple[Drafts, Any]:
-        """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole."""
+        """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole, of drafts that are drawn."""
         ...
 
 
