@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.decoders import Speculation
@@ -26,6 +27,13 @@ class Drafts:
     logprobs: Float[Array, "R K"]  # log q of each
     logits: Float[Array, "R K V"] | None = None  # q = softmax of these, where they were asked for and drafts are drawn
     certain: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})  # q of each is 1
+
+    def whole(self, vocab_size: int) -> Float[Array, "R K V"]:
+        """Logits of q over all tokens, which drafts that are drawn must have been asked for."""
+        if self.certain:
+            return jnp.where(jax.nn.one_hot(self.tokens, vocab_size, dtype=bool), 0.0, -jnp.inf)
+        assert self.logits is not None
+        return self.logits
 
 
 class Proposer(Protocol):
@@ -92,7 +100,10 @@ class Proposer(Protocol):
         page_size: int,
         keep_logits: bool = False,
     ) -> tuple[Drafts, Any]:
-        """K tokens a row behind its frontier, and the memory after them. `keep_logits` asks for q whole, of drafts that are drawn."""
+        """K tokens a row behind its frontier, and the memory after them.
+
+        `keep_logits` asks for q whole, of drafts that are drawn.
+        """
         ...
 
 

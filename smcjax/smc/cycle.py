@@ -184,10 +184,9 @@ class Laws(NamedTuple):
 
 def laws_of(program: SMCProgram, state: State, logits: Float[Array, "R C V"], drafts: Drafts) -> Laws:
     """The laws of the block behind the rows' tokens, by the target's tempered logits and the draft's whole ones."""
-    assert drafts.logits is not None
     constraint = row_constraint(state, program.rows)
     allowed = None if constraint is None else constraint.allowed_along(drafts.tokens[:, : logits.shape[1] - 1])
-    return Laws.of(program.decoding.power, logits, drafts.logits, allowed)
+    return Laws.of(program.decoding.power, logits, drafts.whole(logits.shape[-1]), allowed)
 
 
 def run_of(
