@@ -359,10 +359,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
         skipped.append(one)
         print(f"left out: {json.dumps(one)}", file=sys.stderr, flush=True)
 
-    lines = BENCHMARKS[args.benchmark](args.gamma, Models(*shapes).target_config.num_layers, args.drafts)
-    lines = [one for line in lines for one in line.with_sets(args.replay_overlap)]
-    lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
-    lines = [line for line in lines if not any(part in line.name for part in args.without)]
+    lines = lines_asked(args, Models(*shapes).target_config.num_layers)
     for attention in dict.fromkeys(line.attention for line in lines):
         models = Models(*shapes, attention=attention)
         mine = [line for line in lines if line.attention == attention]
@@ -427,6 +424,14 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                 write(args, reached, found, skipped)
         del weights, drafts, bench
     return found, skipped
+
+
+def lines_asked(args: argparse.Namespace, layers: int) -> list[Line]:
+    """The benchmark's rows, with replayed sets too, whose names `--only` and `--without` let through."""
+    lines = BENCHMARKS[args.benchmark](args.gamma, layers, args.drafts)
+    lines = [one for line in lines for one in line.with_sets(args.replay_overlap)]
+    lines = [line for line in lines if not args.only or any(part in line.name for part in args.only)]
+    return [line for line in lines if not any(part in line.name for part in args.without)]
 
 
 def write(args: argparse.Namespace, reached: Sequence[float], lines: list[dict], skipped: list[dict]) -> None:

@@ -80,6 +80,18 @@ def test_rows() -> None:
     assert [line.decoding.speculation.sparse for line in alone] == [SparseVerification("merged", 9)]
 
 
+def test_rows_that_are_asked_for() -> None:
+    """Names with replayed sets count; control: without `--without` there is the row by XLA."""
+    words = ["cycles", "--tiny", "--drafts", "lookup", "--replay-overlap", ".75", "--only", "sparse, target alone"]
+    words += ["calibrated, free drafts, sets"]
+    names = [line.name for line in bench.lines_asked(bench.arguments([*words, "--without", "by XLA"]), 32)]
+    assert names == [
+        "sparse, target alone",
+        "sparse, merged, layers select as calibrated, free drafts, sets 0.75 alike",
+    ]
+    assert len(bench.lines_asked(bench.arguments(words), 32)) == 3
+
+
 def test_heads_are_of_the_targets_sizes() -> None:
     head = bench.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
     assert (head.draft_vocab_size, head.taps, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
