@@ -413,8 +413,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
             which = same_sets(bench.line, bench.case)
             if bench.counts:
                 counted[which] = bench.sets
-            takes_blocks = bench.case.decoding.speculation.sparse is not None and not all(bench.refreshes)
-            of_line = args.reached_reuse if args.reached_reuse and takes_blocks else reached
+            of_line = args.reached_reuse if args.reached_reuse and not all(bench.refreshes) else reached
             found.append(line_of(bench, ms, rates, of_line, args.overlap, counted.get(which)))
             used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
             print(

@@ -424,7 +424,7 @@ class SharedNSA(NSA):
 
 
 def _chosen(routed: Routed | None, earlier: Chosen | None) -> Chosen:
-    """What a layer's queries read: what a layer before has chosen, tasks and all, or what they have routed."""
+    """Returns what a layer's queries read: the choice of a layer before, tasks and all, or the blocks of `routed`."""
     if earlier is not None:
         return earlier
     assert routed is not None

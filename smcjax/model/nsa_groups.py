@@ -78,7 +78,7 @@ class Blocks(Protocol):
 
 
 class Chosen(NamedTuple):
-    """What a layer's queries have selected, for later layers to take."""
+    """A layer's choice of blocks, which later layers may take."""
 
     blocks: Bool[Array, "R T S blocks"]
     tasks: Tasks | None = None  # by which groups read the blocks; None: not made

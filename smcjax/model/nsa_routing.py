@@ -59,7 +59,7 @@ class Branches(NamedTuple):
 
     @property
     def chosen(self) -> Chosen:
-        """What later layers may take."""
+        """The layer's choice, which later layers may take."""
         return Chosen(self.selected, self.tasks)
 
     def gated(self) -> Float[Array, "R T H D"]:

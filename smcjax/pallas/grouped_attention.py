@@ -226,10 +226,15 @@ def span_tasks(
         found = _one_run(low, high, table, groups, most, unit=unit, in_page=page_size // unit)
     else:
         first = jnp.arange(table.shape[2] * page_size // unit) * unit
-        inside = (first + (unit - 1) >= low[..., None]) & (first <= high[..., None])
+        inside = _meets(first, unit, low[..., None], high[..., None])
         shape = {"parts": 1, "in_page": page_size // unit, "rows": rows}
         found = _tasks(inside[:, :, None], table, groups, most, **shape, once=True)
     return Tasks(*(jnp.repeat(x, sets, axis=2) for x in found))
+
+
+def _meets(first: jax.Array, unit: int, low: jax.Array, high: jax.Array) -> jax.Array:
+    """True for units of which a slot, from their `first` on, lies between `low` and `high`, both included."""
+    return (first + (unit - 1) >= low) & (first <= high)
 
 
 def _one_run(
@@ -242,21 +247,21 @@ def _one_run(
     unit: int,
     in_page: int,
 ) -> Tasks:
-    """The units of each group from the first to the last that its queries see, who have one table: at most `most`.
+    """Returns the units of each group from the first to the last that its queries see, who have one table.
 
-    What `_tasks` finds by counting flags, in a few launches of XLA's where that takes nine, since tasks follow one
-    another. A unit between them that no query sees is a task too.
+    They are at most `most`. `_tasks` finds the same by counting flags, which takes XLA nine launches; where tasks
+    follow one another few will do. A unit between them that no query sees is a task too.
     """
     units = table.shape[2] * in_page
+    width = min(most, units)
     low, high = groups.split(low), jnp.minimum(groups.split(high), units * unit - 1)
     sees = groups.present & (low <= high)  # [R, g, C]
     begin = jnp.min(jnp.where(sees, low // unit, units), axis=2)
     end = jnp.max(jnp.where(sees, high // unit + 1, 0), axis=2)
-    number = jnp.clip(end - begin, 0, min(most, units))
-    place = jnp.minimum(begin[..., None] + jnp.arange(min(most, units)), units - 1)  # [R, g, K]
+    number = jnp.clip(end - begin, 0, width)
+    place = jnp.minimum(begin[..., None] + jnp.arange(width), units - 1)  # [R, g, K]
     page = table[np.arange(len(table))[:, None, None], 0, place // in_page]
-    first = place[..., None] * unit
-    inside = sees[:, :, None] & (first + (unit - 1) >= low[:, :, None]) & (first <= high[:, :, None])
+    inside = sees[:, :, None] & _meets(place[..., None] * unit, unit, low[:, :, None], high[:, :, None])
     place, page, queries, number = (x[:, :, None] for x in (place, page, packed(inside), number))
     return _tasks_at(place, page, queries, number, in_page)
 

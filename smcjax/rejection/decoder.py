@@ -196,8 +196,7 @@ def decide(
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
     verify = candidates if program.decoding.verification == "token" else block
 
-    draft = None if drafts.logits is None else Softmax.of(drafts.logits)
-    assert drafts.certain == (draft is None)
+    draft = None if drafts.certain else Softmax.of(drafts.whole(target.logits.shape[-1]))
 
     def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
         uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
