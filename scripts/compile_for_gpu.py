@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
     parser.add_argument("--hlo", type=Path, help="write the optimised program there")
     parser.add_argument("--sparse", action="store_true", help="rejection over a sparse target instead of SMC")
+    parser.add_argument("--refresh", type=int, help="with --sparse: spacing of the layers that select (all do)")
     parser.add_argument("--list", action="store_true", help="print all launches outside loops, in order")
     args = parser.parse_args()
 
@@ -76,7 +77,7 @@ def main() -> None:
         draft = dataclasses.replace(draft, num_layers=args.layers)
     how = {"max_model_len": args.max_model_len, "implementation": args.implementation}
     if args.sparse:
-        sparse = SparseVerification("merged", args.gamma + 1)
+        sparse = SparseVerification("merged", args.gamma + 1, schedule=args.refresh)
         program: Any = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
     else:
         program = smc.Program(smc.SMC(n_particles=args.n_particles, gamma=args.gamma), target, draft, **how)
