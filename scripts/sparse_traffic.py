@@ -76,7 +76,8 @@ def attend(
         if way in ("selection-window", "layer"):
             pairs = (keys, values, keys, values)
             chosen = nsa_groups.Chosen(selected)
-            found += nsa_groups.rows_by_groups(population.kind, q, pairs, None, view, chosen, view.positions)[0]
+            parts, _ = nsa_groups.rows_by_groups(population.kind, q, pairs, None, view, chosen, view.positions)
+            found += [part.out for part in parts]
     return tuple(found)
 
 

@@ -50,6 +50,7 @@ from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import copy_pages
 from smcjax.pallas.attention import sees
 from smcjax.pallas.gates import Products
+from smcjax.pallas.grouped_attention import Part
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 CHOICES = {
@@ -244,9 +245,9 @@ class NSA(Bearing, Routing):
                 return self._attend(projection, seen, view.positions, last, routed), cache
         chosen = _chosen(routed, earlier)
         compressed = compressed_of(cache) if routed is None else None
-        outputs, tasks = rows_by_groups(self, q, pages, compressed, view, chosen, last)
-        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, chosen.blocks)
-        return self.put_together(projection, routed, outputs[0], outputs[1], products)._replace(tasks=tasks), cache
+        parts, tasks = rows_by_groups(self, q, pages, compressed, view, chosen, last)
+        branches = self._put_parts_together(projection, routed, parts, chosen, products)
+        return branches._replace(tasks=tasks), cache
 
     def takes_together(self, view: BatchView | TreeView, earlier: Chosen | None) -> bool:
         """True where compressed tokens are read with the other branches: no weights of theirs are needed."""
@@ -307,9 +308,23 @@ class NSA(Bearing, Routing):
                 return self._attend(projection, seen, positions, positions, routed), scratch
         chosen = _chosen(routed, earlier)
         compressed = (compressed_of(cache), compressed_of(scratch)) if routed is None else None
-        outputs, tasks = nodes_by_groups(self, q, pages, own, compressed, view, chosen)
-        routed = routed or Routed(grouped(outputs[2], pages[0].shape[2]), None, chosen.blocks)
-        return self.put_together(projection, routed, *outputs[:2])._replace(tasks=tasks), scratch
+        parts, tasks = nodes_by_groups(self, q, pages, own, compressed, view, chosen)
+        return self._put_parts_together(projection, routed, parts, chosen)._replace(tasks=tasks), scratch
+
+    def _put_parts_together(
+        self,
+        projection: Projection,
+        routed: Routed | None,
+        parts: tuple[Part, ...],
+        chosen: Chosen,
+        products: Products | None = None,
+    ) -> Branches:
+        """`put_together` of what groups have read: selection, window and, unless `routed`, compressed tokens."""
+        slc, win, *cmp = parts
+        if routed is None:
+            routed = Routed(grouped(cmp[0].out, projection.num_kv_heads // self.kv_pairs), None, chosen.blocks)
+        unmerged = (cmp[0].unmerged if cmp else None, slc.unmerged, win.unmerged)
+        return self.put_together(projection, routed, slc.out, win.out, products, unmerged)
 
     def tree_written(
         self, projection: Projection, cache: LayerCache, scratch: LayerCache, view: TreeView

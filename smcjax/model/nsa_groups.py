@@ -356,12 +356,12 @@ def rows_by_groups(
     view: BatchView,
     chosen: Chosen,
     last: Int[Array, "R T"],
-) -> tuple[tuple[jax.Array, ...], Tasks]:
+) -> tuple[tuple[Part, ...], Tasks]:
     """Attends by groups of all queries of a request, the columns of its rows, which see positions up to `last`.
 
-    Returns the outputs of the selection, of the window and, if `compressed` pages are given, of compressed tokens, f32,
-    and the selection's tasks, which a layer that takes the same blocks need not make again. The outputs' requests are
-    rows: R·T is R·M of the queries given.
+    Returns the parts of the selection, of the window and, if `compressed` pages are given, of compressed tokens, and
+    the selection's tasks, which a layer that takes the same blocks need not make again. The parts' requests are rows:
+    R·T is R·M of the queries given.
     """
     assert view.sparse is not None
     columns, groups = view.positions.shape[1], _groups(view)
@@ -369,8 +369,7 @@ def rows_by_groups(
     of_queries = (q, _tables(view), view.positions, chosen.blocks, last)
     q, table, positions, selected, high = (_by_request(view, x) for x in of_queries)
     tasks = chosen.tasks or grouped.tasks(selected, positions, table, view.page_size)
-    parts = grouped.attend(q, pages, compressed, table, positions, tasks, high, min(groups.size, columns) - 1)
-    return tuple(part.out for part in parts), tasks
+    return grouped.attend(q, pages, compressed, table, positions, tasks, high, min(groups.size, columns) - 1), tasks
 
 
 def nodes_by_groups(
@@ -381,7 +380,7 @@ def nodes_by_groups(
     compressed: tuple[Pair, Pair] | None,
     view: TreeView,
     chosen: Chosen,
-) -> tuple[tuple[Float[Array, "R T H D"], ...], Tasks]:
+) -> tuple[tuple[Part, ...], Tasks]:
     """Attends by groups of a row's nodes: to committed positions by tasks, then to the path.
 
     `own` are the nodes' in scratch; `compressed`, if given, those of compressed tokens in pages and in scratch. A node
@@ -405,8 +404,8 @@ def nodes_by_groups(
     tasks = chosen.tasks or grouped.tasks(chosen.blocks, positions, table, view.page_size)
     parts = grouped.attend(q, pages, in_pages, table, positions, tasks, high, view.tree.depth)
     scratch: tuple[Pair, ...] = (own[:2], own[2:], *in_scratch)
-    outputs = tuple(
-        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, on_path.shape))[0]).out
+    whole = tuple(
+        merged_parts(part, masked_attention(q, *arrays, jnp.broadcast_to(visible, on_path.shape))[0])
         for part, arrays, visible in zip(parts, scratch, (on_path, near, born), strict=False)
     )
-    return outputs, tasks
+    return whole, tasks

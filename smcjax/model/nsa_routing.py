@@ -9,6 +9,7 @@ and last blocks are always selected, then the best.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from smcjax.pallas.best_blocks import best_blocks
 from smcjax.pallas.block_ranking import Ranking
 from smcjax.pallas.gates import Products, gated_sum, sigmoid_gates, weighed_sum
 from smcjax.pallas.grouped_attention import Tasks
+from smcjax.pallas.grouped_merge import Unmerged
 
 
 class Entries[T](NamedTuple):
@@ -199,10 +201,12 @@ class Routing:
         slc: jax.Array,
         win: jax.Array,
         products: Products | None = None,
+        unmerged: Sequence[Unmerged | None] = (),
     ) -> Branches:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.
 
-        `products` are those of gates, if they are there already. Kernels, of which no gradient is to be had, take parts
+        `products` are those of gates, if they are there already, `unmerged` the segments of branches that a kernel has
+        merged into their outputs. Kernels, of which no gradient is to be had, take parts
         in f32 alone: what `dense` is trained by has others.
         """
         dtype, shape = projection.qkv.dtype, projection.qkv.shape
@@ -211,7 +215,7 @@ class Routing:
         if self.gate == "x":
             assert projection.weights is not None
             weights = projection.weights["gate"], projection.weights["gate_bias"]
-            of_gates = projection.x, *weights, parts, projection.pending, products
+            of_gates = projection.x, *weights, parts, projection.pending, products, unmerged
             kernel = gated_sum.kernel_for(*of_gates)
             total = None if kernel is None else kernel.run(*of_gates)
         gates = self.gates(projection, projection.unrotated()[0])

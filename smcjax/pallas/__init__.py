@@ -2,6 +2,7 @@
 
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.gated_merge import gated_merge_mosaic
 from smcjax.pallas.grouped_attention import grouped_attention
 from smcjax.pallas.grouped_attention_sm90 import grouped_attention_mosaic
 from smcjax.pallas.grouped_tasks_kernel import tasks_of_blocks_mosaic
@@ -42,6 +43,7 @@ __all__ = [
     "copy_all_pages",
     "copy_pages",
     "find_tasks",
+    "gated_merge_mosaic",
     "grouped_attention",
     "grouped_attention_mosaic",
     "implementations",

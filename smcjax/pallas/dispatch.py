@@ -74,9 +74,9 @@ class Op[**P, R]:
         self.reference = reference
         self._kernels: list[Kernel[P, R]] = []
 
-    def register(self, kernel: Kernel[P, R]) -> None:
-        """Adds a kernel, which comes after those that were added before it."""
-        self._kernels.append(kernel)
+    def register(self, kernel: Kernel[P, R], *, first: bool = False) -> None:
+        """Adds a kernel, which comes after those that were added before it, or as the `first`."""
+        self._kernels.insert(0 if first else len(self._kernels), kernel)
 
     def kernel_for(self, *args: P.args, **kwargs: P.kwargs) -> Kernel[P, R] | None:
         """The kernel that these arguments would run in now; None where the reference computes them."""

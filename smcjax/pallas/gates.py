@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from smcjax.numerics import product_precision
 from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_products import AHEAD, COLUMNS, row_products, together_of
+from smcjax.pallas.grouped_merge import Unmerged
 from smcjax.pallas.norm import PendingNorm
 from smcjax.pallas.side_by_side import Part, Place, launch
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
@@ -42,11 +44,12 @@ def gated_sum_reference(
     parts: Parts,
     pending: PendingNorm | None = None,
     products: Products | None = None,
+    unmerged: Sequence[Unmerged | None] = (),
 ) -> Float[Array, "R T H D"]:
     """The sum of branches' outputs, each times the sigmoid of a linear map of x; in x's dtype, gates in f32.
 
     x lacks its norm where that is `pending`, which is of x then. `products` are those of `products_part`, where they
-    are there already: kernels need not make them.
+    are there already: kernels need not make them. Nor do they need parts that `unmerged` has instead, one a part.
     """
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
     return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias, pending), outputs)
@@ -115,15 +118,11 @@ def _weigh(
     *parts, out, gates, squares = refs
     here, branches = AT_ONCE // dim, len(parts)
     index = t.minimum(t.index, here * branches - 1)
-    row = share * (here * branches) + index
-    terms = [t.load(sums, (token * splits + i) * (heads * branches) + row) for i in range(splits)]
-    own_bias = t.load(bias, row)
+    logit = asked_logit(t, sums, bias, token, share * (here * branches) + index, splits, heads * branches)
     begin = token * (heads * dim) + share * AT_ONCE + t.index * 8
     found = [t.load4(part, begin) + t.load4(part, begin + 4) for part in parts]
-    logit = functools.reduce(lambda a, b: a + b, terms)
-    if x is not None:
-        logit = logit * _inverse_rms(t, x, squares, token, splits * COLUMNS, eps)
-    t.store(gates, index, t.constant(1.0) / (t.exp(t.constant(0.0) - (logit + own_bias)) + 1.0))
+    scale = None if x is None else inverse_rms(t, x, squares, token, splits * COLUMNS, eps)
+    t.store(gates, index, sigmoid(t, logit, scale))
     t.synchronize()
     head, total = t.index * 8 // dim, [t.constant(0.0)] * 8
     for branch, numbers in enumerate(found):
@@ -132,8 +131,27 @@ def _weigh(
     t.store8(out, begin, total)
 
 
-def _inverse_rms(t: Threads, x: Ref, squares: Ref, token: Word, width: int, eps: float) -> Word:
-    """1/rms of a token's x, in all threads."""
+class Logit(NamedTuple):
+    """A gate's logit, of which loads are on their way: parts of its product, in which x may lack its norm; and bias."""
+
+    terms: list[Word]
+    bias: Word
+
+
+def asked_logit(t: Threads, sums: Ref, bias: Ref, token: Word, row: Word, splits: int, rows: int) -> Logit:
+    """Asks for the logit of one of the `rows` gates of a token; `sums` and `bias` as in `_weigh`."""
+    return Logit([t.load(sums, (token * splits + i) * rows + row) for i in range(splits)], t.load(bias, row))
+
+
+def sigmoid(t: Threads, logit: Logit, scale: Word | None) -> Word:
+    """The gate; `scale` is what its product lacks (None: nothing)."""
+    product = functools.reduce(lambda a, b: a + b, logit.terms)
+    product = product if scale is None else product * scale
+    return t.constant(1.0) / (t.exp(t.constant(0.0) - (product + logit.bias)) + 1.0)
+
+
+def inverse_rms(t: Threads, x: Ref, squares: Ref, token: Word, width: int, eps: float) -> Word:
+    """1/rms of a token's x [N, E], in all threads; `squares` [4] f32 SMEM."""
     starts = [(t.index + i * WARPGROUP) * 8 for i in range(-(-width // AT_ONCE))]
     found = [t.load8(x, token * width + t.minimum(start, width - 8)) for start in starts]
     mine = t.constant(0.0)
@@ -169,7 +187,7 @@ def products_part(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *,
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def _gate_products(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *, interpret: Any) -> Products:
+def gate_products(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *, interpret: Any) -> Products:
     """A jit of its own, so that a model's layers trace and lower the kernel once."""
     part = products_part(x, gate, interpret=interpret)
     ((products,),) = launch("gates", part, compiler_params=simt.COMPILER_PARAMS, interpret=interpret)
@@ -183,13 +201,14 @@ def gated_sum_mosaic(
     parts: Parts,
     pending: PendingNorm | None = None,
     products: Products | None = None,
+    unmerged: Sequence[Unmerged | None] = (),
     *,
     interpret: Any = None,
 ) -> Float[Array, "R T H D"]:
-    """Computes `gated_sum` by the kernels; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
+    """Computes `gated_sum` by the kernels, of parts; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     flat, x = [part.reshape(-1, part.shape[2] * part.shape[3]) for part in parts], x.reshape(-1, x.shape[2])
     if products is None:
-        products = _gate_products(x, gate, interpret=interpret)
+        products = gate_products(x, gate, interpret=interpret)
     how = {"dim": parts[0].shape[3], "eps": None if pending is None else pending.eps, "interpret": interpret}
     return _gated_sum(x, products, bias, flat, **how).reshape(parts[0].shape)
 
@@ -255,6 +274,7 @@ def _supports(
     parts: Parts,
     pending: PendingNorm | None = None,
     products: Products | None = None,
+    unmerged: Sequence[Unmerged | None] = (),
 ) -> bool:
     of_f32 = all(part.dtype == jnp.float32 for part in parts)
     return bias.dtype == jnp.bfloat16 and of_f32 and supports_products(x, gate, parts[0].shape[3])

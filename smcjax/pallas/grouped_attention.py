@@ -18,7 +18,7 @@ the host: bits of blocks, and a running count that says where each goes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ class Part(NamedTuple):
 
     out: Float[Array, "R M H D"]  # f32
     lse: Float[Array, "R M H"]  # f32, the log of the sum of exp(score)
+    unmerged: Any = None  # `grouped_merge.Unmerged`: the segments that a kernel has merged into this part, if one has
 
 
 class Branch(NamedTuple):

@@ -28,7 +28,7 @@ from smcjax.pallas.grouped_attention import (
     grouped_scores,
 )
 from smcjax.pallas.grouped_attention_kernel import Refs, Shape, attend
-from smcjax.pallas.grouped_merge import by_pair, merge, result_types
+from smcjax.pallas.grouped_merge import Segments, Unmerged, by_pair, merge, result_types
 from smcjax.pallas.grouped_shares import LOADERS, MOST_PAIRS, Tuning, default_tuning, scratch_words
 from smcjax.pallas.products import QUERIES, SWIZZLED
 from smcjax.pallas.query_groups import QueryGroups
@@ -164,6 +164,7 @@ def _by_kernels(
             again(q[of], tuple(_requests(branch, of) for branch in branches))
             for of in (slice(0, requests // 2), slice(requests // 2, requests))
         ]
+        found = [(tuple(part._replace(unmerged=None) for part in parts), *rest) for parts, *rest in found]
         return jax.tree.map(lambda *both: jnp.concatenate(both), *found)
     of_set = heads // sets
     if lacking := padded(of_set) - of_set:
@@ -174,7 +175,11 @@ def _by_kernels(
             x = x.reshape(*x.shape[:2], sets, of_set + lacking, *x.shape[3:])[:, :, :, :of_set]
             return x.reshape(*x.shape[:2], heads, *x.shape[4:])
 
-        return tuple(Part(*map(cut, part)) for part in parts), None if scores is None else cut(scores), products
+        return (
+            tuple(Part(cut(part.out), cut(part.lse)) for part in parts),
+            None if scores is None else cut(scores),
+            products,
+        )
 
     tuning = tuning or default_tuning(dim)
     shape = Shape(
@@ -235,15 +240,16 @@ def _by_kernels(
         kernel_name="grouped_attention",
     )(by_order, *operands)
     numbers = operands[Refs._fields.index("number") :: len(Refs._fields)]
+    segments = Segments(shares, sums, notes, tuple(numbers), shape, tuning)
     results = plgpu.kernel(
-        functools.partial(merge, tuning=tuning, shape=shape),
+        functools.partial(merge, shape=shape, tuning=tuning),
         out_type=result_types(shape, requests, dim),
         grid=(all_groups, sets, units_of(shape.rows), len(branches)),
         grid_names=("group", "set", "unit", "branch"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="grouped_attention_merge",
-    )(shares, sums, notes, *numbers)
+    )(*segments.arrays)
 
     def by_query(x: jax.Array, *, own: bool = by_pair(shape)) -> jax.Array:
         """[R, M, H, …] of a branch's results."""
@@ -255,6 +261,8 @@ def _by_kernels(
 
     parts = tuple(Part(by_query(out), by_query(lse)) for out, lse in zip(results[::2], results[1::2], strict=True))
     if not products:
+        if by_pair(shape) and not reordered:
+            parts = tuple(part._replace(unmerged=Unmerged(segments, b)) for b, part in enumerate(parts))
         return parts, None, None
     scores = by_query(products[0], own=False).astype(jnp.float32) / divisor_of(scale, dim)
     return parts, scores, products[0]

@@ -8,9 +8,11 @@ known on the device alone (`grouped_shares.py`): a few are asked for together.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,92 +29,158 @@ from smcjax.pallas.shared_merge import UNIT, units_of
 FEW, MANY = 2, 4  # segments that are asked for together, where lines are many or few beside blocks
 
 
-def merge(
-    parts_ref: Ref,  # [lines + blocks, subs, 64, D] f16 GMEM
-    lse_ref: Ref,  # [lines + blocks, subs, 64] f32 GMEM
-    notes_ref: Ref,  # [lines, 2] int32 GMEM: the first block that has a part of a line, and its segments
-    *refs: Ref,  # each branch's numbers of tasks [G, S] int32 GMEM, then outputs and log-sum-exps (`result_types`)
-    tuning: Tuning,
-    shape: Shape,
-) -> None:
-    """Merges a unit of four rows of a branch."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parts", "lse", "notes", "numbers"),
+    meta_fields=("shape", "tuning"),
+)
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """What `grouped_attention_kernel.attend` leaves of all lines, in GMEM."""
+
+    parts: Any  # [lines + blocks, subs, 64, D] f16
+    lse: Any  # [lines + blocks, subs, 64] f32
+    notes: Any  # [lines, 2] int32: the first block that has a part of a line, and its segments
+    numbers: tuple[Any, ...]  # tasks of each branch [G, S] int32
+    shape: Shape
+    tuning: Tuning
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The operands that a kernel begins with, for which `of_refs` gives it these segments again."""
+        return self.parts, self.lse, self.notes, *self.numbers
+
+    @property
+    def at_once(self) -> int:
+        """Segments of a line to ask for together: a line has some blocks / lines + 2 at most."""
+        return FEW if 2 * self.notes.shape[0] > self.tuning.blocks else MANY
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("segments",), meta_fields=("branch",))
+@dataclasses.dataclass(frozen=True)
+class Unmerged:
+    """A `Part` before its segments are merged: those of one branch of a launch."""
+
+    segments: Segments
+    branch: int
+
+
+def of_refs(refs: Sequence[Ref], shape: Shape, tuning: Tuning) -> tuple[Segments, Sequence[Ref]]:
+    """The segments whose arrays a kernel's references begin with, and the other references."""
+    (parts, lse, notes, *numbers), others = refs[: 3 + len(shape.units)], refs[3 + len(shape.units) :]
+    return Segments(parts, lse, notes, tuple(numbers), shape, tuning), others
+
+
+class Place(NamedTuple):
+    """The heads of a query that four rows of a group are, where `by_pair`."""
+
+    query: jax.Array  # of all requests'
+    head: jax.Array  # the first of four
+    is_there: jax.Array  # false behind a request's last query
+
+
+def merge(*refs: Ref, shape: Shape, tuning: Tuning) -> None:
+    """Merges a unit of four rows of a branch. `refs`: the segments' arrays, then what `result_types` says."""
     group, of_set, unit, branch = (lax.axis_index(name) for name in ("group", "set", "unit", "branch"))
-    row, branches = unit * UNIT, len(shape.units)
-    numbers, results = refs[:branches], refs[branches:]
-    at_once = FEW if 2 * notes_ref.shape[0] > tuning.blocks else MANY  # a line has some blocks / lines + 2 at most
+    row, (segments, results) = unit * UNIT, of_refs(refs, shape, tuning)
 
     def merge_branch(b: int) -> None:
         out_ref, sums_ref = results[2 * b : 2 * b + 2]
-        tile = lax.div(row, QUERIES)
-        line = ((group * shape.sets + of_set) * branches + b) * shape.lines + lax.div(tile, shape.together)
-        # `note` has written nothing for a line without tasks.
-        segments = jnp.where(numbers[b][group, of_set] > 0, notes_ref[line, 1], 0)
-        place = jnp.where(segments > 0, line + notes_ref[line, 0], 0)
-        # A tile's results are those of all warpgroups, if they have taken turns, or of its own.
-        subs = [jnp.int32(sub) for sub in range(tuning.subs)]
-        if shape.together > 1:
-            subs = [lax.rem(tile, shape.together)]
-        out, lse = _merged(parts_ref, lse_ref, place, segments, lax.rem(row, QUERIES), subs, at_once)
+        ((out, lse),) = merged(segments, group, of_set, row, [b])
         if not by_pair(shape):
             sums_ref[group, of_set, pl.ds(row, UNIT)] = lse
             out_ref[group, of_set, pl.ds(row, UNIT)] = out
             return
-        in_request = lax.rem(group, shape.groups) * shape.queries + lax.div(row, shape.group_heads)
-        at = lax.div(group, shape.groups) * shape.of_request + in_request
-        heads = pl.ds(of_set * shape.group_heads + lax.rem(row, shape.group_heads), UNIT)
+        place = place_of(shape, group, of_set, row)
 
-        @pl.when(in_request < shape.of_request)
+        @pl.when(place.is_there)
         def _store() -> None:
-            sums_ref[at, heads] = lse
-            out_ref[at, heads] = out
+            sums_ref[place.query, pl.ds(place.head, UNIT)] = lse
+            out_ref[place.query, pl.ds(place.head, UNIT)] = out
 
-    for b in range(branches):
+    for b in range(len(shape.units)):
         pl.when(branch == b)(functools.partial(merge_branch, b))
 
 
-def _merged(
-    parts_ref: Ref,
-    lse_ref: Ref,
-    first: jax.Array,
-    segments: jax.Array,
-    row: jax.Array,
-    subs: list[jax.Array],
-    at_once: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [4, D] and log-sum-exps [4] of the rows from `row` on, of so many segments from place `first` on."""
-    dim = parts_ref.shape[-1]
-    layout = plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
-    rows = layout.reduce(1)
+def place_of(shape: Shape, group: jax.Array, of_set: jax.Array, row: jax.Array) -> Place:
+    """Where the results of four rows of a group and set go, from `row` on, in the groups' order of queries."""
+    in_request = lax.rem(group, shape.groups) * shape.queries + lax.div(row, shape.group_heads)
+    query = lax.div(group, shape.groups) * shape.of_request + in_request
+    head = of_set * shape.group_heads + lax.rem(row, shape.group_heads)
+    return Place(query, head, in_request < shape.of_request)
 
-    def take(turn: jax.Array, so_far: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, mass, acc = so_far
-        lse, values = [], []
-        for i in range(at_once):
-            number = turn * at_once + i
-            there = jnp.where(number < segments, 0.0, 4 * MASKED)
-            for sub in subs:
-                where = (first + lax.min(number, segments - 1), sub, pl.ds(row, UNIT))
-                values.append(plgpu.load(parts_ref.at[where], layout=layout, optimized=False))
-                found = plgpu.load(lse_ref.at[where], layout=rows, optimized=False)
-                lse.append(found + jnp.broadcast_to(there, found.shape))
-        new_top = functools.reduce(jnp.maximum, lse, top)
-        weights = [jnp.exp2(x - new_top) for x in lse]
-        before = jnp.exp2(top - new_top)
-        mass = functools.reduce(jnp.add, weights, mass * before)
-        for weight, value in zip([before, *weights], [acc, *values], strict=True):
-            scaled = lax.broadcast_in_dim(weight, (UNIT, dim), [0]) * value.astype(jnp.float32)
-            acc = scaled if value is acc else acc + scaled
-        return new_top, mass, acc
+
+def merged(
+    segments: Segments, group: jax.Array, of_set: jax.Array, row: jax.Array, branches: Sequence[int]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Outputs [4, D] and log-sum-exps [4] of some branches, of the rows from `row` on; all their loads side by side."""
+    shape, dim = segments.shape, segments.parts.shape[-1]
+    tile, in_tile, at_once = lax.div(row, QUERIES), lax.rem(row, QUERIES), segments.at_once
+    layout, rows = row_layout(dim), row_layout(dim).reduce(1)
+    # A tile's results are those of all warpgroups, if they have taken turns, or of its own.
+    subs = [jnp.int32(sub) for sub in range(segments.tuning.subs)]
+    if shape.together > 1:
+        subs = [lax.rem(tile, shape.together)]
+    first_line = (group * shape.sets + of_set) * len(shape.units)
+    lines = [(first_line + b) * shape.lines + lax.div(tile, shape.together) for b in branches]
+    firsts, counts = ([segments.notes[line, i] for line in lines] for i in range(2))
+    # Nothing has been noted of a line without tasks.
+    tasks = [segments.numbers[b][group, of_set] for b in branches]
+    counts = [jnp.where(number > 0, count, 0) for number, count in zip(tasks, counts, strict=True)]
+    lines = [line + first for line, first in zip(lines, firsts, strict=True)]
+    places = [jnp.where(count > 0, place, 0) for place, count in zip(lines, counts, strict=True)]
+    # Where another branch's line has segments, something that has been written is read in the place of none.
+    written = functools.reduce(lax.max, places)
+    places = [jnp.where(count > 0, place, written) for place, count in zip(places, counts, strict=True)]
+
+    def take(turn: jax.Array, so_far: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+        found = []
+        for place, count in zip(places, counts, strict=True):
+            lse, values = [], []
+            for i in range(at_once):
+                number = turn * at_once + i
+                there = jnp.where(number < count, 0.0, 4 * MASKED)
+                for sub in subs:
+                    where = (place + lax.max(lax.min(number, count - 1), 0), sub, pl.ds(in_tile, UNIT))
+                    values.append(plgpu.load(segments.parts.at[where], layout=layout, optimized=False))
+                    one = plgpu.load(segments.lse.at[where], layout=rows, optimized=False)
+                    lse.append(one + jnp.broadcast_to(there, one.shape))
+            found.append((lse, values))
+        return [_taken(*one, *state) for one, state in zip(found, so_far, strict=True)]
 
     nothing = (
         plgpu.layout_cast(jnp.full((UNIT,), 8 * MASKED, jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((UNIT, dim), jnp.float32), layout),
     )
-    top, mass, acc = lax.fori_loop(0, lax.div(segments + (at_once - 1), at_once), take, nothing)
-    some = jnp.where(mass > 0, mass, 1.0)
-    lse = jnp.where(top > 1.5 * MASKED, (top + jnp.log2(some)) * math.log(2), -jnp.inf)
-    return acc * lax.broadcast_in_dim(1 / some, (UNIT, dim), [0]), lse
+    turns = lax.div(functools.reduce(lax.max, counts) + (at_once - 1), at_once)
+    return [_result(*state) for state in lax.fori_loop(0, turns, take, [nothing] * len(branches))]
+
+
+def _taken(
+    lse: list[jax.Array], values: list[jax.Array], top: jax.Array, mass: jax.Array, acc: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The softmax so far of four rows with some more segments."""
+    new_top = functools.reduce(jnp.maximum, lse, top)
+    weights = [jnp.exp2(x - new_top) for x in lse]
+    before = jnp.exp2(top - new_top)
+    mass = functools.reduce(jnp.add, weights, mass * before)
+    acc = lax.broadcast_in_dim(before, acc.shape, [0]) * acc
+    for weight, value in zip(weights, values, strict=True):
+        acc = acc + lax.broadcast_in_dim(weight, acc.shape, [0]) * value.astype(jnp.float32)
+    return new_top, mass, acc
+
+
+def _result(top: jax.Array, mass: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of rows; of those that nobody has seen 0 and −∞."""
+    seen = top > 1.5 * MASKED
+    lse = jnp.where(seen, (top + jnp.log2(jnp.where(seen, mass, 1.0))) * math.log(2), -jnp.inf)
+    return acc * lax.broadcast_in_dim(jnp.where(seen, 1 / mass, 0.0), acc.shape, [0]), lse
+
+
+def row_layout(dim: int) -> Any:
+    """Registers of a warpgroup for four rows, each of a warp."""
+    return plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
 
 
 def by_pair(shape: Shape) -> bool:

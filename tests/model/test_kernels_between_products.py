@@ -31,6 +31,7 @@ def lowered(
     folded: bool = False,
     page_size: int = 16,
     sparse: SparseVerification | None = None,
+    heads: int = 8,
     **options: Any,
 ) -> str:
     """A forward with copies, its cache donated, lowered for CUDA."""
@@ -39,7 +40,7 @@ def lowered(
         hidden_size=1024,
         intermediate_size=1024,
         num_layers=LAYERS,
-        num_heads=8,
+        num_heads=heads,
         num_kv_heads=4,
         head_dim=128,
         max_position_embeddings=4096,
@@ -83,20 +84,24 @@ def test_kernels_of_a_layer_whose_norms_are_folded(rows: int, columns: int) -> N
     assert [called.count(kernel) for kernel in kernels] == [LAYERS, LAYERS, LAYERS, 1]
 
 
-@pytest.mark.parametrize(("kv", "folded"), [("shared", False), ("shared", True), ("per_branch", True)])
-def test_kernels_of_a_sparse_layer(kv: str, folded: bool) -> None:
+@pytest.mark.parametrize(
+    ("kv", "folded", "heads"), [("shared", False, 8), ("shared", True, 16), ("per_branch", True, 16)]
+)
+def test_kernels_of_a_sparse_layer(kv: str, folded: bool, heads: int) -> None:
     """One that keeps scores, one that selects blocks by them, one that makes tasks, one that attends to those.
 
-    With one pair of keys and values a kernel writes it beside the products of gates. A folded norm is left to kernels.
+    Gates weigh what is merged where four heads or more share a key-value head, else what has been merged. With one pair
+    of keys and values a kernel writes it beside the products of gates. A folded norm is left to kernels.
     """
     sparse = SparseVerification("merged", 9)
     layers = (LayerSpec(NSA(kv=kv, phi="mean")),)
-    text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, folded=folded, layers=layers)
+    text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, folded=folded, heads=heads, layers=layers)
     called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
-    kernels = ("_by_kernels", "ranked_blocks", "_gated_sum")
-    assert [called.count(kernel) for kernel in kernels] == [2 * LAYERS, LAYERS, LAYERS]
+    kernels = ("_by_kernels", "ranked_blocks", "_gated_merge", "_gated_sum")
+    merges = heads >= 16
+    assert [called.count(kernel) for kernel in kernels] == [2 * LAYERS, LAYERS, merges * LAYERS, (not merges) * LAYERS]
     beside, alone = (LAYERS, 0) if kv == "shared" else (0, LAYERS)
-    kernels = ("_write_beside_gates", "_gate_products", "_rotate_and_write")
+    kernels = ("_write_beside_gates", "gate_products", "_rotate_and_write")
     assert [called.count(kernel) for kernel in kernels] == [beside, alone, 0]
     assert called.count("add_rms_norm_mosaic") == (1 if folded else 2 * LAYERS)
 
@@ -108,8 +113,8 @@ def test_a_sparse_layer_without_kernels_of_gates_writes_as_a_dense_one(options: 
     layers = (LayerSpec(NSA(kv="shared", phi="mean", **sizes, **options)),)
     text = lowered(8, 9, "mosaic", page_size=128, sparse=SparseVerification("merged", 9), layers=layers)
     called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
-    kernels = ("_rotate_and_write", "_write_beside_gates", "_gate_products", "_gated_sum")
-    assert [called.count(kernel) for kernel in kernels] == [LAYERS, 0, 0, 0]
+    kernels = ("_rotate_and_write", "_write_beside_gates", "gate_products", "_gated_sum", "_gated_merge")
+    assert [called.count(kernel) for kernel in kernels] == [LAYERS, 0, 0, 0, 0]
 
 
 def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

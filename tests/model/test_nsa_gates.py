@@ -25,7 +25,7 @@ HEADS, KV_HEADS, DIM, WIDTH, TOKENS = 16, 4, 64, 256, (1, 3)
 
 def interpreted() -> Op[Any, Any]:
     """`gated_sum`, whose kernel is interpreted."""
-    (kernel,) = gated_sum._kernels
+    _, kernel = gated_sum._kernels  # the first is for segments
     found: Op[Any, Any] = Op(gated_sum.reference)
     run: Any = kernel.run
     interpret = plgpu.InterpretGPUParams()
