@@ -20,6 +20,11 @@ FILE` gives the fractions of cycles that reach each draft position as `smcjax pr
 tokens and the target's one need none. A row "as calibrated" has layers that take others' blocks, in the proportion that
 `calibrate_reuse.py` found for the bundled target: another model, whose own acceptance `--reached-reuse` gives.
 
+A compressed token is born every 16 positions. Random weights accept next to nothing, so that a request gains a token a
+cycle and, with K = 8, bears a compressed token in 9 of 16 cycles: in as many as where it gains 8.68, since a cycle
+scores 9 positions in both. A window is a multiple of 16 cycles. Requests of a server are not all at the same one of 16
+positions, so those of a batch are spread evenly over them: of eight, the first has T tokens, the last T − 14.
+
 Random weights also select, by queries that are hardly alike, so that neighbours' sets are not either and a merged group
 reads more than a trained model's would (`measure_block_overlap.py`). `--replay-overlap ρ …` puts a row beside each row
 of sparse speculation whose sets are *replayed*: layers score and rank as they do, and read sets of which neighbours
@@ -58,6 +63,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 from replayed_sets import Counted, Replay, watched, watching
 from sparse_cycle_bytes import issued_bytes, unique_bytes
 from sparse_rows import ALONE, BENCHMARKS, DRAFTS, Line
@@ -85,6 +91,7 @@ from smcjax.numerics import key_of
 from smcjax.planner import Profile
 
 BYTES = ("least", "unique", "issued")  # of the file's docstring
+PERIOD = NSA.kernel_stride  # positions of a compressed token, over which the requests of a batch are spread
 HEAD_VOCABULARY = 32_000  # token ids of a head: as published ones of an 8B have
 
 
@@ -113,6 +120,11 @@ def random_head(config: EagleConfig, target: Params) -> EagleParams:
     return dataclasses.replace(params, embed=target.embed, token_ids=jnp.arange(config.draft_vocab_size))
 
 
+def contexts_of(context: int, requests: int) -> Int[np.ndarray, " requests"]:
+    """Tokens of each of a batch's requests: `context`, and up to a `PERIOD` less, evenly spread over it."""
+    return context - np.arange(requests) * PERIOD // requests
+
+
 class LineBench(Bench):
     """A row at one context and load, whoever drafts for it. Prompts' last chunks are read one after the other.
 
@@ -133,6 +145,7 @@ class LineBench(Bench):
         params = PairParams(target, drafts.get(line.draft))
         self.runner = Runner(decoder, params, case.num_pages, Programs())
         self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
+        self.batch.prompt_length[:] = contexts_of(case.context, case.groups)
 
     def wanted(self) -> Wanted:
         """The programs that the windows call, with replayed sets where the row has such, and the one that counts."""
@@ -161,7 +174,7 @@ class LineBench(Bench):
             requests=self.case.groups,
             queries=self.case.decoding.speculation.scored,
             sets=config.num_kv_heads if kind.share == "group" else config.num_heads,
-            first=self.case.context,
+            first=int(self.batch.prompt_length.min()),
             overlap=self.line.replayed,
         )
 
@@ -190,13 +203,12 @@ class LineBench(Bench):
 
     def start(self) -> None:
         """Takes memory full of random numbers and puts the batch into it, its first tokens drawn."""
-        runner, case, size, length = self.runner, self.case, self.batch.size, self.runner.chunks.together
+        runner, size, length = self.runner, self.batch.size, self.runner.chunks.together
         runner.take_memory(random_memory)
         runner.resize(size, [-1] * size)
         runner.join(self.batch, {})
-        first = max(0, case.context - length)
-        for at in range(first, case.context, length):
-            for lane in range(size):
+        for lane, context in enumerate(self.batch.prompt_length):
+            for at in range(max(0, context - length), context, length):
                 runner.prefill(runner.program, [Chunk(lane, at, length, 0, [])])
 
     def windows_ms(self, windows: int, cycles: int) -> list[float]:
@@ -526,7 +538,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="rows whose name has one of these in it")
     parser.add_argument("--without", nargs="+", default=[], metavar="WORDS", help="and none of these")
     parser.add_argument("--windows", type=int, default=3, help="of which times are the median (3)")
-    parser.add_argument("--cycles", type=int, default=12, help="of a window (12)")
+    parser.add_argument("--cycles", type=int, default=PERIOD, help=f"of a window, a multiple of {PERIOD} ({PERIOD})")
     parser.add_argument("--profile", help="of smcjax profile of a trained pair: acceptance is replayed from it")
     parser.add_argument("--reached", type=float, nargs="+", help="fractions of cycles that reach positions 1 … K")
     parser.add_argument(
@@ -546,6 +558,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tiny:
         args.contexts, args.requests, args.windows, args.cycles = [256], [1], 1, 2
+    elif args.cycles < PERIOD or args.cycles % PERIOD:
+        parser.error(f"--cycles must be a multiple of {PERIOD}, so that windows have equal births, got {args.cycles}.")
     elif jax.default_backend() == "cpu":
         parser.error("there is no GPU here; run it on one, or with --tiny.")
     if any(not 0 <= overlap <= 1 for overlap in args.replay_overlap):

@@ -6,8 +6,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -21,6 +24,7 @@ from sparse_cycle_bytes import issued_bytes
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
+from smcjax.model.nsa import NSA
 from smcjax.planner import Profile
 from tests.planner.tables import measured
 
@@ -90,6 +94,33 @@ def test_rows_that_are_asked_for() -> None:
         "sparse, merged, layers select as calibrated, free drafts, sets 0.75 alike",
     ]
     assert len(bench.lines_asked(bench.arguments(words), 32)) == 3
+
+
+def births(contexts: np.ndarray) -> list[int]:
+    """Compressed tokens that are born in each of 16 cycles of nine positions, of requests that gain one a cycle."""
+    found = []
+    for cycle in range(16):
+        positions = jnp.asarray(contexts[:, None] + cycle + np.arange(9))
+        _, born = NSA().births(SimpleNamespace(positions=positions, write_pages=jnp.ones_like(positions)))
+        found.append(int(born.sum()))
+    return found
+
+
+def test_requests_of_a_batch_bear_at_different_times() -> None:
+    """About as many requests bear in each cycle, 9 cycles of 16 each. Control: requests of one length bear at once."""
+    assert set(births(bench.contexts_of(65_536, 8))) == {4, 5}
+    assert set(births(np.full(8, 65_536))) == {0, 8}
+    for requests in (1, 2, 3, 8, 32):
+        contexts = bench.contexts_of(65_536, requests)
+        assert contexts[0] == 65_536
+        assert np.ptp(contexts) < 16
+        assert sum(births(contexts)) == 9 * requests
+
+
+def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.arguments(["cycles", "--cycles", "12"])
+    assert "--cycles must be a multiple of 16" in capsys.readouterr().err
 
 
 def test_heads_are_of_the_targets_sizes() -> None:
