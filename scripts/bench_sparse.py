@@ -81,7 +81,7 @@ from smcjax.engine.jobs import stepping
 from smcjax.engine.loading import check_pages, make_decoder
 from smcjax.engine.memory import device_memory
 from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
-from smcjax.engine.runner import Chunk, Runner
+from smcjax.engine.runner import Runner
 from smcjax.markdown import table
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
@@ -92,6 +92,7 @@ from smcjax.planner import Profile
 
 BYTES = ("least", "unique", "issued")  # of the file's docstring
 PERIOD = NSA.kernel_stride  # positions of a compressed token, over which the requests of a batch are spread
+CALLED = ("empty", "join", "step")  # programs of a row
 HEAD_VOCABULARY = 32_000  # token ids of a head: as published ones of an 8B have
 
 
@@ -126,7 +127,7 @@ def contexts_of(context: int, requests: int) -> Int[np.ndarray, " requests"]:
 
 
 class LineBench(Bench):
-    """A row at one context and load, whoever drafts for it. Prompts' last chunks are read one after the other.
+    """A row at one context and load, whoever drafts for it. No prompt is read, as the memory is full of random numbers.
 
     With `counts` the sets of a verification are counted behind the timed cycles: `sets`.
     """
@@ -144,15 +145,16 @@ class LineBench(Bench):
         decoder = make_decoder(case.decoding, models.target_config, proposer, *geometry)
         params = PairParams(target, drafts.get(line.draft))
         self.runner = Runner(decoder, params, case.num_pages, Programs())
-        self.batch = random_batch(case.groups, case.context, case.max_model_len, models.target_config.vocab_size)
-        self.batch.prompt_length[:] = contexts_of(case.context, case.groups)
+        length = case.context + 1  # with the first token of the answer, which a cycle reads
+        self.batch = random_batch(case.groups, length, case.max_model_len, models.target_config.vocab_size)
+        self.batch.prompt_length[:] = contexts_of(length, case.groups)
 
     def wanted(self) -> Wanted:
         """The programs that the windows call, with replayed sets where the row has such, and the one that counts."""
         wanted = super().wanted()
+        jobs = {key: job for key, job in wanted.jobs.items() if key[-1] in CALLED}
         if self.line.replayed is None and not self.counts:
-            return wanted
-        jobs = dict(wanted.jobs)
+            return wanted._replace(jobs=jobs)
         (key,) = (key for key in jobs if key[-1] == "step")
         step = jobs[key]._replace(identity=None)  # what a job says of itself does not tell one's sets from another's
         if self._replay is not None:
@@ -174,7 +176,7 @@ class LineBench(Bench):
             requests=self.case.groups,
             queries=self.case.decoding.speculation.scored,
             sets=config.num_kv_heads if kind.share == "group" else config.num_heads,
-            first=int(self.batch.prompt_length.min()),
+            first=int(self.batch.prompt_length.min()) - 1,
             overlap=self.line.replayed,
         )
 
@@ -197,22 +199,19 @@ class LineBench(Bench):
         leaves = jax.tree.leaves((self.runner.params, jax.eval_shape(self.runner._new_memory)))
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
-    @property
-    def _chunk(self) -> tuple[int, int]:
-        return 1, self.runner.chunks.together
-
     def start(self) -> None:
-        """Takes memory full of random numbers and puts the batch into it, its first tokens drawn."""
-        runner, size, length = self.runner, self.batch.size, self.runner.chunks.together
+        """Takes memory full of random numbers and puts the batch into it, which runs from then on.
+
+        Reading prompts would give no more than other numbers there, and a program to compile for each row.
+        """
+        runner, size = self.runner, self.batch.size
         runner.take_memory(random_memory)
         runner.resize(size, [-1] * size)
         runner.join(self.batch, {})
-        for lane, context in enumerate(self.batch.prompt_length):
-            for at in range(max(0, context - length), context, length):
-                runner.prefill(runner.program, [Chunk(lane, at, length, 0, [])])
+        runner.state = dataclasses.replace(runner.state, running=jnp.ones(size, bool))
 
     def windows_ms(self, windows: int, cycles: int) -> list[float]:
-        """Milliseconds a cycle of each window, one after the other behind the prompt and the warm-up. Frees the KV.
+        """Milliseconds a cycle of each window, one after the other behind the warm-up. Frees the KV.
 
         Counts sets at last, where they are to be counted.
         """

@@ -24,6 +24,8 @@ from sparse_cycle_bytes import issued_bytes
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
+from smcjax.bench.table import synthetic_case
+from smcjax.cli.bench_options import ON_CPU
 from smcjax.model.nsa import NSA
 from smcjax.planner import Profile
 from tests.planner.tables import measured
@@ -115,6 +117,28 @@ def test_requests_of_a_batch_bear_at_different_times() -> None:
         assert contexts[0] == 65_536
         assert np.ptp(contexts) < 16
         assert sum(births(contexts)) == 9 * requests
+
+
+def test_a_row_begins_without_reading_prompts() -> None:
+    """Its requests run from the first cycle on, at lengths of their own; all programs but a cycle's are of integers.
+
+    Control: the engine has one that reads prompts, and requests that have joined do not run yet.
+    """
+    models = Models(*ON_CPU, attention=rows.SPARSE)
+    (line,) = (line for line in rows.cycle_lines(8, 2, ["lookup"]) if line.name == "sparse, merged, free drafts")
+    case = synthetic_case(line.decoding, 8, 256, page_size=16, implementation="auto", windows=1, cycles=16)
+    row = bench.LineBench(line, models, case, models.target_params("auto"), {})
+    jobs = row.wanted().jobs
+    assert sorted(key[-1] for key in jobs) == ["empty", "join", "step"]
+    assert any(key[-1] == "prefill" for key in row.runner.jobs(8, row.runner.program))
+    row.runner.programs.compile("to begin", {key: job for key, job in jobs.items() if key[-1] != "step"})
+    row.start()
+    state = row.runner.state
+    np.testing.assert_array_equal(state.sequences.length, 257 - 2 * np.arange(8))
+    assert state.running.all()
+    row.runner.join(row.batch, {})
+    assert not row.runner.state.running.any()
+    row.runner.discard()
 
 
 def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
