@@ -6,8 +6,8 @@
 
 The same documents (`smcjax.tasks.recall`) are answered greedily by the target alone and by rejection with each way to
 read selected blocks, and with each schedule of the layers that select, whose measure is the target alone with that
-schedule: spacings, and lists of flags as `scripts/calibrate_reuse.py` finds them. `equal` are tokens that stand in the
-same place as in the measure's answer, `alike` those before the first that differs; lines are right by thirds of the
+schedule: spacings, or flags of all layers as `scripts/calibrate_reuse.py` prints them. `equal` are tokens that stand in
+the same place as in the measure's answer, `alike` those before the first that differs; lines are right by thirds of the
 answers, as errors of shared blocks stay in the KV. Greedy answers of merged blocks are the measure's own by law (up to
 rounding on a GPU). Divergences of next-token laws: `scripts/calibrate_reuse.py`. `--json` writes all lines as they
 come, `--plot` draws the thirds.
@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams, SparseVerification
-from smcjax.cli.options import check_output
+from smcjax.cli.options import check_output, refresh_schedule
 from smcjax.decoders import Decoding
 from smcjax.markdown import table
 from smcjax.sparse import MODES
@@ -49,13 +49,6 @@ def contenders(
                 sparse = SparseVerification(mode, group, schedule=schedule)
                 found.append((Rejection(gamma, sparse=sparse), alone))
     return found
-
-
-def flags(word: str) -> tuple[bool, ...]:
-    """A schedule that is spelled as 1 and 0 for each layer."""
-    if not word or {*word} - {"0", "1"}:
-        raise argparse.ArgumentTypeError(f"{word!r} must be 1 or 0 for each sparse layer, as 1011")
-    return tuple(digit == "1" for digit in word)
 
 
 def thirds(right: Sequence[Sequence[bool]]) -> list[float]:
@@ -105,7 +98,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     fields = {"max_model_len": max(args.context), "max_num_seqs": args.documents, "compile_at_start": False}
     found, measures = [], dict[tuple[Decoding, int], list[list[int]]]()
     with LLM(**models, decoding=Rejection(1), max_num_seqs=1, num_pages=2, compile_at_start=False) as base:
-        for decoding, measure in contenders(args.modes, args.groups, [*args.spacings, *args.schedules], args.gamma):
+        for decoding, measure in contenders(args.modes, args.groups, args.refreshes, args.gamma):
             with LLM(share=base, decoding=decoding, **fields) as llm:
                 for context, problems in asked.items():
                     outputs = llm.generate([one.prompt for one in problems], params, use_tqdm=False)
@@ -170,8 +163,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of a document with its answers")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[1:]], help="ways to read")
     parser.add_argument("--groups", type=int, nargs="+", default=[4], help="C, queries that read together (4)")
-    parser.add_argument("--spacings", type=int, nargs="+", default=[1, 2], help="of layers that select (1 2)")
-    parser.add_argument("--schedules", type=flags, nargs="+", default=[], metavar="1011", help="of these layers, too")
+    parser.add_argument(
+        "--refreshes",
+        type=refresh_schedule,
+        nargs="+",
+        default=[1, 2],
+        metavar="R",
+        help="spacings of sparse layers that select, or 1 or 0 for each layer, as 1,0,1 (1 2)",
+    )
     parser.add_argument("--gamma", type=int, default=4, help="K (4)")
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     parser.add_argument("--seed", type=int, default=6, help="of documents (6)")

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"layer {flip['layer']:2d} takes blocks: KL {flip['kl']:.5f} nats a token")
         if found["next"] is not None:
             print(f"layer {found['next']['layer']:2d} would give   KL {found['next']['kl']:.5f}, above {args.limit:g}")
-        print(f"schedule {''.join('01'[flag] for flag in found['schedule'])}, spacings {found['spacings']}")
+        print(f"schedule {','.join('01'[flag] for flag in found['schedule'])}, spacings {found['spacings']}")
         for spacing, kl in found["regular"].items():
             print(f"spacing {spacing}: KL {kl:.5f}")
         of_mode = divergence_of_modes(config, params, texts)

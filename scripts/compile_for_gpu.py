@@ -33,6 +33,7 @@ from profile_cycle import cycle_parser
 
 from smcjax import rejection, smc
 from smcjax.bench.models import Models
+from smcjax.cli.options import refresh_schedule
 from smcjax.decoders import Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
@@ -66,7 +67,12 @@ def main() -> None:
     parser.add_argument("--implementation", choices=("mosaic", "xla"), default="mosaic")
     parser.add_argument("--hlo", type=Path, help="write the optimised program there")
     parser.add_argument("--sparse", action="store_true", help="rejection over a sparse target instead of SMC")
-    parser.add_argument("--refresh", type=int, help="with --sparse: spacing of the layers that select (all do)")
+    parser.add_argument(
+        "--refresh",
+        type=refresh_schedule,
+        metavar="R",
+        help="with --sparse: spacing of the layers that select, or 1 or 0 for each, as 1,0,1 (1: all)",
+    )
     parser.add_argument("--list", action="store_true", help="print all launches outside loops, in order")
     args = parser.parse_args()
 

@@ -10,8 +10,8 @@ from smcjax.sparse import KERNEL_GROUP, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")
-# Layers of the bundled target that select, 1, as `calibrate_reuse.py` found them: KL 0.0083 nats a token (docs/nsa.md).
-CALIBRATED = "10000010"
+# 1 for layers of the bundled target that select, as `calibrate_reuse.py` found: KL 0.0083 nats a token (docs/nsa.md).
+CALIBRATED = (1, 0, 0, 0, 0, 0, 1, 0)
 SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
 
 
@@ -54,7 +54,7 @@ def merged(queries: int, schedule: int | tuple[bool, ...] | None = None) -> Spar
 
 def calibrated(layers: int) -> tuple[bool, ...]:
     """`CALIBRATED` for a model of so many layers: a layer selects where the one at its relative depth does."""
-    return tuple(CALIBRATED[layer * len(CALIBRATED) // layers] == "1" for layer in range(layers))
+    return tuple(bool(CALIBRATED[layer * len(CALIBRATED) // layers]) for layer in range(layers))
 
 
 ONE_BY_ONE = merged(1)

@@ -14,7 +14,6 @@ from smcjax.cli.parser import text, whole
 from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
-from smcjax.plain import short
 from smcjax.sparse import MODES, SparseVerification
 from smcjax.tasks.questions import TASKS
 from smcjax.trees import ORDERS
@@ -45,6 +44,20 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 # Fields of SparseVerification.
 SPARSE = {"sparse_mode": "mode", "sparse_group": "group", "sparse_order": "order", "refresh": "schedule"}
+
+
+def refresh_schedule(text: str) -> int | tuple[bool, ...]:
+    """The type of an option that says which sparse layers select: their spacing, or 1 or 0 for each layer, as 1,0,1."""
+    flags = text.split(",")
+    if flags[0] == "1" and len(flags) > 1 and {"0", "1"}.issuperset(flags):
+        return tuple(flag == "1" for flag in flags)
+    try:
+        return whole(1, 1 << 20)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            "must be a spacing of at least 1, or 1 or 0 for each sparse layer with 1 for the first, as 1,0,1, "
+            f"got {text if len(text) <= 40 else text[:39] + '…'}"
+        ) from None
 
 
 def check_output(option: str, path: str) -> None:
@@ -221,10 +234,9 @@ def add_sparse_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sparse-order", choices=ORDERS, help="in which queries are neighbours (bfs)")
     group.add_argument(
         "--refresh",
-        type=int,
-        nargs="+",
-        metavar="NUMBER",
-        help="spacing of the sparse layers that select blocks anew, or 1 or 0 for each (1: all)",
+        type=refresh_schedule,
+        metavar="R",
+        help="spacing of the sparse layers that select blocks anew, or 1 or 0 for each, as 1,0,1 (1: all)",
     )
     group.add_argument(
         "--approximate", action="store_const", const=True, help="of smc: allow modes that share blocks (no)"
@@ -312,17 +324,7 @@ def sampling_from(
 def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
     """Returns the choice of `add_sparse_options`, None without one; raises ValueError for one that makes no sense."""
     given = {field: getattr(args, name) for name, field in SPARSE.items() if getattr(args, name) is not None}
-    if not given:
-        return None
-    if args.refresh is not None and len(args.refresh) == 1:
-        given["schedule"] = args.refresh[0]
-    elif args.refresh is not None:
-        if not {0, 1}.issuperset(args.refresh):
-            raise ValueError(
-                f"--refresh must be one spacing, or 1 or 0 for each sparse layer, got {short(args.refresh)}."
-            )
-        given["schedule"] = tuple(map(bool, args.refresh))
-    return SparseVerification(**given)
+    return SparseVerification(**given) if given else None
 
 
 def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Decoding | Auto:

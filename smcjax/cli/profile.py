@@ -23,6 +23,7 @@ from smcjax.cli.options import (
     check_output,
     check_task,
     llm_arguments,
+    refresh_schedule,
 )
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import Autoregressive, Decoding
@@ -55,10 +56,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     what.add_argument(
         "--refreshes",
-        type=_refresh,
+        type=refresh_schedule,
         nargs="+",
         metavar="R",
-        help="spacings of layers that select, or 1 or 0 for each layer, as 1,0,1 (1)",
+        help="spacings of sparse layers that select, or 1 or 0 for each layer, as 1,0,1 (1)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--cycles", type=CYCLES, default=16, help="timed cycles of a window (16)")
@@ -160,15 +161,6 @@ def _prompts_given(args: argparse.Namespace) -> list[Any]:
                 "write its text as prompt."
             )
     return [line.content for line in lines]
-
-
-def _refresh(text: str) -> int | tuple[bool, ...]:
-    """The type of a schedule: a spacing, or 1 or 0 for each sparse layer, with commas."""
-    if "," not in text:
-        return whole(1, 1 << 20)(text)
-    if not {"0", "1"}.issuperset(text.split(",")):
-        raise argparse.ArgumentTypeError(f"must be a spacing, or 1 or 0 for each sparse layer, as 1,0,1, got {text}")
-    return tuple(flag == "1" for flag in text.split(","))
 
 
 def _sparse(args: argparse.Namespace) -> list[SparseVerification | None]:

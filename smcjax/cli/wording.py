@@ -23,7 +23,6 @@ _SENTENCES = {  # of arguments that are several options together
     "sparse has mode": "--sparse-mode is",
     "give sparse a shared mode": "give --sparse-mode a shared mode",
     "sparse is about": "--sparse-mode and --refresh are about",
-    "True or False for each sparse layer, as (True, False, True)": "1 or 0 for each sparse layer, as 1 0 1",
 }
 _NONE = {", or None, got": ", got", ", or None to": ", or be left out to"}  # where an option is given or is not
 

@@ -26,6 +26,7 @@ from smcjax import SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench.cycle import Models
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU
+from smcjax.cli.options import refresh_schedule
 from smcjax.model.nsa import NSA
 from smcjax.planner import Profile
 from tests.planner.tables import measured
@@ -79,7 +80,7 @@ def test_rows() -> None:
     assert names["cycles"][:3] == ["dense, target alone", "sparse, target alone", "dense, speculation, free drafts"]
     assert len(set(names["cycles"])) == 2 + 5 * len(rows.DRAFTS) + 2
     assert sum("N = 32" in name for name in names["particles"]) == 3
-    assert rows.calibrated(8) == quality.flags(rows.CALIBRATED)
+    assert rows.calibrated(8) == tuple(map(bool, rows.CALIBRATED))
     assert [index for index, selects in enumerate(rows.calibrated(32)) if selects] == [0, 1, 2, 3, 24, 25, 26, 27]
     assert all(rows.calibrated(layers)[0] for layers in range(1, 40))
     alone = rows.spacing_lines(8, 1, ())
@@ -184,7 +185,7 @@ def test_agreement_and_thirds() -> None:
     found = quality.contenders(["merged", "per_query"], [4, 8], [1, 2], 3)
     assert len(found) == 2 * (1 + 2 + 1)
     assert all(one.speculation.sparse is None or measure.exact for one, measure in found)
-    assert quality.contenders(["merged"], [4], [quality.flags("10")], 3)[1] == (
+    assert quality.contenders(["merged"], [4], [refresh_schedule("1,0")], 3)[1] == (
         Rejection(3, sparse=SparseVerification("merged", 4, schedule=(True, False))),
         Autoregressive(SparseVerification(schedule=(True, False))),
     )

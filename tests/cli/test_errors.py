@@ -84,11 +84,8 @@ USAGE: list[tuple[list[str], str]] = [
     ),
     ([*GENERATE, "--sparse-mode", "merge"], "is not one of per_query, merged, shared, shared_forced; did you mean"),
     ([*GENERATE, "--sparse-group", "4"], "--sparse-group is 4 and --sparse-order 'bfs', which --sparse-mode per_query"),
-    ([*GENERATE, "--refresh", "1", "2"], "--refresh must be one spacing, or 1 or 0 for each sparse layer, got [1, 2]"),
-    (
-        [*GENERATE, "--refresh", "0"],
-        "a spacing of at least 1, or 1 or 0 for each sparse layer, as 1 0 1, got 0",
-    ),
+    ([*GENERATE, "--refresh", "1,2"], "or 1 or 0 for each sparse layer with 1 for the first, as 1,0,1, got 1,2; see"),
+    ([*GENERATE, "--refresh", "0"], "argument --refresh: must be a spacing of at least 1, or 1 or 0 for each sparse"),
     ([*GENERATE, "--sparse-mode", "shared"], "use --sparse-mode merged, which is exact, or allow it by --approximate."),
     (
         [*GENERATE, "--approximate"],

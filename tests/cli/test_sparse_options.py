@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smcjax.cli.options import add_decoding_options, decoding_from
+from smcjax.cli.options import add_decoding_options, decoding_from, refresh_schedule
 from smcjax.decoders import SMC, Autoregressive, Rejection
 from smcjax.sparse import SparseVerification
 
@@ -19,11 +19,22 @@ CASES: list[tuple[list[str], Any]] = [
         SMC(gamma=4, sparse=SparseVerification("shared", 8), approximate=True),
     ),
     (
-        ["--decoding", "rejection", "--sparse-mode", "merged", "--sparse-order", "dfs", "--refresh", "1", "0", "1"],
+        ["--decoding", "rejection", "--sparse-mode", "merged", "--sparse-order", "dfs", "--refresh", "1,0,1"],
         Rejection(sparse=SparseVerification("merged", 4, "dfs", (True, False, True))),
     ),
     (["--decoding", "autoregressive", "--refresh", "2"], Autoregressive(SparseVerification(schedule=2))),
 ]
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "1.5", "", ",", "1,", "0,1", "1,2", "101,", "1, 0", "one", "9" * 5000])
+def test_refresh_is_a_spacing_or_flags(said: str) -> None:
+    """One sentence says so of everything else. Controls: what is either."""
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"^must be a spacing of at least 1, or 1 or 0 for .*, got "
+    ) as e:
+        refresh_schedule(said)
+    assert len(str(e.value)) < 160
+    assert [refresh_schedule(one) for one in ("1", "3", "1,1", "1,0,0")] == [1, 3, (True, True), (True, False, False)]
 
 
 @pytest.mark.parametrize(("words", "decoding"), CASES)
