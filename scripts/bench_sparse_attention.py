@@ -36,10 +36,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from block_overlap import unique_slots
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from profile_cycle import read_kernels
 
 from smcjax.device import HOPPER, this_device
+from smcjax.model.nsa import NSA
 from smcjax.pallas import uses_kernels
 from smcjax.pallas.grouped_attention import (
     Branch,
@@ -73,6 +75,12 @@ class Layer:
     num_blocks: int = 16  # n
     window: int = 512  # w
     forced: int = 3  # of n: the first block and the last two
+
+    @property
+    def kind(self) -> NSA:
+        """The layer's attention."""
+        sizes = {name: getattr(self, name) for name in ("kernel_size", "kernel_stride", "block_size", "num_blocks")}
+        return NSA(**sizes, window=self.window, kv="shared", phi="mean")
 
     @property
     def slot(self) -> int:
@@ -187,11 +195,10 @@ class Inputs:
 
     def unique_bytes(self) -> int:
         """Bytes of what some query reads; selection and window share their pages."""
-        layer, end = self.layer, int(self.positions[0, -1]) + 1
-        slots = np.repeat(np.asarray(self.sets).any(axis=1)[0], layer.block_size, axis=-1)[:, :end]
-        slots[:, max(0, end - self.case.queries - layer.window + 1) :] = True
-        compressed = max(0, (end - layer.kernel_size) // layer.kernel_stride + 1) if "cmp" in layer.branches else 0
-        return self.case.requests * (int(slots.sum()) + layer.kv_heads * compressed) * layer.slot
+        layer = self.layer
+        of_heads, compressed = unique_slots(layer.kind, np.asarray(self.sets)[0], np.asarray(self.positions)[0])
+        slots = int(of_heads.sum()) + (layer.kv_heads * compressed if "cmp" in layer.branches else 0)
+        return self.case.requests * slots * layer.slot
 
     def issued_bytes(self, branches: tuple[Branch, ...]) -> int:
         """Bytes of all groups' tasks."""

@@ -2,7 +2,8 @@
 
 Sets are arrays of consecutive queries, [T, S, blocks], True for the blocks that a query's set has; S sets a query. The
 blocks that a query always selects, first and last ones, are alike for near neighbours whatever is selected by rank, so
-shares are of all blocks of a set or of those alone that are chosen by rank.
+shares are of all blocks of a set or of those alone that are chosen by rank. How much is read of a union with a window
+beside it is counted in slots.
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ def chosen_by_rank(
     """The sets of queries at `positions` without the blocks that these always select."""
     own = positions[..., None, None] // kind.block_size
     return sets & ~kind.forced(np.arange(sets.shape[-1]), own)
+
+
+def unique_slots(
+    kind: NSA, sets: Bool[np.ndarray, "T S blocks"], positions: Int[np.ndarray, " T"]
+) -> tuple[Int[np.ndarray, " S"], int]:
+    """Slots of keys and values that some query of one row reads: positions for each set, and compressed tokens.
+
+    Selection and window read the same pages (kv = "shared"), so a position in both counts once.
+    """
+    block, end = np.arange(sets.shape[-1]), int(positions.max()) + 1
+    window = max(0, int(positions.min()) + 1 - kind.window)
+    ends = np.minimum((block + 1) * kind.block_size, end)
+    seen, near = (np.maximum(ends - np.maximum(block * kind.block_size, begin), 0) for begin in (0, window))
+    of_sets = np.where(sets.any(axis=0), seen, near).sum(-1)
+    return of_sets, max(0, (end - kind.kernel_size) // kind.kernel_stride + 1)
 
 
 @dataclasses.dataclass

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_sparse_attention import neighbours, new_blocks
-from block_overlap import Tally
+from block_overlap import Tally, unique_slots
 from jaxtyping import Array, Bool, Int, UInt32
 
 from smcjax.model import nsa_groups
@@ -187,18 +187,10 @@ class Counted:
         return float(np.mean(unions))
 
     def unique_slots(self) -> float:
-        """Slots of keys and values that some query of a request reads, compressed ones too: of one set, the mean.
-
-        Selection and window read the same pages (kv = "shared"), so a position in both counts once.
-        """
-        kind, end = self.kind, self.positions.max(axis=1) + 1
-        block = np.arange(self.selected.shape[-1])
+        """Slots of keys and values that some query of a request reads, compressed ones too: of one set, the mean."""
         found = []
-        for request, last in enumerate(end):
-            union = self.selected[:, request].any(axis=1)
-            begin = max(0, self.positions[request].min() + 1 - kind.window)
-            ends = np.minimum((block + 1) * kind.block_size, last)
-            seen, near = (np.maximum(ends - np.maximum(block * kind.block_size, at), 0) for at in (0, begin))
-            slots = np.where(union, seen, near).sum(-1).mean()
-            found.append(slots + max(0, (last - kind.kernel_size) // kind.kernel_stride + 1))
+        for layer in self.selected:
+            for sets, positions in zip(layer, self.positions, strict=True):
+                of_sets, compressed = unique_slots(self.kind, sets, positions)
+                found.append(of_sets.mean() + compressed)
         return float(np.mean(found))

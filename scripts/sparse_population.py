@@ -16,7 +16,6 @@ import numpy as np
 from bench_sparse_attention import Case, Layer, sets_of
 
 from smcjax.model import nsa_groups
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
 from smcjax.pallas.grouped_attention import Branch, Part
 from smcjax.pallas.products import QUERIES
@@ -60,7 +59,7 @@ class Population:
     def __init__(self, layer: Layer, context: int, rows: int, columns: int, tail: int, overlap: float) -> None:
         size, pages = layer.page_size, context // layer.page_size
         self.layer, self.context = layer, context
-        self.kind = NSA(kv="shared", phi="mean", num_blocks=layer.num_blocks, window=layer.window)
+        self.kind = layer.kind
         first = (context - columns - tail) // size  # the first page of each row's own
         shared = np.broadcast_to(np.arange(1, 1 + first), (rows, first))
         own = 1 + first + np.arange(rows * (pages - first)).reshape(rows, -1)
