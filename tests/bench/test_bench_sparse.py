@@ -19,6 +19,7 @@ import bench_sparse as bench
 import bench_sparse_quality as quality
 import sparse_population as count
 import sparse_rows as rows
+import timed_rows as timed
 from bench_sparse_attention import Layer
 from sparse_cycle_bytes import issued_bytes
 
@@ -111,10 +112,10 @@ def births(contexts: np.ndarray) -> list[int]:
 
 def test_requests_of_a_batch_bear_at_different_times() -> None:
     """About as many requests bear in each cycle, 9 cycles of 16 each. Control: requests of one length bear at once."""
-    assert set(births(bench.contexts_of(65_536, 8))) == {4, 5}
+    assert set(births(timed.contexts_of(65_536, 8))) == {4, 5}
     assert set(births(np.full(8, 65_536))) == {0, 8}
     for requests in (1, 2, 3, 8, 32):
-        contexts = bench.contexts_of(65_536, requests)
+        contexts = timed.contexts_of(65_536, requests)
         assert contexts[0] == 65_536
         assert np.ptp(contexts) < 16
         assert sum(births(contexts)) == 9 * requests
@@ -128,7 +129,7 @@ def test_a_row_begins_without_reading_prompts() -> None:
     models = Models(*ON_CPU, attention=rows.SPARSE)
     (line,) = (line for line in rows.cycle_lines(8, 2, ["lookup"]) if line.name == "sparse, merged, free drafts")
     case = synthetic_case(line.decoding, 8, 256, page_size=16, implementation="auto", windows=1, cycles=16)
-    row = bench.LineBench(line, models, case, models.target_params("auto"), {})
+    row = timed.LineBench(line, models, case, models.target_params("auto"), {})
     jobs = row.wanted().jobs
     assert sorted(key[-1] for key in jobs) == ["empty", "join", "step"]
     assert any(key[-1] == "prefill" for key in row.runner.jobs(8, row.runner.program))
@@ -149,10 +150,10 @@ def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_heads_are_of_the_targets_sizes() -> None:
-    head = bench.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
+    head = timed.head_config(Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config)
     assert (head.draft_vocab_size, head.taps, head.target_hidden_size) == (32_000, (2, 16, 29), 4096)
     assert head.layer.num_layers == 1
-    assert bench.head_config(Models("tiny-target", "tiny-draft").target_config).taps == (0, 1, 2)
+    assert timed.head_config(Models("tiny-target", "tiny-draft").target_config).taps == (0, 1, 2)
 
 
 def test_acceptance_is_replayed(tmp_path: Path) -> None:
