@@ -28,7 +28,7 @@ def params(seed: int) -> SamplingParams:
 
 
 async def read(llm: AsyncLLM, seed: int, delay: float = 0.0) -> RequestOutput:
-    """One answer, of whose chunks it is the sum."""
+    """Reads one answer to its end, to which its chunks add up."""
     await asyncio.sleep(delay)
     chunks = [chunk async for chunk in llm.generate("ab", params(seed))]
     output = chunks[-1].output
