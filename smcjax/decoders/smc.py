@@ -61,7 +61,7 @@ class SMC(Decoding):
             cycle, by `resampling`; all weights are equal then, and `ess_threshold` is not used. Right for any draft.
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
-            there is no bonus token (`bonus` is then False), an answer takes one cycle more, and nothing can be
+            there is no bonus token, whatever `bonus` says, an answer takes one cycle more, and nothing can be
             rejected: no control, no watchdog, no branching.
     """
 
@@ -126,14 +126,13 @@ class SMC(Decoding):
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
 
     def _check_pipelined(self) -> None:
-        """Refuses what would reject drafts, on which others have been built by then; sets `bonus` to False."""
+        """Refuses what would reject drafts, on which others have been built by then."""
         for name in ("control", "watchdog", "branching"):
             if getattr(self, name):
                 raise ValueError(
                     f"pipelined is True and {name} {getattr(self, name):g}, which would reject drafts that the next "
                     "block stands on; leave one of them out."
                 )
-        object.__setattr__(self, "bonus", False)
 
     def _check_watchdog(self) -> None:
         """Refuses rates out of range, or without a use."""
@@ -176,11 +175,12 @@ class SMC(Decoding):
     @property
     def speculation(self) -> Speculation:
         """The numbers of a cycle that draft and verification need."""
+        bonus = self.bonus and not self.pipelined
         return Speculation(
             self.n_particles,
             self.gamma,
-            self.bonus,
-            self.bonus and self.defer_bonus,
+            bonus,
+            bonus and self.defer_bonus,
             self.draft_temperature,
             sparse=self.sparse,
         )

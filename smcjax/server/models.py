@@ -55,6 +55,7 @@ class VirtualModel:
         if isinstance(decoding, SMC):
             numbers = {"n_particles": decoding.n_particles, "gamma": decoding.gamma, "control": decoding.control}
             numbers |= {} if decoding.branching is None else {"branching": decoding.branching}
+            numbers |= {"pipelined": True} if decoding.pipelined else {}
         elif isinstance(decoding, Rejection):
             numbers = {"n_candidates": decoding.n_candidates, "gamma": decoding.gamma}
         return {"decoder": self.name, "decoding": decoding.name, "exact": decoding.exact, **numbers}

@@ -122,7 +122,7 @@ def verify(
     logprobs = logprob_at(logits[:, : smc.gamma], drafts.tokens)
     increments = draft_increment(smc.power, logprobs, drafts.logprobs)
     block = drafts.tokens
-    if smc.bonus:
+    if program.speculation.bonus:
         last = logits[:, -1]
         constraint = row_constraint(state, program.rows)
         allowed = None if constraint is None else constraint.behind(drafts.tokens).allowed()

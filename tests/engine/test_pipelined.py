@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,17 @@ def test_log_probabilities_and_forms(pipelined: LLM) -> None:
 def test_options_that_do_not_go_together(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SMC(**{"pipelined": True, **arguments})
+
+
+def test_what_pipelined_means_goes_with_it() -> None:
+    """Without it a decoder is the usual one again, or one without bonus tokens if it was asked to be."""
+    for bonus in (True, False):
+        piped = SMC(2, 3, bonus=bonus, pipelined=True)
+        usual = dataclasses.replace(piped, pipelined=False)
+        assert usual == SMC(2, 3, bonus=bonus)
+        assert usual.speculation.bonus == usual.speculation.defers == bonus
+        assert (usual.tokens_per_cycle, piped.tokens_per_cycle) == (3 + bonus, 3)
+        assert (piped.speculation.bonus, piped.speculation.defers) == (False, False)
 
 
 def test_requests_and_models_that_are_refused(pipelined: LLM, pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -10,7 +11,7 @@ import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.loading import bundled_model
-from smcjax.server.models import Models, base_name, label_of, load, with_exact
+from smcjax.server.models import Models, VirtualModel, base_name, label_of, load, with_exact
 from smcjax.server.tokens import TokenTexts
 from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
@@ -36,6 +37,16 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
 )
 def test_labels(decoding: Decoding, label: str) -> None:
     assert label_of(decoding) == label
+
+
+@pytest.mark.parametrize(
+    ("decoding", "beside"),
+    [(SMC(), {}), (SMC(pipelined=True), {"pipelined": True}), (SMC(branching=2.0), {"branching": 2.0})],
+)
+def test_descriptions_say_what_is_unusual(decoding: SMC, beside: dict[str, float]) -> None:
+    served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding, decodes_by_load=False))
+    usual = {"decoder": "m", "decoding": "smc", "exact": False, "n_particles": 8, "gamma": 8, "control": 0.0}
+    assert VirtualModel("m", served).description() == usual | beside
 
 
 def test_there_is_an_exact_one() -> None:

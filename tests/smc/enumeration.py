@@ -299,7 +299,7 @@ class Enumeration:
         with mutated(self.mutation):
             increments = np.asarray(weights.draft_increment(self.config.power, jnp.asarray(p), jnp.asarray(q)))
         chance = np.exp(q.sum(axis=1))
-        if not self.config.bonus:
+        if not self.config.speculation.bonus:
             return Proposals(drafts, increments, chance)
         bonuses = [self._first((*prefix, *d)) for d in drafts]
         return Proposals(

@@ -110,7 +110,7 @@ def decode(
     max_model_len: int,
 ) -> Result:
     """docs/algorithm.md, "One cycle" and "Ends", read aloud."""
-    n, alpha = config.n_particles, config.power
+    n, alpha, has_bonus = config.n_particles, config.power, config.speculation.bonus
     limit = ask.limit(max_model_len)
     key = jax.random.key(ask.seed)
     rows = [Row(list(ask.prompt)) for _ in range(n)]
@@ -176,7 +176,7 @@ def decode(
                 children.append((trunk.log_weight + constant + mass, list(trunk.tokens), np.log(left)))
             push(trunk, token, constant + np.log(min(p[token] / q[token], lam)))
         last = None
-        if config.bonus and not trunk.finished:
+        if has_bonus and not trunk.finished:
             last = np.float32(alpha) * law(target, trunk.tokens, ask.temperature)
             trunk.log_weight += lse(last) - alpha * lse(law(target, trunk.tokens, ask.temperature))
         return [*children, (trunk.log_weight, trunk.tokens, last)]
@@ -244,14 +244,14 @@ def decode(
                 families.append(family(row, drafts))
                 continue
             if config.control > 0:
-                if controlled(row, drafts, accept[i], cycle, i, Purpose.BONUS) and config.bonus and not row.finished:
+                if controlled(row, drafts, accept[i], cycle, i, Purpose.BONUS) and has_bonus and not row.finished:
                     bonus(row, cycle, i, Purpose.BONUS)
                 continue
             for token, log_q in zip(drafts, q, strict=True):
                 if not row.finished:
                     logits = law(target, row.tokens, ask.temperature)
                     push(row, token, alpha * (logits[token] - lse(logits)) - log_q)
-            if config.bonus and not row.finished:
+            if has_bonus and not row.finished:
                 bonus(row, cycle, i, Purpose.BONUS)
 
         if config.branching is not None:
