@@ -28,10 +28,10 @@ positions, so those of a batch are spread evenly over them: of eight, the first 
 Random weights also select, by queries that are hardly alike, so that neighbours' sets are not either and a merged group
 reads more than a trained model's would (`measure_block_overlap.py`). `--replay-overlap ρ …` puts a row beside each row
 of sparse speculation whose sets are *replayed*: layers score and rank as they do, and read sets of which neighbours
-have the fraction ρ alike, of all blocks of a set (`replayed_sets.py`). With it one cycle behind the timed ones, by a
-program of its own, gives the sets of its verification back, and of these the table says `ρ`, the share of a set's
-blocks that the set of the query before has, and `union`, blocks of all sets of a request's K + 1 queries over those of
-one.
+have the fraction ρ alike, of all blocks of a set (`replayed_sets.py`). With it the sets
+of one cycle behind the timed ones are counted, which a program of its own gives back where they are not replayed: the
+table says `ρ`, the share of a set's blocks that the set of the query before has, and `union`, blocks of all sets of a
+request's K + 1 queries over those of one.
 
 A row "one by one" reads by groups of one query, by the kernel where there is one; "by XLA" gathers and masks. Bytes are
 of weights and KV, each beside its time at the device's bandwidth as a fraction of the measured one:
@@ -370,7 +370,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
-    parser.add_argument("--no-count", action="store_true", help="no sets: a program less to compile for each row")
+    parser.add_argument("--no-count", action="store_true", help="no sets: a program less for rows that select")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="tokens/s over contexts: .svg, .png or .pdf")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, one short window, whose times say little")

@@ -8,7 +8,8 @@ replaced by them: scores, kept ones among them, and ranking are computed as they
 the sets are XORed with and chosen by a value of the run, a position below 0 that never is, which no compiler knows.
 One elementwise launch a layer is added. First and last blocks are those of each query's own position.
 
-`watched` also gives the sets of a forward back beside its results, to be counted (`Sets`).
+`watched` also gives the sets of a forward back beside its results, to be counted (`Sets`). Replayed ones are known
+without it (`Replay.counted`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,13 @@ class Replay:
         # A query with no more blocks than it may have has them all.
         replayed = (block <= own) & (alike | self.kind.forced(block, own) | (own < self.kind.num_blocks))
         return jnp.where(never, routed, replayed)
+
+    def counted(self, positions: Int[np.ndarray, "R M"]) -> Counted:
+        """The sets that queries at these positions read."""
+        routed = jnp.zeros((*self.words.shape[1:4], int(positions.max()) // self.kind.block_size + 1), bool)
+        at = jnp.asarray(positions)
+        sets = [np.asarray(self(layer, routed, at)) for layer in range(len(self.words))]
+        return Counted(self.kind, np.stack(sets), positions)
 
 
 @dataclasses.dataclass

@@ -90,7 +90,7 @@ class LineBench(Bench):
         self.batch.prompt_length[:] = contexts_of(length, case.groups)
 
     def wanted(self) -> Wanted:
-        """The programs that the windows call, with replayed sets where the row has such, and the one that counts."""
+        """The programs that the windows call, with replayed sets where the row has such; and one that counts others."""
         wanted = super().wanted()
         jobs = {key: job for key, job in wanted.jobs.items() if key[-1] in CALLED}
         if self.line.replayed is None and not self.counts:
@@ -99,8 +99,8 @@ class LineBench(Bench):
         step = jobs[key]._replace(identity=None)  # what a job says of itself does not tell one's sets from another's
         if self._replay is not None:
             jobs[key] = step._replace(function=watched(step.function, self._replay))
-        if self.counts:
-            jobs[*key[:-1], "count"] = step._replace(function=watched(step.function, self._replay, gives_sets=True))
+        else:
+            jobs[*key[:-1], "count"] = step._replace(function=watched(step.function, None, gives_sets=True))
         return wanted._replace(jobs=jobs)
 
     @functools.cached_property
@@ -127,8 +127,11 @@ class LineBench(Bench):
         return (True,) * layers if sparse is None else tuple(sparse.refreshes(layers))
 
     def _count(self) -> Counted:
-        """Takes one more cycle, by the program that gives back what layers have selected."""
+        """The sets of one more cycle, which a program takes that gives back what layers select, if none are stored."""
         runner = self.runner
+        if self._replay is not None:
+            first = np.asarray(runner.state.sequences.length)[:, None] - 1
+            return self._replay.counted(first + np.arange(self.case.decoding.speculation.scored))
         program = runner.programs[stepping(runner.program), runner.size, "count"]
         (runner.state, *_), sets = program(runner.params, runner.state)
         return Counted(selecting(self.models.target_config), *map(np.asarray, sets))

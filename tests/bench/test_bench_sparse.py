@@ -21,6 +21,7 @@ import sparse_population as count
 import sparse_rows as rows
 import timed_rows as timed
 from bench_sparse_attention import Layer
+from replayed_sets import watched, watching
 from sparse_cycle_bytes import issued_bytes
 
 from smcjax import SMC, Autoregressive, Rejection, SparseVerification
@@ -141,6 +142,40 @@ def test_a_row_begins_without_reading_prompts() -> None:
     row.runner.join(row.batch, {})
     assert not row.runner.state.running.any()
     row.runner.discard()
+
+
+@pytest.mark.slow
+def test_replayed_sets_are_counted_without_a_program() -> None:
+    """What a row says of its next cycle is what a program gives back that takes it; only other rows have one.
+
+    Control: those of other positions.
+    """
+    models, lines = Models(*ON_CPU, attention=rows.SPARSE), rows.cycle_lines(8, 2, ["lookup"])
+    (plain,) = (line for line in lines if line.name == "sparse, merged, free drafts")
+    weights = models.target_params("auto")
+
+    def row(line: rows.Line) -> timed.LineBench:
+        case = synthetic_case(line.decoding, 2, 2048, page_size=64, implementation="auto", windows=1, cycles=16)
+        return timed.LineBench(line, models, case, weights, {}, counts=True)
+
+    assert "count" in {key[-1] for key in row(plain).wanted().jobs}
+    replayed = row(plain.with_sets([0.75])[1])
+    jobs = replayed.wanted().jobs
+    assert "count" not in {key[-1] for key in jobs}
+    (step,) = (job for key, job in replayed.runner.jobs(2, replayed.runner.program).items() if key[-1] == "step")
+    reads = step._replace(function=watched(step.function, replayed._replay, gives_sets=True), identity=None)
+    with watching():  # until all programs are traced, some when they are called
+        replayed.runner.programs.compile("to begin and to read", {**jobs, "reads": reads})
+        replayed.start()
+        replayed.runner.step(replayed.runner.program)
+        said = replayed._count()
+        _, read = replayed.runner.programs["reads"](replayed.runner.params, replayed.runner.state)
+    np.testing.assert_array_equal(said.positions, read.positions)
+    blocks = said.selected.shape[-1]
+    np.testing.assert_array_equal(said.selected, read.selected[..., :blocks])
+    assert not read.selected[..., blocks:].any()
+    assert not np.array_equal(replayed._replay.counted(said.positions - 32).selected, read.selected[..., :blocks])
+    replayed.runner.discard()
 
 
 def test_windows_are_whole_periods(capsys: pytest.CaptureFixture[str]) -> None:
