@@ -54,6 +54,12 @@ class Shape:
     columns: int
     adds: bool = False
     swiglu: bool = False
+    f32: bool = False  # results
+
+    @property
+    def out(self) -> Any:
+        """The dtype that is asked for; None: that of x."""
+        return jnp.float32 if self.f32 else None
 
     @property
     def parts(self) -> int:
@@ -80,13 +86,16 @@ SHAPES = {
     "o": Shape(4096, 4096, adds=True),
     "gate_up": Shape(28672, 4096, swiglu=True),
     "down": Shape(4096, 14336, adds=True),
+    "head": Shape(128256, 4096, f32=True),
 }
 TINY = {
     "qkv": Shape(192, 128),
     "o": Shape(128, 128, adds=True),
     "gate_up": Shape(512, 128, swiglu=True),
     "down": Shape(128, 256, adds=True),
+    "head": Shape(1280, 128, f32=True),
 }
+OF_LAYER = ("qkv", "o", "gate_up", "down")
 
 
 @dataclasses.dataclass
@@ -121,14 +130,14 @@ def ours(shape: Shape, tuning: Tuning | None = None) -> Product:
     how: dict[str, Any] = {"tuning": tuning, "interpret": plgpu.InterpretGPUParams() if on_cpu() else None}
     if shape.swiglu:
         return lambda x, w, _: swiglu_product_mosaic(x, w, EPS, **how)
-    return lambda x, w, add_to: product_mosaic(x, w, add_to=add_to if shape.adds else None, **how)
+    return lambda x, w, add_to: product_mosaic(x, w, add_to=add_to if shape.adds else None, out=shape.out, **how)
 
 
 def xlas(shape: Shape) -> Product:
     """A product by XLA, as the model has it."""
     if shape.swiglu:
         return lambda x, w, _: swiglu(product_reference(x, w), PendingNorm(x, EPS))
-    return lambda x, w, add_to: product_reference(x, w, add_to=add_to if shape.adds else None)
+    return lambda x, w, add_to: product_reference(x, w, add_to=add_to if shape.adds else None, out=shape.out)
 
 
 def alone(product: Product) -> Callable[..., Any]:
@@ -222,7 +231,7 @@ class Bench:
     def __init__(self, shapes: dict[str, Shape], copies: int) -> None:
         self.shapes, self.copies = shapes, copies
         self.weights = {
-            name: [weights_of(shape, 10 * i + j) for i in range(copies)]
+            name: [weights_of(shape, 10 * i + j) for i in range(copies if name in OF_LAYER else 1)]
             for j, (name, shape) in enumerate(shapes.items())
         }
         self.found: list[Row] = []
@@ -231,7 +240,7 @@ class Bench:
         """x, weights and what is added to."""
         draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
         if name == "layer":
-            weights: Any = [{each: self.weights[each][i] for each in self.shapes} for i in range(self.copies)]
+            weights: Any = [{each: self.weights[each][i] for each in OF_LAYER} for i in range(self.copies)]
             return draw(jax.random.key(1), (rows, self.shapes["qkv"].columns)), weights, jnp.zeros(())
         shape = self.shapes[name]
         add_to = draw(jax.random.key(2), (rows, shape.outputs))
@@ -254,9 +263,9 @@ class Bench:
             for _ in range(ENQUEUED):
                 out = compiled(*inputs)
             jax.block_until_ready(out)
-            times.append((time.perf_counter() - began) / (ENQUEUED * self.copies))
+            times.append((time.perf_counter() - began) / (ENQUEUED * len(inputs[1])))
         wall = statistics.median(times[len(times) // 3 :]) * 1e6 if times else float("nan")
-        shapes = list(self.shapes.values()) if name == "layer" else [self.shapes[name]]
+        shapes = [self.shapes[each] for each in (OF_LAYER if name == "layer" else (name,))]
         bound = sum(shape.nbytes for shape in shapes) / HOPPER.bandwidth * 1e6
         row = Row(name, rows, method, note, wall, bound, repeats=repeats)
         if name != "layer":
@@ -277,7 +286,7 @@ class Bench:
             durations: dict[str, list[float]] = defaultdict(list)
             for kernel in read_kernels(Path(directory), {}):
                 durations[kernel.name].append(kernel.microseconds)
-        of_each = runs * self.copies
+        of_each = runs * len(inputs[1])
         return {name: statistics.median(each) * len(each) / of_each for name, each in durations.items()}
 
 
@@ -324,7 +333,7 @@ def run(bench: Bench, names: list[str], rows: list[int], sweep: bool) -> None:
 
 def of_layers(bench: Bench, product: Callable[[Shape], Product]) -> Callable[..., Any]:
     """Whole layers by one way of multiplying."""
-    return layers({name: product(shape) for name, shape in bench.shapes.items()})
+    return layers({name: product(bench.shapes[name]) for name in OF_LAYER})
 
 
 def main() -> None:

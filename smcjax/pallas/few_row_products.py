@@ -414,8 +414,6 @@ def _run(
     reason = objection(tuning, rows, outputs, columns, parts)
     if reason:
         raise ValueError(f"{tuning}: {reason}")
-    if rows < EIGHT:  # the copy engine's boxes are of eight rows at least
-        flat = jnp.pad(flat, ((0, EIGHT - rows), (0, 0)))
     sizes = _Sizes(rows, outputs, columns, parts, eps, add_to is not None, tuning)
     return _launch(flat, w, add_to, result, sizes, interpret).reshape(*shape, outputs)
 
