@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.matmul import matrix
+from smcjax.matmul import Dense, matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
 from smcjax.model.params import Params
@@ -33,6 +33,8 @@ from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
     add_rms_norm,
+    few_row_product,
+    few_row_swiglu,
     implementations,
     rms_norm,
     supports_norm,
@@ -71,8 +73,21 @@ def linear(
     add_to: Float[Array, "*shape O"] | None = None,
 ) -> Float[Array, "*shape O"]:
     """add_to + weight · x + bias with f32 accumulation, in x's dtype; `weight` [O, I] is a leaf of `Params`."""
-    y = matrix(weight)(x, add_to=add_to)
-    return y if bias is None else y + bias
+    if bias is None:
+        return product(x, weight, add_to=add_to)
+    return matrix(weight)(x, add_to=add_to) + bias  # which XLA adds within the product
+
+
+def product(
+    x: Float[Array, "*shape I"], weight: Any, *, add_to: Float[Array, "*shape O"] | None = None, out: Any = None
+) -> Float[Array, "*shape O"]:
+    """`Matrix`'s add_to + weight · x, of few rows by a kernel."""
+    of = matrix(weight)
+    if isinstance(of, Dense):
+        kernel = few_row_product.kernel_for(x, of.values, add_to=add_to, out=out)
+        if kernel is not None:
+            return kernel.run(x, of.values, add_to=add_to, out=out)
+    return of(x, add_to=add_to, out=out)
 
 
 def rope_angles(
@@ -146,12 +161,23 @@ def hidden_states(
         )
         attended = attend(index, projection).reshape(flat)
         x, normed = added(x, attended, layer.o, layer.o_bias, layer.attn_post_norm, layer.mlp_norm)
-        gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-        h = gated(gate_up, pending(x, layer.mlp_norm), spec.activation)
+        h = gated_product(normed, layer.gate_up, layer.gate_up_bias, pending(x, layer.mlp_norm), spec.activation)
         x, normed = added(x, h, layer.down, layer.down_bias, layer.mlp_post_norm, norms[index + 1])
     if watch is not None:
         watch(len(params.layers), x)
     return normed
+
+
+def gated_product(
+    x: Float[Array, "*shape E"], weight: Any, bias: jax.Array | None, pending: PendingNorm | None, activation: str
+) -> Float[Array, "*shape F"]:
+    """activation(gate) · up of the product with x, whose norm may be pending; of few rows by one kernel."""
+    of = matrix(weight)
+    if isinstance(of, Dense) and bias is None and pending is not None and activation == "silu":
+        kernel = few_row_swiglu.kernel_for(x, of.values, pending.eps)
+        if kernel is not None:
+            return kernel.run(x, of.values, pending.eps)
+    return gated(linear(x, weight, bias), pending, activation)
 
 
 def gated(gate_up: Float[Array, "*shape FF"], pending: PendingNorm | None, activation: str) -> Float[Array, "*shape F"]:
@@ -180,7 +206,7 @@ def _leaves_pending(x: Float[Array, "R T E"]) -> bool:
 
 def unembed(params: Params, hidden: Float[Array, "*shape E"]) -> Float[Array, "*shape V"]:
     """Logits in f32, whatever the weights' dtype."""
-    return matrix(params.unembed)(hidden, out=jnp.float32)
+    return product(hidden, params.unembed, out=jnp.float32)
 
 
 def forward(config: ModelConfig, params: Params, token_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:

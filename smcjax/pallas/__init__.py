@@ -2,6 +2,7 @@
 
 from smcjax.pallas.attention import attention, paged_attention_reference
 from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.few_row_products import few_row_product, few_row_swiglu
 from smcjax.pallas.gated_merge import gated_merge_mosaic
 from smcjax.pallas.grouped_attention import grouped_attention
 from smcjax.pallas.grouped_attention_sm90 import grouped_attention_mosaic
@@ -42,6 +43,8 @@ __all__ = [
     "attention",
     "copy_all_pages",
     "copy_pages",
+    "few_row_product",
+    "few_row_swiglu",
     "find_tasks",
     "gated_merge_mosaic",
     "grouped_attention",
