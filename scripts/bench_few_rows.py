@@ -108,7 +108,7 @@ class Row:
     note: str
     wall: float  # µs a product, or a layer
     bound: float  # µs, of W's bytes at the device's nominal rate
-    launches: dict[str, float] = dataclasses.field(default_factory=dict)  # µs a product by kernel; none: not profiled
+    launches: dict[str, float] = dataclasses.field(default_factory=dict)  # µs a product by kernel
     error: float = float("nan")  # of the largest number
     repeats: bool = True
 
@@ -201,26 +201,18 @@ def error_of(got: jax.Array, x: jax.Array, w: jax.Array, add_to: jax.Array, shap
 def variants(shape: Shape, rows: int) -> Iterator[tuple[str, Tuning]]:
     """Tunings beside the chosen one, each otherwise in one respect, that apply."""
     chosen = shape.tuning(rows)
-    other = 3 - chosen.split
-    height = 8 * -(-shape.outputs // (8 * (HOPPER.multiprocessors // other)))
     changes: list[dict[str, Any]] = [
-        {"stages": max(2, chosen.stages // 2)},
-        {"stages": max(2, 3 * chosen.stages // 4)},
-        *({"stages": chosen.stages + more} for more in (1, 2, 4)),
+        *({"stages": chosen.stages + more} for more in (-2, -1, 1, 3)),
         {"tile_k": 2 * chosen.tile_k, "stages": max(2, chosen.stages // 2)},
         {"tile_k": chosen.tile_k // 2, "stages": 2 * chosen.stages},
-        {"evict_first": False},
-        {"stagger": False},
-        {"split": other, "rows": height, "stages": max(2, chosen.stages * chosen.rows // height)},
-        {"split": other, "rows": height, "tile_k": max(64, chosen.tile_k * chosen.rows // height)},
+        {"rows": chosen.rows // 2, "passes": 2 * chosen.passes},
+        {"rows": chosen.rows * 2, "passes": chosen.passes // 2, "tile_k": chosen.tile_k // 2},
     ]
-    if chosen.split * chosen.passes == 1 and chosen.rows % 16 == 0:
-        half = {"rows": chosen.rows // 2, "passes": 2}
-        changes += [half | {"tile_k": 2 * chosen.tile_k}, half | {"stages": 2 * chosen.stages}]
     seen = {chosen}
     for change in changes:
         tuning = dataclasses.replace(chosen, **change)
-        if tuning not in seen and objection(tuning, rows, shape.outputs, shape.columns, shape.parts) is None:
+        reason = objection(tuning, rows, shape.outputs, shape.columns, shape.parts) if tuning.passes else "no pass"
+        if tuning not in seen and tuning.stages > 0 and reason is None:
             seen.add(tuning)
             yield ", ".join(f"{name} {value}" for name, value in change.items()), tuning
 
@@ -251,7 +243,7 @@ class Bench:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.inputs(name, rows))
         return jax.jit(program).lower(*abstract).compile()
 
-    def measure(self, compiled: Any, name: str, rows: int, method: str, note: str, *, profiles: bool) -> None:
+    def measure(self, compiled: Any, name: str, rows: int, method: str, note: str) -> None:
         """Times a program, compares its first result, and prints a line."""
         inputs = self.inputs(name, rows)
         out = jax.block_until_ready(compiled(*inputs))
@@ -271,7 +263,7 @@ class Bench:
         if name != "layer":
             x, weights, add_to = inputs
             row.error = error_of(out[0], x, weights[0], add_to, self.shapes[name])
-        if profiles and not on_cpu():
+        if not on_cpu():
             row.launches = self._launches(compiled, inputs)
         self.found.append(row)
         print(row, flush=True)
@@ -291,15 +283,13 @@ class Bench:
 
 
 class Planned(NamedTuple):
-    """A program to measure. Whatever two blocks a cluster run comes late, as it may fail on another machine."""
+    """A program to measure."""
 
     name: str
     rows: int
     method: str
     note: str
     program: Callable[..., Any]
-    late: bool
-    profiles: bool
 
 
 def planned(bench: Bench, names: list[str], rows: int, sweeps: bool) -> list[Planned]:
@@ -307,14 +297,14 @@ def planned(bench: Bench, names: list[str], rows: int, sweeps: bool) -> list[Pla
     first, then = [], []
     for name in names:
         shape, tuning = bench.shapes[name], bench.shapes[name].tuning(rows)
-        note = "{} rows × {} columns, {} stages, split {}, passes {}".format(*dataclasses.astuple(tuning)[:5])
-        first.append(Planned(name, rows, "ours", note, alone(ours(shape, tuning)), tuning.split > 1, True))
+        note = "{} rows × {} columns, {} stages, {} passes".format(*dataclasses.astuple(tuning))
+        first.append(Planned(name, rows, "ours", note, alone(ours(shape, tuning))))
         for note, other in variants(shape, rows) if sweeps else ():
-            then.append(Planned(name, rows, "ours", note, alone(ours(shape, other)), other.split > 1, False))
-        first.append(Planned(name, rows, "XLA", "", alone(xlas(shape)), False, True))
+            then.append(Planned(name, rows, "ours", note, alone(ours(shape, other))))
+        first.append(Planned(name, rows, "XLA", "", alone(xlas(shape))))
     for method, how in (("XLA", xlas), ("ours", ours)):
-        first.append(Planned("layer", rows, method, "", of_layers(bench, how), method == "ours", True))
-    return sorted(first, key=lambda case: case.late) + sorted(then, key=lambda case: case.late)
+        first.append(Planned("layer", rows, method, "", of_layers(bench, how)))
+    return first + then
 
 
 def run(bench: Bench, names: list[str], rows: list[int], sweep: bool) -> None:
@@ -328,7 +318,7 @@ def run(bench: Bench, names: list[str], rows: list[int], sweep: bool) -> None:
         }
         for place, case in enumerate(plans):
             compiled = jobs[place].result() if place in jobs else bench.compiled(case.program, case.name, case.rows)
-            bench.measure(compiled, case.name, case.rows, case.method, case.note, profiles=case.profiles)
+            bench.measure(compiled, case.name, case.rows, case.method, case.note)
 
 
 def of_layers(bench: Bench, product: Callable[[Shape], Product]) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ their columns once:
 Rows of x that are not there are read as zeros by the copy engine. Rows of W that are not a block's own fill up its last
 64; what comes of them is not stored. Mean squares of x are the diagonal of x · xᵀ, which is made on the way.
 
-Each block reads x, out of the L2, which gives little more than the memory does: with many columns and few rows a block,
-x is a third of all that is read. So two blocks, a cluster, may divide the columns of twice as many rows; each adds up
-both's sums for half of the results, out of the other's shared memory. The order of a sum depends on shapes alone.
+Each block reads x, out of the L2: of many columns and few rows a block, a third of all that is read. Two blocks that
+divide the columns and add up each other's sums, a cluster, were no faster (dev/LOG.md). The order of a sum depends on
+shapes alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Sizes:
     @property
     def steps(self) -> int:
         """Tiles of a pass."""
-        return self.columns // (self.tuning.tile_k * self.tuning.split)
+        return self.columns // self.tuning.tile_k
 
     @property
     def tiles(self) -> tuple[int, ...]:
@@ -114,52 +114,41 @@ class _Sizes:
         return self.tuning.rows * self.tokens // 4
 
 
-def _quads(t: Threads, sizes: _Sizes, peer: Word | int) -> Any:
-    """(number, row of W, first token, whether it is one) of each of a thread's fours, of `peer`'s share."""
-    count = sizes.quads // sizes.tuning.split
-    for begin in range(0, count, WARPGROUP):
+def _quads(t: Threads, sizes: _Sizes) -> Any:
+    """(number, row of W, first token, whether it is one) of each of a thread's fours."""
+    for begin in range(0, sizes.quads, WARPGROUP):
         number = t.index + begin
-        is_one = number < count
-        number = t.minimum(number, count - 1) + peer * count
+        is_one = number < sizes.quads
+        number = t.minimum(number, sizes.quads - 1)
         per_row = sizes.tokens // 4
         yield number, number // per_row, number % per_row * 4, is_one
 
 
-def _keep_added(t: Threads, add_to: Ref, added: Ref, first: Word, peer: Word, *, sizes: _Sizes) -> None:
+def _keep_added(t: Threads, add_to: Ref, added: Ref, first: Word, *, sizes: _Sizes) -> None:
     """Fetches what results are added to before there are any."""
-    for number, row, token, is_one in _quads(t, sizes, peer):
+    for number, row, token, is_one in _quads(t, sizes):
         places = [t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row) for i in range(4)]
         t.store4(added, number * 4, [t.load(add_to, place) for place in places], only=is_one)
 
 
 def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
     """Makes results of sums and stores them."""
-    *others, first, peer = refs
-    added = others.pop(0) if sizes.adds else None
-    parts = others.pop() if others else None  # another block's sums, where its shared memory is out of reach
+    *added, first = refs
     tokens, height = sizes.tokens, sizes.tuning.rows
     t.synchronize()
-
-    def total(index: Word) -> list[Word]:
-        found = t.load4(sums, index)
-        if sizes.tuning.split == 1:
-            return found
-        theirs = simt.load4_of_block(t, sums, index, t.constant(1) - peer) if parts is None else t.load4(parts, index)
-        return [a + b for a, b in zip(found, theirs, strict=True)]
-
-    for number, row, token, is_one in _quads(t, sizes, peer):
+    for number, row, token, is_one in _quads(t, sizes):
         tile = row // ROWS
         begin = t.minimum(tile * ROWS, max(0, height - ROWS))
         place = (tile * ROWS + row - begin) * tokens + token
-        y = total(place)
+        y = t.load4(sums, place)
         if sizes.parts == 2:
             part = len(sizes.tiles) * ROWS * tokens
-            of_up = total(place + part)
-            squares = [total((token + i) * tokens + token + 2 * part)[i] for i in range(4)]
+            of_up = t.load4(sums, place + part)
+            squares = [t.load(sums, (token + i) * tokens + (token + i) + 2 * part) for i in range(4)]
             scales = [t.inverse_root(square * (1.0 / sizes.columns) + sizes.eps) for square in squares]
             y = [_swiglu(t, gate * scale, up * scale) for gate, up, scale in zip(y, of_up, scales, strict=True)]
-        if added is not None:
-            y = [a + b for a, b in zip(y, t.load4(added, number * 4), strict=True)]
+        if added:
+            y = [a + b for a, b in zip(y, t.load4(added[0], number * 4), strict=True)]
         for i, value in enumerate(y):
             is_there = t.where(is_one, token + i, t.constant(sizes.rows)) < sizes.rows
             where = t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row)
@@ -179,11 +168,9 @@ class _Body:
 
     def __call__(self, *refs: Ref, **scratch: Ref) -> None:
         self.x, self.w, *others, self.out = refs
-        self.add_to = others.pop(0) if self.sizes.adds else None
-        self.parts = others.pop() if others else None  # sums of all blocks, in place of their shared memory
+        self.add_to = others[0] if self.sizes.adds else None
         self.s = scratch
         self.block = lax.axis_index("block")
-        self.peer = lax.axis_index("peer") if self.sizes.tuning.split > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == 0)(self._load)
         pl.when(warpgroup == 1)(self._consume)
@@ -204,11 +191,10 @@ class _Body:
         sizes, tuning = self.sizes, self.sizes.tuning
         height = tuning.rows
         x_smem = self.s["x_smem"][0 if self.interpret else 1]
-        shift = lax.div(self.block * sizes.steps, lax.axis_size("block")) * int(tuning.stagger)
 
         def fetch(now: jax.Array, _: None) -> None:
-            slot, turn, step = lax.rem(now, tuning.stages), lax.div(now, sizes.steps), lax.rem(now + shift, sizes.steps)
-            column = pl.multiple_of((self.peer * sizes.steps + step) * tuning.tile_k, tuning.tile_k)
+            slot, turn = lax.rem(now, tuning.stages), lax.div(now, sizes.steps)
+            column = pl.multiple_of(lax.rem(now, sizes.steps) * tuning.tile_k, tuning.tile_k)
             full = self.s["full"].at[slot]
             pl.when(now >= tuning.stages)(lambda: plgpu.barrier_wait(self.s["empty"].at[slot]))
             for part in range(sizes.parts):
@@ -216,19 +202,13 @@ class _Body:
                 source = self.w.at[pl.ds(row, height), pl.ds(column, tuning.tile_k)]
                 begin = slot * (sizes.parts * height) + part * height
                 target = self.s["w_smem"].at[pl.ds(pl.multiple_of(begin, EIGHT), height)]
-                if tuning.evict_first:
-                    eviction.load_to_leave(source, target, full, interpret=self.interpret)
-                else:
-                    plgpu.copy_gmem_to_smem(source, target, full)
+                eviction.load_to_leave(source, target, full, interpret=self.interpret)
             for subtile in range(sizes.subtiles):
                 # A beginning that is not known to be 0: rows behind the last one, which are zeros then, are asked for.
                 source = self.x.at[pl.ds(slot * 0, sizes.tokens), pl.ds(column + subtile * DEPTH, DEPTH)]
                 plgpu.copy_gmem_to_smem(source, x_smem.at[self._x_rows(slot, subtile, sizes.tokens)], full)
 
         lax.fori_loop(0, sizes.steps * tuning.passes, fetch, None)
-        if tuning.split > 1 and not self.interpret:
-            for _ in range(2):
-                simt.synchronize_cluster()
 
     # The consumer's warpgroup.
 
@@ -240,12 +220,14 @@ class _Body:
         first = self._first(turn)
         if sizes.adds:
             keep = functools.partial(_keep_added, sizes=sizes)
-            simt.run(keep, self.add_to, self.s["added"], first, self.peer, interpret=self.interpret)
+            simt.run(keep, self.add_to, self.s["added"], first, interpret=self.interpret)
         shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
         sums = pl.run_scoped(functools.partial(self._accumulate, turn), *shapes)
         for number, tile in enumerate(sums):
             self.s["sums"][pl.ds(number * ROWS, ROWS)] = tile
-        self._conclude(first)
+        added = [self.s["added"]] if sizes.adds else []
+        finish = functools.partial(_finish, sizes=sizes)
+        simt.run(finish, self.out, self.s["sums"], *added, first, interpret=self.interpret)
 
     def _accumulate(self, turn: jax.Array, *accs: Ref) -> tuple[jax.Array, ...]:
         """The sums of a pass, tile by tile of each part of W, and behind them those of x · xᵀ."""
@@ -271,28 +253,6 @@ class _Body:
         lax.fori_loop(0, sizes.steps, step, None)
         return tuple(acc[...] for acc in accs)
 
-    def _conclude(self, first: jax.Array) -> None:
-        """Results of sums, of two blocks where these divide the columns."""
-        refs: list[Any] = [self.s["added"]] if self.sizes.adds else []
-        split = self.sizes.tuning.split > 1
-        if split and self.parts is not None:
-            self.parts[self.block, self.peer] = self.s["sums"][...]
-            refs.append(self.parts.at[self.block, 1 - self.peer])
-        if split:
-            self._meet()
-        finish = functools.partial(_finish, sizes=self.sizes)
-        simt.run(finish, self.out, self.s["sums"], *refs, first, self.peer, interpret=self.interpret)
-        if split:
-            self._meet()
-
-    def _meet(self) -> None:
-        """Waits for the other block of the cluster, which then sees what this one has in its shared memory."""
-        if self.interpret:
-            plgpu.barrier_arrive(self.s["met"])
-            plgpu.barrier_wait(self.s["met"])
-        else:
-            simt.synchronize_cluster()
-
 
 def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, sizes: _Sizes, interpret: Any) -> jax.Array:
     """[rows, outputs] of x [rows, columns]."""
@@ -313,17 +273,10 @@ def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, size
     if sizes.adds:
         scratch["added"] = plgpu.SMEM((tuning.rows, tokens), jnp.float32)
         operands.append(add_to)
-    blocks = tuning.blocks(sizes.outputs)
-    mesh: dict[str, Any] = {}
-    if tuning.split > 1:
-        mesh = {"cluster": (tuning.split,), "cluster_names": ("peer",)}
-        if interprets:  # which knows no other block's shared memory
-            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("peer",))
-            operands.append(jax.new_ref(jnp.zeros((blocks, tuning.split, sizes.sum_rows, tokens), jnp.float32)))
     return plgpu.kernel(
         _Body(sizes, interprets),
         out_type=jax.ShapeDtypeStruct((sizes.rows, sizes.outputs), out),
-        grid=(blocks,),
+        grid=(tuning.blocks(sizes.outputs),),
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
@@ -331,7 +284,6 @@ def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, size
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="few_rows" if sizes.parts == 1 else "few_rows_swiglu",
-        **mesh,
     )(*operands)
 
 

@@ -9,14 +9,13 @@ from smcjax.device import HOPPER
 ROWS = 64  # of W that the tensor cores multiply at once
 DEPTH = 64  # columns of W and x that one product takes: 128 bytes, as they are swizzled
 EIGHT = 8  # rows that shared memory keeps together
-MOST_OF_W = 256  # rows of W a step
-TILE_BYTES = 16 << 10  # of W a step, at most, if it has more than `DEPTH` columns
-IN_FLIGHT = 128 << 10  # bytes of W that a block asks for ahead
 BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
-# What follows estimates a launch, to choose by: bytes a second, and seconds.
-MEMORY = 4.4e12  # that an H200 reads
-L2 = 5.2e12  # that all multiprocessors take in together
-MEETING = 1e-6  # for two blocks to add up each other's sums
+# What an H200 was fastest with (docs/kernels.md): deeper rings take from other blocks, narrower tiles wait more often.
+MOST_OF_W = 128  # rows of W a step
+WIDEST = 256  # columns a step
+TILE_BYTES = 32 << 10  # of W a step
+STAGES = 4  # of the ring, or more where tiles are small
+IN_FLIGHT = 64 << 10  # bytes of W that a block then asks for ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +25,7 @@ class Tuning:
     rows: int  # results a block has at once: rows of W, with SwiGLU half of them
     tile_k: int  # columns a step
     stages: int  # depth of the ring, in steps
-    split: int = 1  # blocks that divide the columns: a cluster, if more than one
     passes: int = 1  # times that a block goes over the columns, for other rows each
-    evict_first: bool = True  # lines of W leave the L2 before others
-    stagger: bool = True  # blocks begin at different columns, so that they do not ask for the same lines at once
 
     def blocks(self, outputs: int) -> int:
         """Blocks along W's rows."""
@@ -61,21 +57,19 @@ def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int 
         return f"{tuning.rows} rows are no multiple of {EIGHT} up to {outputs}"
     if outputs % EIGHT:
         return f"{outputs} outputs are no multiple of {EIGHT}"
-    if tuning.rows * parts > MOST_OF_W:
-        return f"{tuning.rows * parts} rows of W are more than {MOST_OF_W}"
-    if tuning.tile_k % DEPTH or columns % (tuning.tile_k * tuning.split):
-        return f"{columns} columns are no multiple of {tuning.split} · {tuning.tile_k}"
-    if tuning.split not in (1, 2) or (tuning.split > 1 and tuning.passes > 1):
-        return f"{tuning.split} blocks do not divide columns in {tuning.passes} passes"
-    if tuning.blocks(outputs) * tuning.split > HOPPER.multiprocessors:
-        return f"{tuning.blocks(outputs)} · {tuning.split} blocks do not run at the same time"
+    if tuning.rows * parts > 2 * MOST_OF_W:
+        return f"{tuning.rows * parts} rows of W are more than {2 * MOST_OF_W}"
+    if tuning.tile_k % DEPTH or columns % tuning.tile_k:
+        return f"{columns} columns are no multiple of {tuning.tile_k}"
+    if tuning.blocks(outputs) > HOPPER.multiprocessors:
+        return f"{tuning.blocks(outputs)} blocks do not run at the same time"
     if shared_memory(tuning, rows, parts) > HOPPER.shared_memory:
         return f"{shared_memory(tuning, rows, parts)} bytes of shared memory"
     return None
 
 
 def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tuning:
-    """The tuning whose launch is estimated to be the shortest.
+    """The tuning by which blocks have equal shares of W's rows, and tiles as wide as fit.
 
     Args:
         rows: of x.
@@ -86,30 +80,15 @@ def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tun
     Raises:
         ValueError: if none applies.
     """
-
-    def seconds(tuning: Tuning) -> float:
-        blocks = tuning.blocks(outputs)
-        of_w, of_x = (2 * columns * blocks * tuning.passes * each for each in (tuning.rows * parts, rows))
-        return max(of_w / MEMORY, (of_w + of_x) / L2) + MEETING * (tuning.split - 1)
-
-    choices = [tuning for split in (1, 2) if (tuning := _of_split(split, rows, outputs, columns, parts)) is not None]
-    if not choices:
-        raise ValueError(f"no tuning for x [{rows}, {columns}] and {outputs} outputs")
-    return min(choices, key=seconds)
-
-
-def _of_split(split: int, rows: int, outputs: int, columns: int, parts: int) -> Tuning | None:
-    """Blocks that all have as many rows, and as wide and as many tiles as fit."""
-    share = -(-outputs // (EIGHT * (HOPPER.multiprocessors // split)))  # eights of rows a block
+    share = -(-outputs // (EIGHT * HOPPER.multiprocessors))  # eights of rows a block
     passes = -(-share * EIGHT * parts // MOST_OF_W)
     height = EIGHT * -(-share // passes)
-    for tile_k in (256, 128, 64):
-        size = height * parts * tile_k * 2
-        if size > TILE_BYTES and tile_k > DEPTH:
-            continue
-        steps = columns // (tile_k * split) * passes
-        for stages in range(min(steps, max(2, IN_FLIGHT // size)), 0, -1):
-            tuning = Tuning(height, tile_k, stages, split=split, passes=passes)
-            if objection(tuning, rows, outputs, columns, parts) is None:
-                return tuning
-    return None
+    tile_k = WIDEST
+    while tile_k > DEPTH and (columns % tile_k or height * parts * tile_k * 2 > TILE_BYTES):
+        tile_k //= 2
+    stages = max(STAGES, IN_FLIGHT // (height * parts * tile_k * 2))
+    tuning = Tuning(height, tile_k, max(1, min(stages, columns // tile_k * passes)), passes)
+    reason = objection(tuning, rows, outputs, columns, parts)
+    if reason:
+        raise ValueError(f"no tuning for x [{rows}, {columns}] and {outputs} outputs: {reason}")
+    return tuning

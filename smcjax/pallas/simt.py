@@ -437,27 +437,3 @@ class _Interpreted:
 
     def synchronize(self) -> None:
         """Vectors are in step already."""
-
-
-# ------------------------------------------------------------------------------------------------------------ clusters
-
-
-def synchronize_cluster() -> None:
-    """Waits for all threads of all blocks of the cluster; what each stored in shared memory is seen by all."""
-
-    @plgpu.inline_mgpu()
-    def go(_: Any) -> None:
-        mu.inline_ptx("barrier.cluster.arrive.release.aligned;", has_side_effects=True)
-        mu.inline_ptx("barrier.cluster.wait.acquire.aligned;", has_side_effects=True)
-
-    go()
-
-
-def load4_of_block(t: Threads, ref: Any, index: Word, block: Word) -> list[Word]:
-    """Four words from `index` on, a multiple of 4, of the same reference in another block of the cluster."""
-    space, address, size = t._address(ref, index)
-    assert (space, size) == ("shared", 4), "words in SMEM only"
-    kind = f32() if ir.MemRefType(ref.type).element_type == f32() else i32()
-    there = mu.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, block.value, result_types=i32())
-    load = "ld.shared::cluster.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return [_Word(x) for x in mu.inline_ptx(load, there, result_types=[kind] * 4, has_side_effects=True)]

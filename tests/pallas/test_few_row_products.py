@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.device import HOPPER
-from smcjax.pallas import few_row_products
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.few_row_products import (
     few_row_product,
@@ -79,7 +77,7 @@ def test_every_number_of_rows(rows: int) -> None:
         (72, Tuning(32, 64, 2)),  # the last block begins early
         (104, Tuning(104, 64, 2)),  # tiles that overlap
         (88, Tuning(24, 64, 3, passes=2)),  # the ring goes on from pass to pass
-        (64, Tuning(32, 64, 1, stagger=False, evict_first=False)),
+        (64, Tuning(32, 64, 1)),
     ],
     ids=str,
 )
@@ -88,18 +86,8 @@ def test_rows_of_w_are_divided(outputs: int, tuning: Tuning) -> None:
     check(product_mosaic(x, w, out=jnp.float32, tuning=tuning, interpret=INTERPRETED), exact(x, w), jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [3, 9])
-@pytest.mark.parametrize("height", [16, 72])
-def test_two_blocks_divide_columns(rows: int, height: int) -> None:
-    x, w, add_to = operands(rows, 144, 256)
-    tuning = Tuning(height, 64, 2, split=2)
-    check(product_mosaic(x, w, add_to=add_to, tuning=tuning, interpret=INTERPRETED), exact(x, w, add_to))
-
-
 @pytest.mark.parametrize("rows", [5, 16])
-@pytest.mark.parametrize(
-    "tuning", [Tuning(16, 64, 2), Tuning(24, 128, 2), Tuning(72, 64, 3), Tuning(16, 64, 2, split=2)], ids=str
-)
+@pytest.mark.parametrize("tuning", [Tuning(16, 64, 2), Tuning(24, 128, 2), Tuning(72, 64, 3)], ids=str)
 def test_swiglu(rows: int, tuning: Tuning) -> None:
     x, w, _ = operands(rows, 2 * 72, 256)
     check(swiglu_product_mosaic(x, w, EPS, tuning=tuning, interpret=INTERPRETED), exact_swiglu(x, w))
@@ -145,15 +133,9 @@ def test_blocks_have_equal_shares(name: str, rows: int) -> None:
     parts = 2 if name == "gate_up" else 1
     tuning = default_tuning(rows, outputs // parts, columns, parts)
     blocks = tuning.blocks(outputs // parts)
-    assert blocks * tuning.split == 128
+    assert blocks == 128
     assert blocks * tuning.rows * tuning.passes * parts == outputs
     assert objection(tuning, rows, outputs // parts, columns, parts) is None
-
-
-def test_columns_are_divided_where_x_is_much_of_what_is_read() -> None:
-    assert default_tuning(9, 4096, 14336).split == 2
-    assert default_tuning(9, 4096, 4096).split == 1
-    assert default_tuning(16, 4096, 4096).split == 2
 
 
 @pytest.mark.parametrize(
@@ -162,8 +144,6 @@ def test_columns_are_divided_where_x_is_much_of_what_is_read() -> None:
         ({"rows": 12}, "no multiple of 8"),
         ({"rows": 264}, "more than 256"),
         ({"tile_k": 192}, "columns"),
-        ({"split": 3, "tile_k": 64}, "columns"),
-        ({"split": 2, "passes": 2}, "passes"),
         ({"rows": 8}, "at the same time"),
         ({"stages": 40}, "shared memory"),
     ],
@@ -177,8 +157,8 @@ def test_objections(change: dict[str, Any], why: str) -> None:
 
 
 def test_no_tuning_for_odd_sizes() -> None:
-    for outputs, columns in [(4092, 4096), (4096, 4064)]:
-        with pytest.raises(ValueError, match="no tuning"):
+    for outputs, columns, why in [(4092, 4096, "4092 outputs"), (4096, 4064, "4064 columns")]:
+        with pytest.raises(ValueError, match=why):
             default_tuning(9, outputs, columns)
     x, w, _ = operands(9, 64, 128)
     with pytest.raises(ValueError, match="columns"):
@@ -229,22 +209,16 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16])
 @pytest.mark.parametrize("name", [*LLAMA_8B, "odd"])
 def test_on_a_gpu(name: str, rows: int) -> None:
-    """The compiled kernel, chosen by the operation, and 200 times the same bits; both ways of dividing the columns."""
+    """The compiled kernel, chosen by the operation, and 200 times the same bits."""
     assert uses_kernels()
     outputs, columns = LLAMA_8B.get(name, (2 * 2376, 1536))
     x, w, add_to = operands(rows, outputs, columns)
-    parts = 2 if name == "gate_up" else 1
-    chosen = default_tuning(rows, outputs // parts, columns, parts)
-    other = few_row_products.Tuning(8 * -(-outputs // (8 * 66)), 64, 4, split=2) if parts == 1 else chosen
-    for tuning in {chosen, other if chosen.split == 1 else Tuning(8 * -(-outputs // (8 * 132)), 64, 4)}:
-
-        def compute(x: jax.Array, w: jax.Array, add_to: jax.Array, tuning: Tuning = tuning) -> jax.Array:
-            if parts == 2:
-                return swiglu_product_mosaic(x, w, EPS, tuning=tuning)
-            return product_mosaic(x, w, add_to=add_to, tuning=tuning)
-
-        run = jax.jit(compute)
-        got = run(x, w, add_to)
-        assert all(bool(jnp.array_equal(got, run(x, w, add_to))) for _ in range(200))
-        check(got, exact_swiglu(x, w) if parts == 2 else exact(x, w, add_to))
-    assert HOPPER.multiprocessors >= chosen.blocks(outputs // parts) * chosen.split
+    if name == "gate_up":
+        assert few_row_swiglu.kernel_for(x, w, EPS) is not None
+        run, want = jax.jit(lambda x, w, _: few_row_swiglu(x, w, EPS)), exact_swiglu(x, w)
+    else:
+        assert few_row_product.kernel_for(x, w, add_to=add_to) is not None
+        run, want = jax.jit(lambda x, w, add_to: few_row_product(x, w, add_to=add_to)), exact(x, w, add_to)
+    got = run(x, w, add_to)
+    assert all(bool(jnp.array_equal(got, run(x, w, add_to))) for _ in range(200))
+    check(got, want)
