@@ -87,9 +87,9 @@ CASES = {
     "smc, 32,768 tokens": Case(smc, smc.SMC(8, 8), max_model_len=33024),
     "smc, int8 draft": Case(smc, smc.SMC(8, 8), draft_quantization="int8"),
     "rejection, 8 candidates": Case(rejection, rejection.Rejection(8, n_candidates=8)),
-    "rejection, 1 request": Case(rejection, rejection.Rejection(8)),
     "target alone": Case(autoregressive, autoregressive.Autoregressive()),
     "prompt, 512 tokens": Case(smc, smc.SMC(8, 8), chunk=512),
+    "rejection, 1 request": Case(rejection, rejection.Rejection(8)),
 }
 
 
