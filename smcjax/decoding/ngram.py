@@ -89,8 +89,10 @@ def lookup(tokens: Int[Array, "R T"], length: Int[Array, " R"], count: int, long
         there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
         standing *= (there == last) & (place >= back) & (length[:, None] > back)
         matched += standing
-    best = jnp.argmax(matched * tokens.shape[1] + place * (matched > 0), axis=1)
-    best = jnp.where(matched.max(axis=1) > 0, best, length - 2)  # none: the last token again
+    # One maximum says how much of them stands where, so that XLA goes over the places once.
+    size = tokens.shape[1]
+    found = jnp.max(jnp.where(matched > 0, matched * size + place, 0), axis=1)
+    best = jnp.where(found > 0, found % size, length - 2)  # none: the last token again
     period = length - 1 - best
     ahead = best[:, None] + 1 + jnp.arange(count) % period[:, None]
     return jnp.take_along_axis(tokens, ahead, axis=1)

@@ -49,9 +49,7 @@ def _make_room(
     t: Threads,
     free: Ref,  # [P] GMEM, as all but the last two
     num_free: Ref,  # [1]
-    first: Ref,  # [R], as the next two
-    last: Ref,
-    live: Ref,
+    blocks: Ref,  # [3, R]: each row's first and last position, and whether it is live
     refcount: Ref,  # [P], changed
     table: Ref,  # [R, M], changed
     copy_from: Ref,  # [R]
@@ -75,9 +73,9 @@ def _make_room(
     for turn in rounds:
         index = t.index + turn * WARPGROUP
         row = t.minimum(index, rows - 1)
-        start, stop = t.load(first, row), t.load(last, row)
+        start, stop, live = (t.load(blocks, row + field * rows) for field in range(3))
         logical, end = start // page_size, stop // page_size + 1
-        present = _flag(t, index < rows) * t.load(live, row)
+        present = _flag(t, index < rows) * live
         half_way = _flag(t, start % page_size != 0)
         current = t.load(table, row * width + t.minimum(logical, width - 1))
         count = t.load(refcount, current)
@@ -235,9 +233,9 @@ def make_room_mosaic(
     counts, table = jax.new_ref(refcount), jax.new_ref(block_table)
 
     def kernel(*refs: Ref, leaving: Ref, totals: Ref) -> None:
-        (free, num_free, first, last, live), (counts, table), outs = refs[:5], refs[5:7], refs[7:]
+        (free, num_free, blocks), (counts, table), outs = refs[:3], refs[3:5], refs[5:]
         program = functools.partial(_make_room, shape=(rows, width), group=group, page_size=page_size, touched=touched)
-        args = (free, num_free, first, last, live, counts, table, *outs, leaving, totals)
+        args = (free, num_free, blocks, counts, table, *outs, leaving, totals)
         simt.run(program, *args, interpret=interpret is not None)
 
     copy_from, copy_to, left = plgpu.kernel(
@@ -252,7 +250,7 @@ def make_room_mosaic(
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="make_room",
-    )(free, num_free.reshape(1), first, last, live.astype(jnp.int32), counts, table)
+    )(free, num_free.reshape(1), jnp.stack([first, last, live.astype(jnp.int32)]), counts, table)
     return jax.freeze(counts), left[0], jax.freeze(table), copy_from, copy_to
 
 

@@ -94,7 +94,8 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         logprobs = run.target.log_at(tokens)
         # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
         counts = state.by_group(state.sequences.length)[:, 0] + run.accepted < state.requests.limit
-        broken = (jnp.isnan(run.law).any(axis=1) & counts) | jnp.isnan(logprobs[:, 0])
+        # A law is NaN for all tokens or for none: its softmax's mass is.
+        broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, run.accepted, broken)
         # All rows of a request name the pages of the accepted one.
         table = state.sequences.block_table[state.per_row(run.row)]
