@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import TRASH, Copies, make_room, rebind
+from smcjax.kv import TRASH, Copies, make_room, rebind, settle
 from smcjax.model.view import BatchView
 
 
@@ -52,6 +52,38 @@ def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, 
         groups,
         sequences=dataclasses.replace(groups.sequences, block_table=new),
         memory=dataclasses.replace(groups.memory, pool=rebind(groups.memory.pool, old, new)),
+    )
+
+
+def agree_on_pages[S: Groups](
+    groups: S,
+    source: Int[Array, " R"],
+    frontier_at: Int[Array, " R"],
+    ran: Bool[Array, " G"],
+    *,
+    width: int,
+    page_size: int,
+) -> S:
+    """Does what `keep_pages` does with the pages of each row's `source`, where rows of a group agree between cycles.
+
+    `frontier_at` is where rows stood before the cycle, which reserved pages for `width` positions from there on.
+    """
+    sequences = groups.sequences
+    pool, table = settle(
+        groups.memory.pool,
+        sequences.block_table,
+        source,
+        frontier_at,
+        sequences.length - 1,
+        groups.per_row(ran),
+        page_size=page_size,
+        max_width=width,
+        group=sequences.length.shape[0] // ran.shape[0],
+    )
+    return dataclasses.replace(
+        groups,
+        sequences=dataclasses.replace(sequences, block_table=table),
+        memory=dataclasses.replace(groups.memory, pool=pool),
     )
 
 

@@ -16,6 +16,7 @@ from smcjax.kv.pages import (
     pages_touched,
     rebind,
     release,
+    settle,
 )
 from smcjax.pallas import Copies
 
@@ -39,4 +40,5 @@ __all__ = [
     "pages_touched",
     "rebind",
     "release",
+    "settle",
 ]

@@ -24,7 +24,13 @@ from jaxtyping import Array, Bool, Int, Num
 
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.kv_write import TRASH
-from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
+from smcjax.pallas.page_tables import (
+    MOST_TOUCHED,
+    fork_mosaic,
+    make_room_mosaic,
+    settle_mosaic,
+    supports_page_tables,
+)
 
 Rows = tuple[Num[Array, "R _"], ...]
 
@@ -245,6 +251,48 @@ def pages_touched(width: int, page_size: int) -> int:
 
 make_room = Op(_make_room_reference)
 make_room.register(Kernel("sm90", _make_room_sm90, _supports_room))
+
+
+def _settle_reference(
+    pool: PagePool,
+    block_table: Int[Array, "R M"],
+    source: Int[Array, " R"],
+    first: Int[Array, " R"],
+    end: Int[Array, " R"],
+    goes: Bool[Array, " R"],
+    *,
+    page_size: int,
+    max_width: int,
+    group: int,
+) -> tuple[PagePool, Int[Array, "R M"]]:
+    """Makes every row that `goes` name the pages of row `source[r]` that begin before position `end[r]`, no others.
+
+    The N = `group` rows of a group have one `first`, one `end`, one source and go together, and pages where they differ
+    or are to change hold some of the `max_width` positions from `first` on.
+    """
+    begins = jnp.arange(block_table.shape[1]) * page_size
+    kept = jnp.where(begins < end[:, None], block_table[source], TRASH)
+    new = jnp.where(goes[:, None], kept, block_table)
+    return rebind(pool, block_table, new), new
+
+
+def _settle_sm90(
+    pool: PagePool, *args: Any, page_size: int, max_width: int, **named: Any
+) -> tuple[PagePool, Int[Array, "R M"]]:
+    named |= {"page_size": page_size, "touched": pages_touched(max_width, page_size)}
+    counts, free, left, table = settle_mosaic(pool.refcount, pool.free, pool.num_free, *args, **named)
+    return PagePool(counts, free, left), table
+
+
+def _supports_settle(
+    pool: PagePool, block_table: jax.Array, *args: Any, page_size: int, max_width: int, group: int
+) -> bool:
+    few = pages_touched(max_width, page_size) <= MOST_TOUCHED
+    return few and supports_page_tables(rows=block_table.shape[0], group=group)
+
+
+settle = Op(_settle_reference)
+settle.register(Kernel("sm90", _settle_sm90, _supports_settle))
 
 
 def _first_of_all_sharers(pool: PagePool, pages: Int[Array, " R"]) -> Bool[Array, " R"]:

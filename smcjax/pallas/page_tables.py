@@ -1,6 +1,7 @@
 """Block tables, reference counts and the stack of free pages, changed in place by Mosaic GPU kernels (Hopper).
 
     make_room   one launch, one block, a thread a row: who needs a page, who copies one, and the pages themselves
+    settle      one launch, one block, a thread a row: the pages that rows keep behind a block of which a part counts
     fork        two launches. A block for every 128 columns of a group's table: how often each page of a column is
                 named from now on, what becomes free, the new entries; and a block for every row that is to copy what
                 its ancestor has generated. Then the freed pages go onto the stack, each block's behind the last one's.
@@ -9,7 +10,7 @@ Groups work side by side without atomic operations, since pages are named by sev
 prompt is, and there by all rows of a group, so no fork changes their count; and a page stands in one column only. Rows
 are copied in place, since survivors stay in their own row: no row is both read and written.
 
-The references are `smcjax.kv.make_room` and `smcjax.kv.fork`; the programs of single threads are `simt`'s.
+The references are `smcjax.kv`'s operations of the same names; the programs of single threads are `simt`'s.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
 MOST_ROWS = 1024  # of a batch: rounds of 128 that one block makes room for
 MOST_OF_A_GROUP = 32  # rows: a thread compares them all, pair by pair
+MOST_TOUCHED = 4  # pages of a row that `settle` looks at, in line
 IN_FLIGHT = 4  # words of a row that a thread has asked for before it stores the first
 
 
@@ -118,6 +120,75 @@ def _make_room(
         t.store(copy_to, index, t.where(page != TRASH, fresh[0], TRASH), only=index < rows)
         taken = taken + all_of_turn
     t.store(left, zero, have - t.minimum(taken, have), only=t.index == 0)
+
+
+def _settle(
+    t: Threads,
+    num_free: Ref,  # [1] GMEM, as all but the last three
+    blocks: Ref,  # [4, R]: each row's source, first position, end, and whether it goes
+    refcount: Ref,  # [P], changed
+    table: Ref,  # [R, M], changed
+    free: Ref,  # [P], changed
+    left: Ref,  # [1]
+    named: Ref,  # [touched, ≥ R] SMEM: the pages that rows name before, `TRASH` for rows that stay
+    following: Ref,  # [touched, ≥ R] SMEM: afterwards
+    totals: Ref,  # [4 · rounds] SMEM
+    *,
+    shape: tuple[int, int],
+    group: int,
+    page_size: int,
+    touched: int,
+) -> None:
+    rows, width = shape
+    rounds = range(-(-rows // WARPGROUP))
+    padded = len(rounds) * WARPGROUP
+    zero = t.constant(0)
+
+    found = []
+    for turn in rounds:
+        index = t.index + turn * WARPGROUP
+        row = t.minimum(index, rows - 1)
+        source, start, end, goes = (t.load(blocks, row + field * rows) for field in range(4))
+        for step in range(touched):
+            column = start // page_size + step
+            there = (index < rows) & (goes != 0) & (column < width)
+            within = t.minimum(column, width - 1)
+            old = t.where(there, t.load(table, row * width + within), TRASH)
+            kept = there & (column * page_size < end)
+            new = t.where(kept, t.load(table, source * width + within), TRASH)
+            t.store(named, index + step * padded, old)
+            t.store(following, index + step * padded, new)
+            found.append((turn, step, row, row * width + within, there, old, new))
+    t.synchronize()
+
+    # Of a group's rows the first that names a page sees to its count.
+    gone = []
+    for turn, step, row, at, there, old, new in found:
+        first = row // group * group
+        change, earlier = zero, zero
+        for other in range(group):
+            theirs = t.minimum(first + other, rows - 1) + step * padded
+            same = _flag(t, t.load(named, theirs) == old)
+            change = change + _flag(t, t.load(following, theirs) == old) - same
+            earlier = earlier + t.where(first + other < row, same, 0)
+        changes = there & (old != TRASH) & (earlier == 0) & (change != 0)
+        count = t.load(refcount, old) + change
+        t.store(refcount, old, count, only=changes)
+        t.store(table, at, new, only=there)
+        gone.append((turn, old, _flag(t, changes & (count == 0))))
+
+    top = t.load(num_free, zero)
+    for turn in rounds:
+        mine = [(page, goes) for of, page, goes in gone if of == turn]
+        before, all_of_turn = simt.sums(
+            t, functools.reduce(lambda a, b: a + b, [goes for _, goes in mine]), totals, turn
+        )
+        place = top + before
+        for page, goes in mine:
+            t.store(free, place, page, only=goes != 0)
+            place = place + goes
+        top = top + all_of_turn
+    t.store(left, zero, top, only=t.index == 0)
 
 
 def _fork_tables(
@@ -252,6 +323,47 @@ def make_room_mosaic(
         kernel_name="make_room",
     )(free, num_free.reshape(1), jnp.stack([first, last, live.astype(jnp.int32)]), counts, table)
     return jax.freeze(counts), left[0], jax.freeze(table), copy_from, copy_to
+
+
+def settle_mosaic(
+    refcount: Int[Array, " P"],
+    free: Int[Array, " P"],
+    num_free: Int[Array, ""],
+    block_table: Int[Array, "R M"],
+    source: Int[Array, " R"],
+    first: Int[Array, " R"],
+    end: Int[Array, " R"],
+    goes: Bool[Array, " R"],
+    *,
+    group: int,
+    page_size: int,
+    touched: int,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Counts, free stack, its height, table. `touched` is how many pages a row's new tokens can reach into."""
+    rows, width = block_table.shape
+    rounds = -(-rows // WARPGROUP)
+    counts, table, stack = (jax.new_ref(array) for array in (refcount, block_table, free))
+
+    def kernel(*refs: Ref, named: Ref, following: Ref, totals: Ref) -> None:
+        program = functools.partial(_settle, shape=(rows, width), group=group, page_size=page_size, touched=touched)
+        simt.run(program, *refs, named, following, totals, interpret=interpret is not None)
+
+    (left,) = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+        grid=(1,),
+        grid_names=("block",),
+        scratch_types={
+            "named": plgpu.SMEM((touched * rounds * WARPGROUP,), jnp.int32),
+            "following": plgpu.SMEM((touched * rounds * WARPGROUP,), jnp.int32),
+            "totals": plgpu.SMEM((rounds * WARPS,), jnp.int32),
+        },
+        compiler_params=simt.COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="settle",
+    )(num_free.reshape(1), jnp.stack([source, first, end, goes.astype(jnp.int32)]), counts, table, stack)
+    return jax.freeze(counts), jax.freeze(stack), left[0], jax.freeze(table)
 
 
 def fork_mosaic(

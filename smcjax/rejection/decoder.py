@@ -27,7 +27,7 @@ from smcjax.decoders import Rejection
 from smcjax.decoding import admission
 from smcjax.decoding import groups as decoding
 from smcjax.decoding.constraints import extend
-from smcjax.decoding.cycle_view import keep_pages
+from smcjax.decoding.cycle_view import agree_on_pages
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of, processed_logits, sample
 from smcjax.decoding.groups import Groups, Memory, PairParams
@@ -80,7 +80,7 @@ class Accepted(NamedTuple):
 @by_implementation
 def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
-    ran, n = state.running, program.rows
+    ran, n, frontier_at = state.running, program.rows, state.sequences.length - 1
     groups = ran.shape[0]
     accept = _along_candidates if program.speculation.tree is None else _along_tree
     state, run = accept(program, params, state)
@@ -97,10 +97,10 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         # A law is NaN for all tokens or for none: its softmax's mass is.
         broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, run.accepted, broken)
-        # All rows of a request name the pages of the accepted one.
-        table = state.sequences.block_table[state.per_row(run.row)]
         state = dataclasses.replace(state, cycle=state.cycle + ran)
-        state = keep_pages(state, table, ran, page_size=program.page_size)
+        # All rows of a request name the pages of the accepted one.
+        pages = {"width": program.speculation.width, "page_size": program.page_size}
+        state = agree_on_pages(state, state.per_row(run.row), frontier_at, ran, **pages)
     info = Info(
         ran=ran,
         done=~state.running,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.kv import TRASH, PagePool, allocate, fork, make_room, pages_for, rebind
+from smcjax.kv import TRASH, PagePool, allocate, fork, make_room, pages_for, pages_touched, rebind, settle
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, supports_page_tables
+from smcjax.pallas.page_tables import fork_mosaic, make_room_mosaic, settle_mosaic, supports_page_tables
 from smcjax.smc.resampling import ancestors_from_counts
 from tests.helpers import assert_pages_sound
 
@@ -42,6 +42,8 @@ _ancestors = jax.jit(jax.vmap(ancestors_from_counts))
 _make_room = jax.jit(make_room.reference, static_argnames=("page_size", "max_width", "group"))
 _fork = jax.jit(fork.reference, static_argnames=("group",))
 _our_make_room = jax.jit(make_room_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
+_settle = jax.jit(settle.reference, static_argnames=("page_size", "max_width", "group"))
+_our_settle = jax.jit(settle_mosaic, static_argnames=("page_size", "touched", "group", "interpret"))
 _our_fork = jax.jit(fork_mosaic, static_argnames=("group", "interpret"))
 
 
@@ -144,6 +146,49 @@ def history(shape: Shape, seed: int, rounds: int, interpret: Any, spare_pages: i
     return freed
 
 
+def agree(batch: Batch, shape: Shape, before: np.ndarray, goes: np.ndarray, rng: Any, kernel: Any) -> tuple[Batch, int]:
+    """Groups keep a part of one row's block, by `kernel` as by the reference. Also returns how many pages became free.
+
+    `before` are the rows' lengths before the block.
+    """
+    leader = np.arange(shape.groups)[:, None] * shape.n
+    source = np.repeat(leader + rng.integers(0, shape.n, (shape.groups, 1)), shape.n, axis=1).reshape(-1)
+    taken = np.repeat(rng.integers(0, shape.width + 1, shape.groups), shape.n)
+    length = np.where(goes, np.minimum(before + taken, batch.length), before).astype(np.int32)
+    args = [jnp.asarray(x, jnp.int32) for x in (source, before - 1, length - 1)]
+    static = {"page_size": shape.page_size, "group": shape.n}
+    pool, table = _settle(batch.pool, batch.table, *args, jnp.asarray(goes), max_width=shape.width, **static)
+    counts, free, left, ours = kernel(
+        *(jnp.asarray(x) for x in (batch.pool.refcount, batch.pool.free, batch.pool.num_free, batch.table)),
+        *args,
+        jnp.asarray(goes),
+        touched=pages_touched(shape.width, shape.page_size),
+        **static,
+    )
+    np.testing.assert_array_equal(ours, table)
+    np.testing.assert_array_equal(counts, pool.refcount)
+    assert int(left) == int(pool.num_free)
+    assert set(np.asarray(free)[: int(left)].tolist()) == set(np.asarray(pool.free)[: int(left)].tolist())
+    assert_pages_sound(ours, PagePool(counts, free, left))
+    freed = int(left) - int(batch.pool.num_free)
+    # Tokens do not matter to pages.
+    return Batch(PagePool(counts, free, left), np.asarray(ours), batch.tokens, batch.logprobs, length), freed
+
+
+def agreements(shape: Shape, seed: int, rounds: int, interpret: Any) -> int:
+    """Rounds of growing and agreeing, every one compared. Returns how many pages were given back."""
+    rng = np.random.default_rng(seed)
+    batch = admitted(shape, rng, 1 + shape.groups * shape.n * pages_for(shape.limit, shape.page_size))
+    freed = 0
+    for _ in range(rounds):
+        goes = np.repeat(rng.random(shape.groups) < 0.9, shape.n) & (batch.length < shape.limit)
+        before = batch.length
+        batch = grow(batch, shape, goes, rng, functools.partial(_our_make_room, interpret=interpret))
+        batch, more = agree(batch, shape, before, goes, rng, functools.partial(_our_settle, interpret=interpret))
+        freed += more
+    return freed
+
+
 SHAPES = {
     "two groups": Shape(groups=2, n=4, page_size=4, width=3, prompt=6, limit=40),
     "pages of one token": Shape(groups=2, n=3, page_size=1, width=3, prompt=4, limit=30),
@@ -160,6 +205,27 @@ def test_every_round_equals_the_reference(name: str) -> None:
     rounds = 1 if name.startswith("more") else 3
     freed = history(SHAPES[name], 0, rounds, plgpu.InterpretGPUParams())
     assert (freed > 0) == (SHAPES[name].n > 1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_agreement_equals_the_reference(name: str) -> None:
+    assert agreements(SHAPES[name], 0, 1 if name.startswith("more") else 4, plgpu.InterpretGPUParams()) > 0
+
+
+def test_agreements_go_by_the_source() -> None:
+    """Control: pages of another row than the one that was accepted are seen."""
+
+    def other(*args: Any, **how: Any) -> Any:
+        source, shape = args[4], SHAPES["two groups"]
+        return _our_settle(*args[:4], source // shape.n * shape.n, *args[5:], **how)
+
+    shape, rng = SHAPES["two groups"], np.random.default_rng(0)
+    batch = admitted(shape, rng, 100)
+    goes, before = np.ones(len(batch.length), bool), batch.length
+    kernel = functools.partial(_our_make_room, interpret=plgpu.InterpretGPUParams())
+    batch = grow(batch, shape, goes, rng, kernel)
+    with pytest.raises(AssertionError):
+        agree(batch, shape, before, goes, rng, functools.partial(other, interpret=plgpu.InterpretGPUParams()))
 
 
 def test_too_few_pages_leave_the_last_rows_without() -> None:
@@ -202,6 +268,13 @@ def test_every_round_equals_the_reference_on_a_gpu(name: str) -> None:
     for seed in range(3):
         for rounds in (3, 4):
             assert (history(shape, seed, rounds, None) > 0) == (shape.n > 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES | MANY)
+def test_every_agreement_equals_the_reference_on_a_gpu(name: str) -> None:
+    for seed in range(3):
+        assert agreements((SHAPES | MANY)[name], seed, 4, None) > 0
 
 
 @pytest.mark.gpu
