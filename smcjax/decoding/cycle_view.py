@@ -58,7 +58,7 @@ def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, 
 def agree_on_pages[S: Groups](
     groups: S,
     source: Int[Array, " R"],
-    frontier_at: Int[Array, " R"],
+    before: Int[Array, " R"],
     ran: Bool[Array, " G"],
     *,
     width: int,
@@ -66,15 +66,15 @@ def agree_on_pages[S: Groups](
 ) -> S:
     """Does what `keep_pages` does with the pages of each row's `source`, where rows of a group agree between cycles.
 
-    `frontier_at` is where rows stood before the cycle, which reserved pages for `width` positions from there on.
+    `before` are lengths before the cycle, which reserved pages for `width` positions from the frontier on.
     """
     sequences = groups.sequences
     pool, table = settle(
         groups.memory.pool,
         sequences.block_table,
         source,
-        frontier_at,
-        sequences.length - 1,
+        before,
+        sequences.length,
         groups.per_row(ran),
         page_size=page_size,
         max_width=width,

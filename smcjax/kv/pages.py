@@ -257,21 +257,22 @@ def _settle_reference(
     pool: PagePool,
     block_table: Int[Array, "R M"],
     source: Int[Array, " R"],
-    first: Int[Array, " R"],
-    end: Int[Array, " R"],
+    before: Int[Array, " R"],
+    after: Int[Array, " R"],
     goes: Bool[Array, " R"],
     *,
     page_size: int,
     max_width: int,
     group: int,
 ) -> tuple[PagePool, Int[Array, "R M"]]:
-    """Makes every row that `goes` name the pages of row `source[r]` that begin before position `end[r]`, no others.
+    """Makes every row that `goes` name the pages of row `source[r]` that hold KV before its frontier, and no others.
 
-    The N = `group` rows of a group have one `first`, one `end`, one source and go together, and pages where they differ
-    or are to change hold some of the `max_width` positions from `first` on.
+    Rows had `before` tokens, the last one without KV, and have `after`. The N = `group` rows of a group have one
+    source and as many tokens and go together, and pages where they differ or are to change hold some of the `max_width`
+    positions from the former frontier on.
     """
     begins = jnp.arange(block_table.shape[1]) * page_size
-    kept = jnp.where(begins < end[:, None], block_table[source], TRASH)
+    kept = jnp.where(begins < after[:, None] - 1, block_table[source], TRASH)
     new = jnp.where(goes[:, None], kept, block_table)
     return rebind(pool, block_table, new), new
 
@@ -285,7 +286,7 @@ def _settle_sm90(
 
 
 def _supports_settle(
-    pool: PagePool, block_table: jax.Array, *args: Any, page_size: int, max_width: int, group: int
+    pool: PagePool, block_table: jax.Array, *args: Any, page_size: int, max_width: int, group: int, **named: Any
 ) -> bool:
     few = pages_touched(max_width, page_size) <= MOST_TOUCHED
     return few and supports_page_tables(rows=block_table.shape[0], group=group)

@@ -25,10 +25,18 @@ def _like(x: jax.Array, value: int) -> jax.Array:
     return jnp.full(x.shape, value, x.dtype)
 
 
-def gumbel(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
-    """The noise that `jax.random.gumbel` gives element `ids` of a vector."""
+def fold_in(key0: jax.Array, key1: jax.Array, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The words of the key that `jax.random.fold_in` makes of a key's words and uint32 `data`."""
+    return _threefry(key0, key1, jnp.zeros_like(data), data)
+
+
+def uniform(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
+    """The number in [0, 1) that `jax.random.uniform` gives element `ids` of a vector."""
     high, low = _threefry(key0, key1, jnp.zeros_like(ids), ids)
     bits = lax.shift_right_logical(high ^ low, _like(high, 9)) | jnp.uint32(0x3F800000)
-    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
-    uniform = jnp.maximum(uniform, float(jnp.finfo(jnp.float32).tiny))
-    return -jnp.log(-jnp.log(uniform))
+    return lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+
+
+def gumbel(key0: jax.Array, key1: jax.Array, ids: jax.Array) -> jax.Array:
+    """The noise that `jax.random.gumbel` gives element `ids` of a vector."""
+    return -jnp.log(-jnp.log(jnp.maximum(uniform(key0, key1, ids), float(jnp.finfo(jnp.float32).tiny))))

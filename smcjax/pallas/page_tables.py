@@ -125,7 +125,10 @@ def _make_room(
 def _settle(
     t: Threads,
     num_free: Ref,  # [1] GMEM, as all but the last three
-    blocks: Ref,  # [4, R]: each row's source, first position, end, and whether it goes
+    source: Ref,  # [R], as the next three
+    before: Ref,  # tokens
+    after: Ref,
+    goes: Ref,
     refcount: Ref,  # [P], changed
     table: Ref,  # [R, M], changed
     free: Ref,  # [P], changed
@@ -148,14 +151,15 @@ def _settle(
     for turn in rounds:
         index = t.index + turn * WARPGROUP
         row = t.minimum(index, rows - 1)
-        source, start, end, goes = (t.load(blocks, row + field * rows) for field in range(4))
+        ancestor, start, end = t.load(source, row), t.load(before, row) - 1, t.load(after, row) - 1
+        is_there = (index < rows) & (t.load(goes, row) != 0)
         for step in range(touched):
             column = start // page_size + step
-            there = (index < rows) & (goes != 0) & (column < width)
+            there = is_there & (column < width)
             within = t.minimum(column, width - 1)
             old = t.where(there, t.load(table, row * width + within), TRASH)
             kept = there & (column * page_size < end)
-            new = t.where(kept, t.load(table, source * width + within), TRASH)
+            new = t.where(kept, t.load(table, ancestor * width + within), TRASH)
             t.store(named, index + step * padded, old)
             t.store(following, index + step * padded, new)
             found.append((turn, step, row, row * width + within, there, old, new))
@@ -331,8 +335,8 @@ def settle_mosaic(
     num_free: Int[Array, ""],
     block_table: Int[Array, "R M"],
     source: Int[Array, " R"],
-    first: Int[Array, " R"],
-    end: Int[Array, " R"],
+    before: Int[Array, " R"],
+    after: Int[Array, " R"],
     goes: Bool[Array, " R"],
     *,
     group: int,
@@ -362,7 +366,7 @@ def settle_mosaic(
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="settle",
-    )(num_free.reshape(1), jnp.stack([source, first, end, goes.astype(jnp.int32)]), counts, table, stack)
+    )(num_free.reshape(1), source, before, after, goes, counts, table, stack)
     return jax.freeze(counts), jax.freeze(stack), left[0], jax.freeze(table)
 
 

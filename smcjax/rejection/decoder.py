@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
+from smcjax.numerics import words_of
+from smcjax.pallas.certain_drafts import Asked, Rows, commit_mosaic, supports_certain_drafts
+from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
 
 State = Groups  # N rows a request, which agree between steps
@@ -77,58 +80,49 @@ class Accepted(NamedTuple):
     law: Float[Array, "G V"]  # of the token behind the run
 
 
+class Advanced(NamedTuple):
+    """The tokens that each request has advanced by: its run and the one behind it, those behind that stale."""
+
+    row: Int[Array, " G"]  # whose pages hold the run's KV
+    accepted: Int[Array, " G"]
+    tokens: Int[Array, "G C"]
+    ran: Bool[Array, " G"]
+    done: Bool[Array, " G"]
+    before: Int[Array, " R"]  # lengths
+    after: Int[Array, " R"]
+    scores: Any = None
+
+
 @by_implementation
 def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
-    ran, n, frontier_at = state.running, program.rows, state.sequences.length - 1
-    groups = ran.shape[0]
     accept = _along_candidates if program.speculation.tree is None else _along_tree
     state, run = accept(program, params, state)
-
-    with jax.named_scope("decide"):
-        following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
     with jax.named_scope("commit"):
-        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
-        tokens = jnp.where(at_end, following[:, None], run.tokens)
-        # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
-        logprobs = run.target.log_at(tokens)
-        # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
-        counts = state.by_group(state.sequences.length)[:, 0] + run.accepted < state.requests.limit
-        # A law is NaN for all tokens or for none: its softmax's mass is.
-        broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
-        state = _commit(program, state, tokens, logprobs, run.accepted, broken)
-        state = dataclasses.replace(state, cycle=state.cycle + ran)
         # All rows of a request name the pages of the accepted one.
         pages = {"width": program.speculation.width, "page_size": program.page_size}
-        state = agree_on_pages(state, state.per_row(run.row), frontier_at, ran, **pages)
+        state = agree_on_pages(state, state.per_row(run.row), run.before, run.ran, **pages)
+    groups, columns = run.tokens.shape
     info = Info(
-        ran=ran,
-        done=~state.running,
+        ran=run.ran,
+        done=run.done,
         accepted=run.accepted,
-        length=state.by_group(state.sequences.length),
-        tokens=jnp.broadcast_to(tokens[:, None], (groups, n, tokens.shape[1])),
-        scores=by_group(state, scores(run.target.logits, logprobs)) if program.scores else None,
+        length=state.by_group(run.after),
+        tokens=jnp.broadcast_to(run.tokens[:, None], (groups, program.rows, columns)),
+        scores=run.scores,
     )
     return state, info
 
 
-def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Advanced]:
     """Drafts N candidates, scores and judges them."""
-    n = program.rows
-    distribution = _distribution(program, state, n)
+    distribution = _distribution(program, state, program.rows)
     state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
     state, logits = score(program, params, state, drafts.tokens, copies)
-    with jax.named_scope("decide"):
-        columns = range(logits.shape[1])
-        earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
-        target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
-        verdict = decide(program, state, target, drafts)
-        row = jnp.arange(state.running.shape[0]) * n + verdict.candidate
-        tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
-    return state, Accepted(row, verdict.accepted, tokens, jax.tree.map(lambda x: x[row], target), verdict.law)
+    return advance(program, state, distribution, logits, drafts)
 
 
-def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
+def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Advanced]:
     """Drafts a tree, scores and judges it, and writes the accepted path's KV to pages."""
     shape = program.speculation.tree
     assert shape is not None
@@ -145,7 +139,97 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
     row = jnp.arange(path.shape[0])
     of_path = jax.tree.map(lambda x: x[row[:, None], path], target)
-    return state, Accepted(row, count, tokens, of_path, verdict.law)
+    return _advance(program, state, Accepted(row, count, tokens, of_path, verdict.law))
+
+
+def _advance(program: RejectionProgram, state: State, run: Accepted) -> tuple[State, Advanced]:
+    """Draws the token behind each run, and commits both."""
+    before, ran = state.sequences.length, state.running
+    with jax.named_scope("decide"):
+        following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
+    with jax.named_scope("commit"):
+        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
+        tokens = jnp.where(at_end, following[:, None], run.tokens)
+        # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
+        logprobs = run.target.log_at(tokens)
+        # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
+        counts = state.by_group(before)[:, 0] + run.accepted < state.requests.limit
+        # A law is NaN for all tokens or for none: its softmax's mass is.
+        broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
+        state = _commit(program, state, tokens, logprobs, run.accepted, broken)
+        state = dataclasses.replace(state, cycle=state.cycle + ran)
+    of_tokens = by_group(state, scores(run.target.logits, logprobs)) if program.scores else None
+    after = state.sequences.length
+    return state, Advanced(run.row, run.accepted, tokens, ran, ~state.running, before, after, of_tokens)
+
+
+def _advance_reference(
+    program: RejectionProgram,
+    state: State,
+    distribution: SamplingDistribution,
+    logits: Float[Array, "R C V"],
+    drafts: Drafts,
+) -> tuple[State, Advanced]:
+    """Judges N candidates a request by the target's logits behind each, and commits what is accepted."""
+    with jax.named_scope("decide"):
+        columns = range(logits.shape[1])
+        earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
+        target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
+        verdict = decide(program, state, target, drafts)
+        row = jnp.arange(state.running.shape[0]) * program.rows + verdict.candidate
+        tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
+    of_rows = jax.tree.map(lambda x: x[row], target)
+    return _advance(program, state, Accepted(row, verdict.accepted, tokens, of_rows, verdict.law))
+
+
+def _advance_sm90(
+    program: RejectionProgram,
+    state: State,
+    distribution: SamplingDistribution,
+    logits: Float[Array, "R C V"],
+    drafts: Drafts,
+) -> tuple[State, Advanced]:
+    requests, sequences = state.requests, state.sequences
+    asked = Asked(
+        words_of(requests.key),
+        requests.temperature,
+        requests.min_tokens,
+        requests.prompt_length,
+        requests.limit,
+        requests.stops,
+    )
+    rows = Rows(
+        sequences.tokens,
+        sequences.logprobs,
+        sequences.length,
+        sequences.finished,
+        state.running,
+        state.failed,
+        state.cycle,
+    )
+    purposes = (int(Purpose.ACCEPT), int(Purpose.NEXT))
+    rows, done = commit_mosaic(logits, drafts.tokens, asked, rows, purposes=purposes)
+    sequences = dataclasses.replace(
+        sequences, tokens=rows.tokens, logprobs=rows.logprobs, length=rows.length, finished=rows.finished
+    )
+    state = dataclasses.replace(state, sequences=sequences, running=rows.running, failed=rows.failed, cycle=rows.cycle)
+    return state, Advanced(jnp.arange(len(done.ran), dtype=jnp.int32), *done)
+
+
+def _supports_certain(
+    program: RejectionProgram,
+    state: State,
+    distribution: SamplingDistribution,
+    logits: Float[Array, "R C V"],
+    drafts: Drafts,
+) -> bool:
+    plain = distribution.follows_logits and distribution.constraint is None and not program.scores
+    alone = program.rows == 1 and program.decoding.verification == "token"
+    return plain and alone and drafts.certain and supports_certain_drafts(logits, drafts.tokens)
+
+
+advance = Op(_advance_reference)
+advance.register(Kernel("sm90", _advance_sm90, _supports_certain))
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
