@@ -57,7 +57,7 @@ def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, 
 
 def agree_on_pages[S: Groups](
     groups: S,
-    source: Int[Array, " R"],
+    source: Int[Array, " R"] | None,
     before: Int[Array, " R"],
     ran: Bool[Array, " G"],
     *,
@@ -65,6 +65,8 @@ def agree_on_pages[S: Groups](
     page_size: int,
 ) -> S:
     """Does what `keep_pages` does with the pages of each row's `source`, where rows of a group agree between cycles.
+
+    None: its own.
 
     `before` are lengths before the cycle, which reserved pages for `width` positions from the frontier on.
     """

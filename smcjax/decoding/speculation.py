@@ -76,6 +76,9 @@ def score[S: Groups](
     frontier_at = sequences.length - 1
     tokens = jnp.concatenate([sequences.token_at(frontier_at)[:, None], drafts[:, : width - 1]], axis=1)
     positions = frontier_at[:, None] + jnp.arange(width)
+    if len(frontier_at) == 1:
+        # Launches that share an array become one in XLA, but not those that share one number.
+        positions = jax.lax.optimization_barrier(positions)
     view = view_of(groups, tokens, positions, copies, width=width, page_size=program.page_size)
     view = dataclasses.replace(view, sparse=program.speculation.sparse)
     if once:

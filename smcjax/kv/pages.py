@@ -256,7 +256,7 @@ make_room.register(Kernel("sm90", _make_room_sm90, _supports_room))
 def _settle_reference(
     pool: PagePool,
     block_table: Int[Array, "R M"],
-    source: Int[Array, " R"],
+    source: Int[Array, " R"] | None,
     before: Int[Array, " R"],
     after: Int[Array, " R"],
     goes: Bool[Array, " R"],
@@ -267,12 +267,13 @@ def _settle_reference(
 ) -> tuple[PagePool, Int[Array, "R M"]]:
     """Makes every row that `goes` name the pages of row `source[r]` that hold KV before its frontier, and no others.
 
-    Rows had `before` tokens, the last one without KV, and have `after`. The N = `group` rows of a group have one
-    source and as many tokens and go together, and pages where they differ or are to change hold some of the `max_width`
-    positions from the former frontier on.
+    Without a source each keeps its own. Rows had `before` tokens, the last one without KV, and have `after`. The N =
+    `group` rows of a group have one source and as many tokens and go together, and pages where they differ or are to
+    change hold some of the `max_width` positions from the former frontier on.
     """
     begins = jnp.arange(block_table.shape[1]) * page_size
-    kept = jnp.where(begins < after[:, None] - 1, block_table[source], TRASH)
+    table = block_table if source is None else block_table[source]
+    kept = jnp.where(begins < after[:, None] - 1, table, TRASH)
     new = jnp.where(goes[:, None], kept, block_table)
     return rebind(pool, block_table, new), new
 

@@ -94,7 +94,9 @@ def rope_angles(
     rope: Rope, head_dim: int, positions: Int[Array, "R T"]
 ) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
     """Cosine and sine of every rotary pair's angle, f32."""
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+    # As constants they would not be an array that cosine and sine share, and XLA would make a launch of each.
+    frequencies = jax.lax.optimization_barrier(jnp.asarray(rope.frequencies(head_dim), jnp.float32))
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 

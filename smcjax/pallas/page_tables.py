@@ -125,23 +125,19 @@ def _make_room(
 def _settle(
     t: Threads,
     num_free: Ref,  # [1] GMEM, as all but the last three
-    source: Ref,  # [R], as the next three
-    before: Ref,  # tokens
+    before: Ref,  # [R], tokens, as the next
     after: Ref,
-    goes: Ref,
-    refcount: Ref,  # [P], changed
-    table: Ref,  # [R, M], changed
-    free: Ref,  # [P], changed
-    left: Ref,  # [1]
-    named: Ref,  # [touched, ≥ R] SMEM: the pages that rows name before, `TRASH` for rows that stay
-    following: Ref,  # [touched, ≥ R] SMEM: afterwards
-    totals: Ref,  # [4 · rounds] SMEM
-    *,
+    goes: Ref,  # [R]
+    *refs: Any,  # see the unpacking
     shape: tuple[int, int],
     group: int,
     page_size: int,
     touched: int,
 ) -> None:
+    # [R], where rows do not keep their own pages; then what is changed, [P], [R, M] and [P]; [1].
+    *source, refcount, table, free, left = refs[:-3]
+    # [touched, ≥ R] SMEM: the pages that rows name before, `TRASH` for rows that stay, and afterwards; [4 · rounds].
+    named, following, totals = refs[-3:]
     rows, width = shape
     rounds = range(-(-rows // WARPGROUP))
     padded = len(rounds) * WARPGROUP
@@ -151,7 +147,8 @@ def _settle(
     for turn in rounds:
         index = t.index + turn * WARPGROUP
         row = t.minimum(index, rows - 1)
-        ancestor, start, end = t.load(source, row), t.load(before, row) - 1, t.load(after, row) - 1
+        ancestor = t.load(source[0], row) if source else row
+        start, end = t.load(before, row) - 1, t.load(after, row) - 1
         is_there = (index < rows) & (t.load(goes, row) != 0)
         for step in range(touched):
             column = start // page_size + step
@@ -334,7 +331,7 @@ def settle_mosaic(
     free: Int[Array, " P"],
     num_free: Int[Array, ""],
     block_table: Int[Array, "R M"],
-    source: Int[Array, " R"],
+    source: Int[Array, " R"] | None,
     before: Int[Array, " R"],
     after: Int[Array, " R"],
     goes: Bool[Array, " R"],
@@ -366,7 +363,7 @@ def settle_mosaic(
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="settle",
-    )(num_free.reshape(1), source, before, after, goes, counts, table, stack)
+    )(num_free.reshape(1), before, after, goes, *(() if source is None else (source,)), counts, table, stack)
     return jax.freeze(counts), jax.freeze(stack), left[0], jax.freeze(table)
 
 

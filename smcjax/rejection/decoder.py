@@ -73,7 +73,7 @@ def start(program: RejectionProgram, params: PairParams, state: State, last_hidd
 class Accepted(NamedTuple):
     """The run that each request takes of its drafts; C = K + 1 columns, of which those behind the run are stale."""
 
-    row: Int[Array, " G"]  # whose pages hold the run's KV
+    row: Int[Array, " G"] | None  # whose pages hold the run's KV; None: a request has one row
     accepted: Int[Array, " G"]
     tokens: Int[Array, "G C"]
     target: Softmax  # [G, C, V]: of the target's processed logits, for each column
@@ -83,7 +83,7 @@ class Accepted(NamedTuple):
 class Advanced(NamedTuple):
     """The tokens that each request has advanced by: its run and the one behind it, those behind that stale."""
 
-    row: Int[Array, " G"]  # whose pages hold the run's KV
+    row: Int[Array, " G"] | None  # as in `Accepted`
     accepted: Int[Array, " G"]
     tokens: Int[Array, "G C"]
     ran: Bool[Array, " G"]
@@ -101,7 +101,8 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
     with jax.named_scope("commit"):
         # All rows of a request name the pages of the accepted one.
         pages = {"width": program.speculation.width, "page_size": program.page_size}
-        state = agree_on_pages(state, state.per_row(run.row), run.before, run.ran, **pages)
+        source = None if run.row is None else state.per_row(run.row)
+        state = agree_on_pages(state, source, run.before, run.ran, **pages)
     groups, columns = run.tokens.shape
     info = Info(
         ran=run.ran,
@@ -139,7 +140,7 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
     row = jnp.arange(path.shape[0])
     of_path = jax.tree.map(lambda x: x[row[:, None], path], target)
-    return _advance(program, state, Accepted(row, count, tokens, of_path, verdict.law))
+    return _advance(program, state, Accepted(None, count, tokens, of_path, verdict.law))
 
 
 def _advance(program: RejectionProgram, state: State, run: Accepted) -> tuple[State, Advanced]:
@@ -179,7 +180,8 @@ def _advance_reference(
         row = jnp.arange(state.running.shape[0]) * program.rows + verdict.candidate
         tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
     of_rows = jax.tree.map(lambda x: x[row], target)
-    return _advance(program, state, Accepted(row, verdict.accepted, tokens, of_rows, verdict.law))
+    source = None if program.rows == 1 else row
+    return _advance(program, state, Accepted(source, verdict.accepted, tokens, of_rows, verdict.law))
 
 
 def _advance_sm90(
@@ -213,7 +215,7 @@ def _advance_sm90(
         sequences, tokens=rows.tokens, logprobs=rows.logprobs, length=rows.length, finished=rows.finished
     )
     state = dataclasses.replace(state, sequences=sequences, running=rows.running, failed=rows.failed, cycle=rows.cycle)
-    return state, Advanced(jnp.arange(len(done.ran), dtype=jnp.int32), *done)
+    return state, Advanced(None, *done)
 
 
 def _supports_certain(

@@ -156,6 +156,7 @@ def agree(batch: Batch, shape: Shape, before: np.ndarray, goes: np.ndarray, rng:
     taken = np.repeat(rng.integers(0, shape.width + 1, shape.groups), shape.n)
     length = np.where(goes, np.minimum(before + taken, batch.length), before).astype(np.int32)
     args = [jnp.asarray(x, jnp.int32) for x in (source, before, length)]
+    args[0] = args[0] if shape.n > 1 else None
     static = {"page_size": shape.page_size, "group": shape.n}
     pool, table = _settle(batch.pool, batch.table, *args, jnp.asarray(goes), max_width=shape.width, **static)
     counts, free, left, ours = kernel(
