@@ -85,7 +85,8 @@ def drawn(case: Case, seed: int = 0) -> Drawn:
     out = out[..., : shape.rows, :].reshape(BRANCHES, case.requests, shape.groups, case.sets, case.size, -1, dim)
     out = np.moveaxis(out, 3, 4).reshape(BRANCHES, case.requests, -1, case.sets * case.group_heads, dim)
     assert block < tuning.blocks
-    segments = Segments(*map(jnp.asarray, (parts, lse, notes)), tuple(map(jnp.asarray, number)), shape, tuning)
+    numbers = tuple(jnp.asarray(one) for one in number)
+    segments = Segments(jnp.asarray(parts), jnp.asarray(lse), jnp.asarray(notes), numbers, shape, tuning)
 
     def normal(*size: int, scale: float = 1.0) -> jax.Array:
         return jnp.asarray(rng.standard_normal(size) * scale, jnp.bfloat16)
