@@ -5,17 +5,18 @@
     pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
 
 A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A block of 128 threads multiplies 256
-columns of one head's with up to eight tokens: each lane holds eight numbers of every token and eight of a row at a
-time, and 32 sums of 32 lanes are made by exchanging halves, so that each lane ends with one. A second launch adds up
-the blocks' parts, token by token. Blocks whose tokens are not born read and write nothing.
+columns of one head's with up to eight tokens by the tensor core (`tile_products.py`), and has asked for all of them
+before it gathers the tokens. A second launch adds up the blocks' parts, token by token. Blocks whose tokens are not
+born read and write nothing.
 
-Numbers are f32, and weights are multiplied as they are. XLA's way is `smcjax.model.nsa_births`, which is the reference.
+Tokens and hidden numbers are f32, and each is multiplied as two of bfloat16, so that its first 16 bits count; weights
+are multiplied as they are. XLA's way, `smcjax.model.nsa_births`, does the same and is the reference.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +27,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
-from smcjax.pallas.few_products import COLUMNS, row_products, together_of
-from smcjax.pallas.simt import WARP, Ref, Threads, Word
+from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word, load_pairs
+from smcjax.pallas.tile_products import (
+    CHUNK,
+    ROWS,
+    VECTORS,
+    Factor,
+    factor,
+    own_columns,
+    own_vector,
+    tile_products,
+)
 
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
 KINDS = ("mlp", "linear")
+COLUMNS = 256  # of a block
+AHEAD = 16  # pairs of rows that a lane asks for at once: all of a block's
+PADDING = 4  # words behind a vector's sums, so that lanes store to other banks
 
 Pair = tuple[jax.Array, jax.Array]
 Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]  # cosines and sines, f32
@@ -78,45 +91,77 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
 
 def _multiply(
     t: Threads,
-    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all but the last
     position: Ref,  # [Hkv, l, D] bf16
     weights: Ref,  # [Hkv, D, l·D] bf16
     covered: Ref,  # [N, l] int32
-    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32; SMEM:
+    # sums [4 · 8 · (D + 4)] f32
     first: Word,
     head: Word,
     split: Word,
-    together: int,
     sizes: Sizes,
 ) -> None:
-    """Leaves what 256 columns of one head's weights make of `together` tokens, the `first` and those behind it."""
-    *turned, parts = refs
-    (number, size, heads, dim), splits, half = sizes, sizes.splits, sizes.dim // 2
-    lane = t.index % WARP
-    at, d = split * (COLUMNS // dim) + lane * 8 // dim, lane * 8 % dim
-    added, tokens = t.load8(position, (head * size + at) * dim + d), []
-    for i in range(together):
-        place = t.minimum(first + i, number - 1) * size + at
-        begin = (t.load(covered, place) * heads + head) * dim
-        x = t.load8(pool, begin + d)
-        if turned:
-            other = t.load8(pool, begin + (d + half) % dim)
-            place = place * half + d % half
-            cos, sin = (t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned)
-            sin = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
-            x = [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, sin, strict=True)]
-        tokens.append([a + b for a, b in zip(x, added, strict=True)])
+    """Leaves what 256 columns of one head's weights make of eight tokens, the `first` and those behind it."""
+    *turned, parts, sums = refs
+    (number, size, heads, dim), splits, stride = sizes, sizes.splits, sizes.dim + PADDING
+    warp, group, lane = t.index // WARP, own_vector(t), own_columns(t)
+    of_warp = COLUMNS // WARPS
+    begin = split * COLUMNS + warp * of_warp
+    at, d = begin // dim, begin % dim + lane  # all of a warp's columns are of one position
+    place = t.minimum(first + group, number - 1) * size + at
+    source = t.load(covered, place)
+    origin = (head * dim + group * 4) * (size * dim) + begin + lane
 
-    begin = head * dim * (size * dim) + split * COLUMNS + lane * 8
+    def row(tile: int, half: int, chunk: int) -> list[Word]:
+        # Of 32 rows a lane's four are neighbours, for whose sums it has one store a vector.
+        index = tile // 2 * 32 + tile % 2 * 2 + half
+        return load_pairs(t, weights, origin + (index * size * dim + chunk * CHUNK))
 
-    def row(index: Word) -> list[Word]:
-        found: list[Word] = t.load8(weights, begin + index * (size * dim))
-        return found
+    def factors() -> list[Factor]:
+        stored, rotations = (source * heads + head) * dim, place * (dim // 2)
+        ds = [d + chunk * CHUNK for chunk in range(of_warp // CHUNK)]
+        found = [_unturned(t, pool, turned, stored, rotations, one, dim) for one in ds]
+        added = [t.load8(position, (head * size + at) * dim + one) for one in ds]
+        return [
+            factor(t, [a + b for a, b in zip(x(), more, strict=True)]) for x, more in zip(found, added, strict=True)
+        ]
 
-    for which, output, total, is_one in row_products(t, tokens, row, dim):
-        token = first + which
-        place = ((token * heads + head) * splits + split) * dim + output
-        t.store(parts, place, total, only=(token < number) & is_one)
+    shape = {"tiles": dim // ROWS, "chunks": of_warp // CHUNK, "ahead": AHEAD}
+    made = tile_products(t, row, factors, **shape)
+    for tile in range(0, dim // ROWS, 2):
+        for vector in range(2):
+            line = warp * VECTORS + t.index % 4 * 2 + vector
+            four = [made[tile + i // 2][i % 2 * 2 + vector] for i in range(4)]
+            t.store4(sums, line * stride + (group * 4 + tile * ROWS), four)
+    t.synchronize()
+    for turn in range(VECTORS * dim // WARPGROUP):
+        index = t.index + turn * WARPGROUP
+        vector, output = index // dim, index % dim
+        terms = [t.load(sums, (vector + VECTORS * i) * stride + output) for i in range(WARPS)]
+        token = first + vector
+        there = ((token * heads + head) * splits + split) * dim + output
+        t.store(parts, there, functools.reduce(lambda a, b: a + b, terms), only=token < number)
+
+
+def _unturned(
+    t: Threads, pool: Ref, turned: Sequence[Ref], stored: Word, rotations: Word, d: Word, dim: int
+) -> Callable[[], list[Word]]:
+    """Asks for eight numbers of what is stored; the result waits for them, and rotates them back where they are to be.
+
+    They are those from `d` on at `stored` in the pool; `rotations` is where their position's cosines and sines begin.
+    """
+    half, x = dim // 2, t.load8(pool, stored + d)
+    if not turned:
+        return lambda: x
+    other = t.load8(pool, stored + (d + half) % dim)
+    cos, sin = (t.load4(ref, rotations + d % half) + t.load4(ref, rotations + (d % half + 4)) for ref in turned)
+
+    def rotated() -> list[Word]:
+        signed = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
+        return [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, signed, strict=True)]
+
+    return rotated
 
 
 def _conclude(
@@ -136,24 +181,45 @@ def _conclude(
     angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
     heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
     output = t.index % dim
+    opposite = (output + half) % dim
+    # All that does not wait for the parts is asked for first: loads do not pass stores.
     turned = [t.load(ref, birth * half + output % half) for ref in angles]
     begin = (birth * heads + head) * (splits * dim) + output
-    x = functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
+
+    def total() -> Word:
+        return functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
+
     if mlp:
         bias, weights, out_bias = mlp
-        x = x + t.load(bias, head * dim + output)
-        t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
-        rows = [t.load8(weights, (head * dim + output) * dim + i) for i in range(0, dim, 8)]
-        x = t.load(out_bias, head * dim + output)
+        places = [head * dim + index for index in (output, opposite)]
+        added, *out_added = t.load(bias, places[0]), *(t.load(out_bias, place) for place in places)
+        of_warp = dim // WARPS
+        first = t.index // WARP * of_warp + own_vector(t)
+
+        def row(tile: int, half: int, chunk: int) -> list[Word]:
+            index = first + (tile * ROWS + half * (ROWS // 2))
+            return load_pairs(t, weights, (head * dim + index) * dim + (own_columns(t) + chunk * CHUNK))
+
+        def factors() -> list[Factor]:
+            x = total() + added
+            t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
+            t.synchronize()
+            begins = [own_columns(t) + chunk * CHUNK for chunk in range(dim // CHUNK)]
+            return [factor(t, t.load4(hidden, at) + t.load4(hidden, at + 4)) for at in begins]
+
+        tiles, chunks = of_warp // ROWS, dim // CHUNK
+        sums = tile_products(t, row, factors, tiles=tiles, chunks=chunks, ahead=tiles * chunks)
+        for tile, (upper, _, lower, _) in enumerate(sums):  # all vectors are the one
+            t.store(made, first + tile * ROWS, upper)
+            t.store(made, first + (tile * ROWS + ROWS // 2), lower)
         t.synchronize()
-        for i, row in enumerate(rows):
-            inputs = t.load4(hidden, t.constant(8 * i)) + t.load4(hidden, t.constant(8 * i + 4))
-            for a, b in zip(inputs, row, strict=True):
-                x = t.multiply_add(a, b, x)
-    if angles:
+        x, other = (t.load(made, at) + bias for at, bias in zip((output, opposite), out_added, strict=True))
+    else:
+        x = total()
         t.store(made, output, x)
         t.synchronize()
-        other = t.load(made, (output + half) % dim)
+        other = t.load(made, opposite)
+    if angles:
         cos, sin = turned
         x = x * cos + other * t.where(output < half, t.constant(0.0) - sin, sin)
     t.store(pages, (home * heads + head) * dim + output, x)
@@ -184,15 +250,14 @@ def bear(
     number, size = births.covered.shape
     heads, dim = stored[0].shape[2:]
     sizes, inside = Sizes(number, size, heads, dim), interpret is not None
-    together = together_of(number)
-    chunks = -(-number // together)
+    chunks = -(-number // VECTORS)
     is_born = births.is_born.astype(jnp.int32)
-    any_born = jnp.pad(is_born, (0, chunks * together - number)).reshape(chunks, together).max(axis=1)
+    any_born = jnp.pad(is_born, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
     first = "" if phi == "linear" else "_in"
     matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
     turned = births.turned or ()
 
-    def multiplies(*refs: Ref) -> None:
+    def multiplies(*refs: Ref, sums: Ref) -> None:
         keys, values, k_position, v_position, k_weights, v_weights, covered, any_born, *turned, k_parts, v_parts = refs
         chunk, head, split, of = (lax.axis_index(name) for name in ("chunk", "head", "split", "of"))
         there = any_born[chunk] > 0
@@ -205,11 +270,11 @@ def bear(
 
             def program(t: Threads, *args: Any) -> None:
                 *refs, first, head, split = args
-                _multiply(t, *refs, first=first, head=head, split=split, together=together, sizes=sizes)
+                _multiply(t, *refs, first=first, head=head, split=split, sizes=sizes)
 
             @pl.when(jnp.logical_and(there, of == which))
             def _go(terms: tuple[Ref, ...] = terms) -> None:
-                simt.run(program, *terms, chunk * together, head, split, interpret=inside)
+                simt.run(program, *terms, sums, chunk * VECTORS, head, split, interpret=inside)
 
     part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
     parts = plgpu.kernel(
@@ -217,6 +282,7 @@ def bear(
         out_type=(part, part),
         grid=(chunks, 2, heads, sizes.splits),
         grid_names=("chunk", "of", "head", "split"),
+        scratch_types={"sums": plgpu.SMEM((WARPS * VECTORS * (dim + PADDING),), jnp.float32)},
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="compress",

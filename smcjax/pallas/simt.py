@@ -24,6 +24,7 @@ from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+from jaxtyping import Array, Float
 
 from smcjax.pallas.compat import llvm, nvvm
 
@@ -437,3 +438,70 @@ class _Interpreted:
 
     def synchronize(self) -> None:
         """Vectors are in step already."""
+
+
+# --------------------------------------------------------------------------------------------------------------- tiles
+
+
+def load_pairs(t: Threads, ref: Ref, index: Word) -> list[Word]:
+    """Eight numbers of bfloat16 from `index` on, a multiple of 8, as they are: four words of two, the lower first."""
+    if isinstance(t, _Interpreted):
+        bits = lax.bitcast_convert_type(ref[...].reshape(-1)[index[:, None] + jnp.arange(8)], jnp.uint16)
+        return [_joined(bits[:, i], bits[:, i + 1]) for i in range(0, 8, 2)]
+    space, address, _ = t._address(ref, index)
+    assert _is_bfloat16(ref), "bfloat16 only"
+    load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+    found = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
+    return [_Word(value) for value in found]
+
+
+def split_pair(t: Threads, lower: Word, upper: Word) -> tuple[Word, Word]:
+    """Two numbers of f32 as pairs of bfloat16: what they round to, and what is left of them, rounded too.
+
+    Both together are the numbers to 2⁻¹⁷ of their size.
+    """
+    if isinstance(t, _Interpreted):
+        near = [lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for x in (lower, upper)]
+        rest = [x - rounded for x, rounded in zip((lower, upper), near, strict=True)]
+        pairs = [[lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in of] for of in (near, rest)]
+        return _joined(*pairs[0]), _joined(*pairs[1])
+    pack = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    pair = mu.inline_ptx(pack, upper.value, lower.value, result_types=i32())
+    halves = arith.shli(pair, mu.c(16, i32())), arith.andi(pair, mu.c(-(1 << 16), i32()))
+    rest = [x - _Word(arith.bitcast(f32(), half)) for x, half in zip((lower, upper), halves, strict=True)]
+    return _Word(pair), _Word(mu.inline_ptx(pack, rest[1].value, rest[0].value, result_types=i32()))
+
+
+def multiply_tile(t: Threads, a: list[Word], b: list[Word], sums: list[Word]) -> list[Word]:
+    """`sums` and the product of a warp's 16 rows with its 8 vectors, 16 columns of bfloat16, by the tensor core.
+
+    Lane 4·g + i has the columns 2i, 2i + 1 and then 2i + 8, 2i + 9 of row g and row g + 8 in turn (`a`, four words),
+    of vector g (`b`, two words). Its sums are those of row g with vectors 2i and 2i + 1, then those of row g + 8.
+    """
+    if isinstance(t, _Interpreted):
+        rows, vectors = jnp.zeros((WARPS, 16, 16), jnp.float32), jnp.zeros((WARPS, 8, 16), jnp.float32)
+        for i, word in enumerate(a):
+            first, column = 8 * (i % 2), i // 2 * 8
+            rows = rows.at[:, first : first + 8, column : column + 8].set(_numbers(word))
+        for i, word in enumerate(b):
+            vectors = vectors.at[:, :, 8 * i : 8 * i + 8].set(_numbers(word))
+        made = jnp.einsum("wmk,wnk->wmn", rows, vectors, precision=lax.Precision.HIGHEST)
+        halves = [made[:, first : first + 8].reshape(WARPGROUP, 2)[:, i] for first in (0, 8) for i in range(2)]
+        return [so_far + one for so_far, one in zip(sums, halves, strict=True)]
+    form = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    terms = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
+    words = [word.value for word in (*a, *b, *sums)]
+    found = mu.inline_ptx(f"{form} {terms};", *words, result_types=[f32()] * 4, has_side_effects=True)
+    return [_Word(value) for value in found]
+
+
+def _joined(lower: jax.Array, upper: jax.Array) -> Word:
+    """Words of two halves of 16 bits."""
+    return lax.bitcast_convert_type(lower.astype(jnp.uint32) | upper.astype(jnp.uint32) << 16, jnp.int32)
+
+
+def _numbers(word: Word) -> Float[Array, "4 8 8"]:
+    """The numbers of bfloat16 in the words of each warp's lanes, four lanes a row, f32."""
+    bits = lax.bitcast_convert_type(word, jnp.uint32)
+    halves = jnp.stack([bits & 0xFFFF, bits >> 16], axis=-1).astype(jnp.uint16)
+    return lax.bitcast_convert_type(halves, jnp.bfloat16).astype(jnp.float32).reshape(WARPS, 8, 8)
