@@ -1,13 +1,14 @@
-"""Compressed tokens made of stored keys and values and written to their pages, in two launches: Mosaic GPU (Hopper).
+"""Compressed tokens made of stored keys and values and written to their pages, in one launch: Mosaic GPU (Hopper).
 
     x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
     hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
     pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
 
-A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A block of 128 threads multiplies 256
-columns of one head's with up to eight tokens by the tensor core (`tile_products.py`), and has asked for all of them
-before it gathers the tokens. A second launch adds up the blocks' parts, token by token. Blocks whose tokens are not
-born read and write nothing.
+A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A cluster of up to eight blocks has
+one head's keys or values of up to eight tokens, and each block a part of the columns of W₁. Rows stream through shared
+memory from the first instruction on, while each lane gathers numbers of one token, and the tensor core multiplies what
+has come (`tile_products.py`). Behind a barrier of the cluster each block adds up the parts of another token, does the
+rest of φ and writes. Clusters none of whose tokens is born read and write nothing, and what is not born is not written.
 
 Tokens and hidden numbers are f32, and each is multiplied as two of bfloat16, so that its first 16 bits count; weights
 are multiplied as they are. XLA's way, `smcjax.model.nsa_births`, does the same and is the reference.
@@ -16,6 +17,7 @@ are multiplied as they are. XLA's way, `smcjax.model.nsa_births`, does the same 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +29,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
-from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word, load_pairs
+from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word, prefetch
 from smcjax.pallas.tile_products import (
     CHUNK,
+    NEAR,
     ROWS,
+    STAGE,
     VECTORS,
     Factor,
+    Stages,
     factor,
     own_columns,
     own_vector,
@@ -41,8 +46,10 @@ from smcjax.pallas.tile_products import (
 
 MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
 KINDS = ("mlp", "linear")
-COLUMNS = 256  # of a block
-AHEAD = 16  # pairs of rows that a lane asks for at once: all of a block's
+MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
+LEAST_COLUMNS = CHUNK * WARPS  # of a block
+STAGES = 4  # at most: two blocks find room on a multiprocessor
+SECTOR = 16  # numbers of bfloat16 that the L2 asks for at once
 PADDING = 4  # words behind a vector's sums, so that lanes store to other banks
 
 Pair = tuple[jax.Array, jax.Array]
@@ -68,9 +75,19 @@ class Sizes(NamedTuple):
     dim: int  # D
 
     @property
-    def splits(self) -> int:
-        """Parts of a product, of 256 columns each."""
-        return self.size * self.dim // COLUMNS
+    def blocks(self) -> int:
+        """Blocks of a cluster, which have the columns of W₁ between them."""
+        return math.gcd(MOST_BLOCKS, self.size * self.dim // LEAST_COLUMNS)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.size * self.dim // self.blocks
+
+    @property
+    def stages(self) -> int:
+        """Units of `tile_products` that a block waits for together."""
+        return min(STAGES, -(-self.dim // (NEAR * ROWS)) * -(-self.columns // (NEAR * LEAST_COLUMNS)))
 
 
 def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
@@ -84,121 +101,164 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
     arrays = (*pools, *weights.values())
     return (
         dim in (64, 128)
-        and size * dim % COLUMNS == 0
+        and size * dim % LEAST_COLUMNS == 0
         and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
     )
 
 
-def _multiply(
+class Place(NamedTuple):
+    """What a block has: keys or values of one head and of some tokens, and a part of the columns of W₁."""
+
+    first: Word  # of its cluster's tokens
+    head: Word
+    block: Word  # in its cluster
+
+
+def _products(
     t: Threads,
-    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all but the last
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
     position: Ref,  # [Hkv, l, D] bf16
     weights: Ref,  # [Hkv, D, l·D] bf16
     covered: Ref,  # [N, l] int32
-    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; parts [N, Hkv, l·D/256, D] f32; SMEM:
-    # sums [4 · 8 · (D + 4)] f32
-    first: Word,
-    head: Word,
-    split: Word,
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; SMEM: stages of `tile_products`
+    place: Place,
     sizes: Sizes,
-) -> None:
-    """Leaves what 256 columns of one head's weights make of eight tokens, the `first` and those behind it."""
-    *turned, parts, sums = refs
-    (number, size, heads, dim), splits, stride = sizes, sizes.splits, sizes.dim + PADDING
-    warp, group, lane = t.index // WARP, own_vector(t), own_columns(t)
-    of_warp = COLUMNS // WARPS
-    begin = split * COLUMNS + warp * of_warp
-    at, d = begin // dim, begin % dim + lane  # all of a warp's columns are of one position
-    place = t.minimum(first + group, number - 1) * size + at
-    source = t.load(covered, place)
-    origin = (head * dim + group * 4) * (size * dim) + begin + lane
+) -> list[list[Word]]:
+    """Sums over a warp's columns of W₁ times eight tokens, as `tile_products` leaves them, for `_sum_up`.
 
-    def row(tile: int, half: int, chunk: int) -> list[Word]:
+    The tokens are the first of the cluster's and those behind it.
+    """
+    *turned, stages = refs
+    (number, size, heads, dim), of_warp = sizes, sizes.columns // WARPS
+    group, lane = own_vector(t), own_columns(t)
+    token = t.minimum(place.first + group, number - 1) * size
+    begin = place.block * sizes.columns + t.index // WARP * of_warp
+    length = math.gcd(of_warp, dim)
+    runs = [begin + start for start in range(0, of_warp, length)]  # each within one position
+    sources = [t.load(covered, token + run // dim) for run in runs]
+    origin = (place.head * dim + group * 4) * (size * dim) + begin + lane
+
+    def offset(tile: int, half: int, chunk: int) -> int:
         # Of 32 rows a lane's four are neighbours, for whose sums it has one store a vector.
-        index = tile // 2 * 32 + tile % 2 * 2 + half
-        return load_pairs(t, weights, origin + (index * size * dim + chunk * CHUNK))
+        return (tile // 2 * 32 + tile % 2 * 2 + half) * size * dim + chunk * CHUNK
 
     def factors() -> list[Factor]:
-        stored, rotations = (source * heads + head) * dim, place * (dim // 2)
-        ds = [d + chunk * CHUNK for chunk in range(of_warp // CHUNK)]
-        found = [_unturned(t, pool, turned, stored, rotations, one, dim) for one in ds]
-        added = [t.load8(position, (head * size + at) * dim + one) for one in ds]
+        asked = []
+        for run, source in zip(runs, sources, strict=True):
+            at, ds = run // dim, [run % dim + (lane + chunk) for chunk in range(0, length, CHUNK)]
+            stored, rotations = (source * heads + place.head) * dim, (token + at) * (dim // 2)
+            numbers = _unturned(t, pool, turned, stored, rotations, ds, dim)
+            asked.append((numbers, [t.load8(position, (place.head * size + at) * dim + d) for d in ds]))
         return [
-            factor(t, [a + b for a, b in zip(x(), more, strict=True)]) for x, more in zip(found, added, strict=True)
+            factor(t, [a + b for a, b in zip(x, more, strict=True)])
+            for numbers, added in asked
+            for x, more in zip(numbers(), added, strict=True)
         ]
 
-    shape = {"tiles": dim // ROWS, "chunks": of_warp // CHUNK, "ahead": AHEAD}
-    made = tile_products(t, row, factors, **shape)
+    shape = {"tiles": dim // ROWS, "chunks": of_warp // CHUNK}
+    return tile_products(t, weights, origin, offset, factors, **shape, stages=Stages(stages, sizes.stages))
+
+
+def _unturned(
+    t: Threads, pool: Ref, turned: Sequence[Ref], stored: Word, rotations: Word, ds: list[Word], dim: int
+) -> Callable[[], list[list[Word]]]:
+    """Asks for numbers of what is stored; the result waits for them, and rotates them back where they are to be.
+
+    They are eight from each of `ds` on at `stored` in the pool; `rotations` is where their position's cosines and sines
+    begin. Where `ds` are a lane's of a whole position, what they are rotated with is among them.
+    """
+    half, found = dim // 2, [t.load8(pool, stored + d) for d in ds]
+    if not turned:
+        return lambda: found
+    is_whole = len(ds) * CHUNK == dim
+    count = len(ds) // 2 if is_whole else len(ds)  # of angles, which are alike in both halves
+    others = found[count:] + found[:count] if is_whole else [t.load8(pool, stored + (d + half) % dim) for d in ds]
+    places = [rotations + d % half for d in ds[:count]]
+    angles = [[t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned] for place in places]
+
+    def rotated() -> list[list[Word]]:
+        result = []
+        for i, (d, x, other) in enumerate(zip(ds, found, others, strict=True)):
+            cos, sin = angles[i % count]
+            signed = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
+            result.append([t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, signed, strict=True)])
+        return result
+
+    return rotated
+
+
+def _sum_up(t: Threads, made: list[list[Word]], parts: Ref, sums: Ref, place: Place, sizes: Sizes) -> None:
+    """Adds up what the block's warps have made, in shared memory `sums`, and leaves it in `parts`."""
+    number, _, heads, dim = sizes
+    stride = dim + PADDING
     for tile in range(0, dim // ROWS, 2):
         for vector in range(2):
-            line = warp * VECTORS + t.index % 4 * 2 + vector
+            line = t.index // WARP * VECTORS + t.index % 4 * 2 + vector
             four = [made[tile + i // 2][i % 2 * 2 + vector] for i in range(4)]
-            t.store4(sums, line * stride + (group * 4 + tile * ROWS), four)
+            t.store4(sums, line * stride + (own_vector(t) * 4 + tile * ROWS), four)
     t.synchronize()
     for turn in range(VECTORS * dim // WARPGROUP):
         index = t.index + turn * WARPGROUP
         vector, output = index // dim, index % dim
         terms = [t.load(sums, (vector + VECTORS * i) * stride + output) for i in range(WARPS)]
-        token = first + vector
-        there = ((token * heads + head) * splits + split) * dim + output
+        token = place.first + vector
+        there = ((token * heads + place.head) * sizes.blocks + place.block) * dim + output
         t.store(parts, there, functools.reduce(lambda a, b: a + b, terms), only=token < number)
 
 
-def _unturned(
-    t: Threads, pool: Ref, turned: Sequence[Ref], stored: Word, rotations: Word, d: Word, dim: int
-) -> Callable[[], list[Word]]:
-    """Asks for eight numbers of what is stored; the result waits for them, and rotates them back where they are to be.
-
-    They are those from `d` on at `stored` in the pool; `rotations` is where their position's cosines and sines begin.
-    """
-    half, x = dim // 2, t.load8(pool, stored + d)
-    if not turned:
-        return lambda: x
-    other = t.load8(pool, stored + (d + half) % dim)
-    cos, sin = (t.load4(ref, rotations + d % half) + t.load4(ref, rotations + (d % half + 4)) for ref in turned)
-
-    def rotated() -> list[Word]:
-        signed = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
-        return [t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, signed, strict=True)]
-
-    return rotated
+def _prefetch(t: Threads, bias: Ref, weights: Ref, out_bias: Ref, place: Place, sizes: Sizes) -> None:
+    """Asks for the block's share of a head's W₂ and for both biases, so that they are in the L2 when parts are."""
+    dim = sizes.dim
+    for ref in (bias, out_bias):
+        prefetch(t, ref, place.head * dim + t.index % dim)
+    of_block = dim * dim // sizes.blocks
+    for start in range(0, of_block, SECTOR * WARPGROUP):
+        share = t.minimum(t.index * SECTOR + start, of_block - 1)
+        prefetch(t, weights, place.head * (dim * dim) + place.block * of_block + share)
 
 
 def _conclude(
     t: Threads,
-    parts: Ref,  # [N, Hkv, splits, D] f32 GMEM, as all but the last two
+    parts: Ref,  # [N, Hkv, blocks, D] f32 GMEM, as all but the last two
     pages: Ref,  # [P, B/d, Hkv, D] bf16
+    is_born: Ref,  # [N] int32
+    homes: Ref,  # [N] int32
     *refs: Ref,  # of an MLP: b₁ [Hkv, D], W₂ [Hkv, D, D], b₂ [Hkv, D] bf16; where keys are rotated: cosines, sines
     # [N, D/2] f32; SMEM: [D] f32, [D] f32
-    birth: Word,
+    token: Word,
     head: Word,
-    home: Word,
     rotates: bool,
     sizes: Sizes,
+    ready: Callable[[], None],
 ) -> None:
-    """Makes one token's numbers of one head of their parts, and writes them."""
+    """Makes one token's numbers of one head of their parts, and writes them if it is born.
+
+    All that does not wait for the parts is asked for first, then `ready` waits for them.
+    """
     *others, hidden, made = refs
     angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
-    heads, dim, splits, half = sizes.heads, sizes.dim, sizes.splits, sizes.dim // 2
-    output = t.index % dim
+    number, _, heads, dim = sizes
+    half, output, birth = dim // 2, t.index % dim, t.minimum(token, number - 1)
     opposite = (output + half) % dim
-    # All that does not wait for the parts is asked for first: loads do not pass stores.
+    there, home = t.load(is_born, birth) != 0, t.load(homes, birth)
     turned = [t.load(ref, birth * half + output % half) for ref in angles]
-    begin = (birth * heads + head) * (splits * dim) + output
+    begin = (birth * heads + head) * (sizes.blocks * dim) + output
 
     def total() -> Word:
-        return functools.reduce(lambda a, b: a + b, [t.load(parts, begin + split * dim) for split in range(splits)])
+        ready()
+        terms = [t.load(parts, begin + block * dim) for block in range(sizes.blocks)]
+        return functools.reduce(lambda a, b: a + b, terms)
 
     if mlp:
         bias, weights, out_bias = mlp
-        places = [head * dim + index for index in (output, opposite)]
-        added, *out_added = t.load(bias, places[0]), *(t.load(out_bias, place) for place in places)
+        added = t.load(bias, head * dim + output)
+        out_added = [t.load(out_bias, head * dim + at) for at in (output, opposite)]
         of_warp = dim // WARPS
         first = t.index // WARP * of_warp + own_vector(t)
+        at = (head * dim + first) * dim + own_columns(t)
 
-        def row(tile: int, half: int, chunk: int) -> list[Word]:
-            index = first + (tile * ROWS + half * (ROWS // 2))
-            return load_pairs(t, weights, (head * dim + index) * dim + (own_columns(t) + chunk * CHUNK))
+        def offset(tile: int, half: int, chunk: int) -> int:
+            return (tile * ROWS + half * (ROWS // 2)) * dim + chunk * CHUNK
 
         def factors() -> list[Factor]:
             x = total() + added
@@ -207,8 +267,7 @@ def _conclude(
             begins = [own_columns(t) + chunk * CHUNK for chunk in range(dim // CHUNK)]
             return [factor(t, t.load4(hidden, at) + t.load4(hidden, at + 4)) for at in begins]
 
-        tiles, chunks = of_warp // ROWS, dim // CHUNK
-        sums = tile_products(t, row, factors, tiles=tiles, chunks=chunks, ahead=tiles * chunks)
+        sums = tile_products(t, weights, at, offset, factors, tiles=of_warp // ROWS, chunks=dim // CHUNK)
         for tile, (upper, _, lower, _) in enumerate(sums):  # all vectors are the one
             t.store(made, first + tile * ROWS, upper)
             t.store(made, first + (tile * ROWS + ROWS // 2), lower)
@@ -222,7 +281,7 @@ def _conclude(
     if angles:
         cos, sin = turned
         x = x * cos + other * t.where(output < half, t.constant(0.0) - sin, sin)
-    t.store(pages, (home * heads + head) * dim + output, x)
+    t.store(pages, (home * heads + head) * dim + output, x, only=there & (token < number))
 
 
 @functools.partial(jax.jit, static_argnames=("phi", "interpret"))
@@ -254,72 +313,65 @@ def bear(
     is_born = births.is_born.astype(jnp.int32)
     any_born = jnp.pad(is_born, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
     first = "" if phi == "linear" else "_in"
-    matrices = [(weights[f"position_{of}"], weights[f"phi_{of}{first}"]) for of in "kv"]
-    turned = births.turned or ()
+    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
+    turned, begins = births.turned or (), births.begins or ()
+    # References, so that the kernel's results are its operands' buffers.
+    pages = [jax.new_ref(pool) for pool in compressed]
+    born = (is_born, births.home)
+    terms = []  # of keys and of values: what `_products` takes and what `_conclude` does
+    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (begins, ()), strict=True):
+        factors = (pool, weights[f"position_{of}"], weights[f"phi_{of}{first}"], births.covered, *back)
+        terms.append((factors, (page, *born, *(weights[f"phi_{of}_{name}"] for name in names), *onward)))
+    operands, tree = jax.tree.flatten(terms)
 
-    def multiplies(*refs: Ref, sums: Ref) -> None:
-        keys, values, k_position, v_position, k_weights, v_weights, covered, any_born, *turned, k_parts, v_parts = refs
-        chunk, head, split, of = (lax.axis_index(name) for name in ("chunk", "head", "split", "of"))
-        there = any_born[chunk] > 0
-        for which, terms in enumerate(
-            [
-                (keys, k_position, k_weights, covered, *turned, k_parts),
-                (values, v_position, v_weights, covered, v_parts),
-            ]
-        ):
+    def body(
+        any_born: Ref, *refs: Ref, stages: Ref, sums: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None
+    ) -> None:
+        *inputs, k_parts, v_parts = refs
+        chunk, of, head, block = (lax.axis_index(name) for name in ("chunk", "of", "head", "block"))
+        there, memory = any_born[chunk] > 0, (stages, sums, hidden, made)
+        given = zip(jax.tree.unflatten(tree, inputs), (k_parts, v_parts), strict=True)
+        for which, ((factors, rest), parts) in enumerate(given):
 
-            def program(t: Threads, *args: Any) -> None:
-                *refs, first, head, split = args
-                _multiply(t, *refs, first=first, head=head, split=split, sizes=sizes)
+            def program(t: Threads, *args: Any, count: int = len(factors), rotates: bool = which == 0) -> None:
+                *refs, stages, sums, hidden, made, first, head, block = args
+                place, (parts, *rest) = Place(first, head, block), refs[count:]
+                if phi == "mlp":
+                    bias, out, out_bias = rest[3:6]
+                    _prefetch(t, bias, out, out_bias, place, sizes)
+                sums_of_warp = _products(t, *refs[:count], stages, place=place, sizes=sizes)
 
+                def leave() -> None:
+                    _sum_up(t, sums_of_warp, parts, sums, place, sizes)
+                    simt.synchronize_cluster(t, barrier)
+
+                for turn in range(0, min(VECTORS, number), sizes.blocks):
+                    how = {"token": first + turn + block, "head": head, "rotates": rotates and bool(begins)}
+                    ready = leave if turn == 0 else t.synchronize  # before other numbers take the last ones' place
+                    _conclude(t, parts, *rest, hidden, made, **how, sizes=sizes, ready=ready)
+
+            # All blocks of a cluster come here or none does.
             @pl.when(jnp.logical_and(there, of == which))
-            def _go(terms: tuple[Ref, ...] = terms) -> None:
-                simt.run(program, *terms, sums, chunk * VECTORS, head, split, interpret=inside)
+            def _go(program: Any = program, given: tuple[Ref, ...] = (*factors, parts, *rest)) -> None:
+                simt.run(program, *given, *memory, chunk * VECTORS, head, block, interpret=inside)
 
-    part = jax.ShapeDtypeStruct((number, heads, sizes.splits, dim), jnp.float32)
-    parts = plgpu.kernel(
-        multiplies,
+    part = jax.ShapeDtypeStruct((number, heads, sizes.blocks, dim), jnp.float32)
+    scratch: dict[str, Any] = {"stages": plgpu.SMEM((sizes.stages * STAGE,), jnp.bfloat16)}
+    scratch |= {"sums": plgpu.SMEM((WARPS * VECTORS * (dim + PADDING),), jnp.float32)}
+    scratch |= {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
+    if inside:
+        scratch["barrier"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=1)
+    plgpu.kernel(
+        body,
         out_type=(part, part),
-        grid=(chunks, 2, heads, sizes.splits),
-        grid_names=("chunk", "of", "head", "split"),
-        scratch_types={"sums": plgpu.SMEM((WARPS * VECTORS * (dim + PADDING),), jnp.float32)},
+        grid=(chunks, 2, heads),
+        grid_names=("chunk", "of", "head"),
+        cluster=(sizes.blocks,),
+        cluster_names=("block",),
+        scratch_types=scratch,
         compiler_params=simt.COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="compress",
-    )(*stored, *(x[0] for x in matrices), *(x[1] for x in matrices), births.covered, any_born, *turned)
-
-    begins = births.begins or ()
-    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
-    mlps = [[weights[f"phi_{of}_{name}"] for name in names] for of in "kv"]
-
-    def concludes(*refs: Ref, hidden: Ref, made: Ref) -> None:
-        (k_parts, v_parts, is_born, home), refs = refs[:4], refs[4:]
-        k_mlp, v_mlp, refs = refs[: len(names)], refs[len(names) : 2 * len(names)], refs[2 * len(names) :]
-        *angles, keys, values = refs
-        birth, head, of = (lax.axis_index(name) for name in ("birth", "head", "of"))
-        at, there = home[birth], is_born[birth] > 0
-        for which, terms in enumerate([(k_parts, keys, *k_mlp, *angles), (v_parts, values, *v_mlp)]):
-            rotates = which == 0 and len(angles) > 0
-
-            def program(t: Threads, *args: Any, rotates: bool = rotates) -> None:
-                *refs, birth, head, at = args
-                _conclude(t, *refs, birth=birth, head=head, home=at, rotates=rotates, sizes=sizes)
-
-            @pl.when(jnp.logical_and(there, of == which))
-            def _go(program: Any = program, terms: tuple[Ref, ...] = terms) -> None:
-                simt.run(program, *terms, hidden, made, birth, head, at, interpret=inside)
-
-    # References, so that the kernel's results are its operands' buffers.
-    refs = [jax.new_ref(pool) for pool in compressed]
-    plgpu.kernel(
-        concludes,
-        out_type=(),
-        grid=(number, 2, heads),
-        grid_names=("birth", "of", "head"),
-        scratch_types={"hidden": plgpu.SMEM((dim,), jnp.float32), "made": plgpu.SMEM((dim,), jnp.float32)},
-        compiler_params=simt.COMPILER_PARAMS,
-        interpret=interpret,
-        kernel_name="write_compressed",
-    )(*parts, is_born, births.home, *mlps[0], *mlps[1], *begins, *refs)
-    keys, values = (jax.freeze(ref) for ref in refs)
+    )(any_born, *operands)
+    keys, values = (jax.freeze(page) for page in pages)
     return keys, values

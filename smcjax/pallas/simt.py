@@ -443,16 +443,47 @@ class _Interpreted:
 # --------------------------------------------------------------------------------------------------------------- tiles
 
 
-def load_pairs(t: Threads, ref: Ref, index: Word) -> list[Word]:
-    """Eight numbers of bfloat16 from `index` on, a multiple of 8, as they are: four words of two, the lower first."""
+def load_pairs(t: Threads, ref: Ref, index: Word, offset: int = 0) -> list[Word]:
+    """Eight numbers of bfloat16 as they are: four words of two, the lower first.
+
+    They are those from `index` + `offset` on, a multiple of 8; addresses with one index have one register.
+    """
     if isinstance(t, _Interpreted):
-        bits = lax.bitcast_convert_type(ref[...].reshape(-1)[index[:, None] + jnp.arange(8)], jnp.uint16)
+        found = ref[...].reshape(-1)[index[:, None] + (jnp.arange(8) + offset)]
+        bits = lax.bitcast_convert_type(found, jnp.uint16)
         return [_joined(bits[:, i], bits[:, i + 1]) for i in range(0, 8, 2)]
-    space, address, _ = t._address(ref, index)
-    assert _is_bfloat16(ref), "bfloat16 only"
+    space, address = _beyond(t, ref, index, offset)
     load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
     found = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
     return [_Word(value) for value in found]
+
+
+def copy_pairs(t: Threads, to: Ref, place: Word, beyond: int, ref: Ref, index: Word, offset: int) -> None:
+    """Begins to copy eight numbers of bfloat16 from `index` + `offset` in GMEM to `place` + `beyond` in SMEM."""
+    if isinstance(t, _Interpreted):
+        here, there = place[:, None] + (jnp.arange(8) + beyond), index[:, None] + (jnp.arange(8) + offset)
+        to[...] = to[...].reshape(-1).at[here].set(ref[...].reshape(-1)[there]).reshape(to.shape)
+        return
+    addresses = _beyond(t, to, place, beyond)[1], _beyond(t, ref, index, offset)[1]
+    mu.inline_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", *addresses, has_side_effects=True)
+
+
+def group_copies(t: Threads) -> None:
+    """Makes a group of the copies that each thread has begun since its last one."""
+    if isinstance(t, _OnGPU):
+        mu.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+
+def wait_for_copies(t: Threads, most: int) -> None:
+    """Waits until no more than `most` groups of a thread's are under way; it alone sees what they copied."""
+    if isinstance(t, _OnGPU):
+        mu.inline_ptx(f"cp.async.wait_group {most};", has_side_effects=True)
+
+
+def prefetch(t: Threads, ref: Ref, index: Word) -> None:
+    """Asks the L2 to have the 32 bytes of GMEM around an element, which a program will load later."""
+    if isinstance(t, _OnGPU):
+        mu.inline_ptx("prefetch.global.L2 [$0];", _beyond(t, ref, index, 0)[1], has_side_effects=True)
 
 
 def split_pair(t: Threads, lower: Word, upper: Word) -> tuple[Word, Word]:
@@ -495,6 +526,13 @@ def multiply_tile(t: Threads, a: list[Word], b: list[Word], sums: list[Word]) ->
     return [_Word(value) for value in found]
 
 
+def _beyond(t: Threads, ref: Ref, index: Word, offset: int) -> tuple[str, ir.Value]:
+    """State space and byte address of the number of bfloat16 at `index` + `offset`."""
+    assert _is_bfloat16(ref), "bfloat16 only"
+    space, address, size = t._address(ref, index)
+    return space, arith.addi(address, mu.c(offset * size, address.type))
+
+
 def _joined(lower: jax.Array, upper: jax.Array) -> Word:
     """Words of two halves of 16 bits."""
     return lax.bitcast_convert_type(lower.astype(jnp.uint32) | upper.astype(jnp.uint32) << 16, jnp.int32)
@@ -505,3 +543,20 @@ def _numbers(word: Word) -> Float[Array, "4 8 8"]:
     bits = lax.bitcast_convert_type(word, jnp.uint32)
     halves = jnp.stack([bits & 0xFFFF, bits >> 16], axis=-1).astype(jnp.uint16)
     return lax.bitcast_convert_type(halves, jnp.bfloat16).astype(jnp.float32).reshape(WARPS, 8, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------ clusters
+
+
+def synchronize_cluster(t: Threads, barrier: Ref | None) -> None:
+    """Waits for all blocks of the cluster; what any thread of it stored, in GMEM too, is seen by all.
+
+    `barrier` is a `plgpu.ClusterBarrier` of the cluster's axes, at which each warpgroup arrives once: needed where this
+    is interpreted, for the GPU has one of its own; None for a block alone.
+    """
+    if isinstance(t, _OnGPU):
+        mu.inline_ptx("barrier.cluster.arrive.release.aligned;", has_side_effects=True)
+        mu.inline_ptx("barrier.cluster.wait.acquire.aligned;", has_side_effects=True)
+    elif barrier is not None:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)

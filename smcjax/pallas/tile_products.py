@@ -1,8 +1,9 @@
 """Products of a matrix's rows with eight vectors by the tensor core, for programs of single threads (`simt.py`).
 
 A warp takes 16 rows, a tile, and 32 columns at a time, a chunk. A lane loads eight neighbouring columns of two rows and
-has the same columns of one vector, so nothing passes through shared memory. The instruction's order of columns is not
-theirs in memory, which does not matter to a sum that both factors have in the same order.
+has the same columns of one vector, so it waits for nobody; where rows wait in shared memory, for more to be under way
+than registers hold, it reads what it has copied itself. The instruction's order of columns is not theirs in memory,
+which does not matter to a sum that both factors have in the same order.
 
 Vectors are f32, and each is multiplied as two of bfloat16, its rounding and the rest's (`simt.split_pair`): products
 count its first 16 bits, and are added up in f32.
@@ -10,15 +11,29 @@ count its first 16 bits, and are added up in f32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from smcjax.pallas.simt import WARP, Threads, Word, multiply_tile, split_pair
+from smcjax.pallas.simt import (
+    WARP,
+    WARPGROUP,
+    Ref,
+    Threads,
+    Word,
+    copy_pairs,
+    group_copies,
+    load_pairs,
+    multiply_tile,
+    split_pair,
+    wait_for_copies,
+)
 
 ROWS = 16  # of a tile
 VECTORS = 8
 CHUNK = 32  # columns
-NEAR = 2  # chunks that are asked for together: lines of 128 bytes
+NEAR = 2  # chunks that are asked for together, lines of 128 bytes, and tiles
+STAGE = NEAR * NEAR * 2 * 8 * WARPGROUP  # numbers of bfloat16 of a warpgroup's that are asked for together
 
 
 class Factor(NamedTuple):
@@ -26,6 +41,13 @@ class Factor(NamedTuple):
 
     rounded: list[Word]
     rest: list[Word]
+
+
+class Stages(NamedTuple):
+    """Shared memory for what is asked for."""
+
+    memory: Ref  # [number · STAGE] bf16
+    number: int
 
 
 def factor(t: Threads, numbers: list[Word]) -> Factor:
@@ -46,12 +68,14 @@ def own_columns(t: Threads) -> Word:
 
 def tile_products(
     t: Threads,
-    row: Callable[[int, int, int], list[Word]],
+    matrix: Ref,
+    begin: Word,
+    offset: Callable[[int, int, int], int],
     factors: Callable[[], list[Factor]],
     *,
     tiles: int,
     chunks: int,
-    ahead: int,
+    stages: Stages | None = None,
 ) -> list[list[Word]]:
     """Sums over a warp's columns for each tile, as `simt.multiply_tile` leaves them.
 
@@ -59,31 +83,63 @@ def tile_products(
 
     Args:
         t: the threads.
-        row: loads a lane's eight numbers, as pairs, of a tile, half a tile and a chunk; called once each.
+        matrix: what the rows are of, in GMEM.
+        begin: where a lane's first eight numbers are.
+        offset: how far from there those of a tile, half a tile and a chunk are.
         factors: makes those of the lane's vector, a chunk each; called when the first rows have been asked for.
         tiles: of the warp.
         chunks: of the warp.
-        ahead: pairs of rows that a lane waits for together, four words a row.
+        stages: where rows wait to be multiplied; None: in registers, all of them. All threads of the warpgroup call
+            this together then.
     """
-    order = [
-        (tile, chunk)
-        for first in range(0, chunks, NEAR)
-        for tile in range(tiles)
-        for chunk in range(first, min(first + NEAR, chunks))
+    units = [  # of pairs of rows
+        [
+            (tile, chunk)
+            for tile in range(top, min(top + NEAR, tiles))
+            for chunk in range(left, min(left + NEAR, chunks))
+        ]
+        for left in range(0, chunks, NEAR)
+        for top in range(0, tiles, NEAR)
     ]
+    ahead = len(units) if stages is None else min(stages.number, len(units))
+    loaded = []
 
-    def ask(tile: int, chunk: int) -> tuple[list[Word], list[Word]]:
-        return row(tile, 0, chunk), row(tile, 1, chunk)
+    def places(number: int, pair: int) -> list[int]:
+        first = number % ahead * STAGE + pair * 2 * 8 * WARPGROUP
+        return [first, first + 8 * WARPGROUP]
 
-    waiting = [ask(*place) for place in order[:ahead]]
+    def ask(number: int) -> None:
+        offsets = [[offset(tile, half, chunk) for half in range(2)] for tile, chunk in units[number]]
+        if stages is None:
+            loaded.append([[load_pairs(t, matrix, begin, one) for one in pair] for pair in offsets])
+            return
+        for pair, both in enumerate(offsets):
+            for place, one in zip(places(number, pair), both, strict=True):
+                copy_pairs(t, stages.memory, t.index * 8, place, matrix, begin, one)
+        group_copies(t)
+
+    def take(number: int) -> list[list[list[Word]]]:
+        if stages is None:
+            return loaded[number]
+        wait_for_copies(t, min(ahead, len(units) - number) - 1)
+        pairs = range(len(units[number]))
+        return [[load_pairs(t, stages.memory, t.index * 8, at) for at in places(number, pair)] for pair in pairs]
+
+    for number in range(ahead):
+        ask(number)
     of_chunk = factors()
-    sums = [[t.constant(0.0)] * 4 for _ in range(tiles)]
-    for number, (tile, chunk) in enumerate(order):
-        upper, lower = waiting.pop(0)
-        for pair in (0, 2):
+    if stages is not None:
+        t.synchronize()  # else the compiler asks for what vectors are made of when the first rows have come
+    # Two sums a tile, and tiles in turn: a product waits for the one before it of the same sum.
+    sums = [[[t.constant(0.0)] * 4 for _ in Factor._fields] for _ in range(tiles)]
+    for number, unit in enumerate(units):
+        found = dict(zip(unit, take(number), strict=True))
+        turns = sorted(itertools.product(unit, (0, 2)), key=lambda turn: (turn[0][1], turn[1], turn[0][0]))
+        for (tile, chunk), pair in turns:
+            upper, lower = found[tile, chunk]
             a = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1]]
-            for words in of_chunk[chunk]:
-                sums[tile] = multiply_tile(t, a, words[pair : pair + 2], sums[tile])
-        if number + ahead < len(order):
-            waiting.append(ask(*order[number + ahead]))
-    return sums
+            for which, words in enumerate(of_chunk[chunk]):
+                sums[tile][which] = multiply_tile(t, a, words[pair : pair + 2], sums[tile][which])
+        if number + ahead < len(units):
+            ask(number + ahead)
+    return [[a + b for a, b in zip(*both, strict=True)] for both in sums]
