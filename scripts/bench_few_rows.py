@@ -1,4 +1,4 @@
-"""Products of one request's verification, 9 rows, and of up to 16: the kernel of few rows beside XLA's own.
+"""Products of one request's verification, 9 rows, and of up to 32: the kernel of few rows beside XLA's own.
 
     python scripts/bench_few_rows.py                   # a minute and a half on an H200; a table last
     python scripts/bench_few_rows.py --sweep           # other tunings, too
@@ -329,7 +329,7 @@ def of_layers(bench: Bench, product: Callable[[Shape], Product]) -> Callable[...
 def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[9, 16], help="of x; --sweep is for the first")
+    parser.add_argument("--rows", type=int, nargs="+", default=[9, 16, 32], help="of x; --sweep is for the first")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--sweep", action="store_true", help="other tunings than those that are chosen, too")
     parser.add_argument("--tiny", action="store_true", help="small matrices, interpreted where there is no GPU")

@@ -1,4 +1,4 @@
-"""x · Wᵀ of up to sixteen rows, one launch that streams W once: Mosaic GPU (Hopper).
+"""x · Wᵀ of up to 32 rows, one launch that streams W once: Mosaic GPU (Hopper).
 
     y = x · Wᵀ                                  + add_to, where that is given
     h = silu(x · gateᵀ / rms(x)) · (x · upᵀ / rms(x))          W = [gate; up], a norm that is pending
@@ -41,7 +41,7 @@ from smcjax.pallas.products import SWIZZLED, Ref
 from smcjax.pallas.simt import WARPGROUP, Threads, Word
 from smcjax.pallas.swiglu import swiglu_reference
 
-MOST_ROWS = 16  # of x
+MOST_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
 _swizzle: Any = plgpu.SwizzleTransform
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -302,14 +302,14 @@ def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
 
 
 def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
-    """True for products that the kernel computes: bfloat16, up to 16 rows of x, results in bfloat16 or float32."""
+    """True for products that the kernel computes: bfloat16, up to `MOST_ROWS` of x, results in bfloat16 or float32."""
     result = jnp.dtype(x.dtype if out is None else out)
     fits = result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
     return fits and _supports_sizes(x, w, 1)
 
 
 def supports_swiglu_product(x: jax.Array, w: jax.Array, eps: float) -> bool:
-    """True for products with SwiGLU that the kernel computes: bfloat16, up to 16 rows of x."""
+    """True for products with SwiGLU that the kernel computes: bfloat16, up to `MOST_ROWS` of x."""
     return _supports_sizes(x, w, 2)
 
 

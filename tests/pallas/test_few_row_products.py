@@ -63,7 +63,7 @@ def test_references() -> None:
     check(swiglu_product_reference(x, w, EPS), exact_swiglu(x, w), of_row=2**-7)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 32])
 def test_every_number_of_rows(rows: int) -> None:
     x, w, add_to = operands(rows, 64, 256)
     got = product_mosaic(x, w, add_to=add_to, tuning=Tuning(32, 64, 3), interpret=INTERPRETED)
@@ -86,7 +86,7 @@ def test_rows_of_w_are_divided(outputs: int, tuning: Tuning) -> None:
     check(product_mosaic(x, w, out=jnp.float32, tuning=tuning, interpret=INTERPRETED), exact(x, w), jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [5, 16])
+@pytest.mark.parametrize("rows", [5, 16, 27])
 @pytest.mark.parametrize("tuning", [Tuning(16, 64, 2), Tuning(24, 128, 2), Tuning(72, 64, 3)], ids=str)
 def test_swiglu(rows: int, tuning: Tuning) -> None:
     x, w, _ = operands(rows, 2 * 72, 256)
@@ -125,7 +125,7 @@ def test_tiles_cover_the_rows(rows: int) -> None:
     assert all(first % 8 == 0 and first + 64 <= max(rows, 64) for first in tiles)
 
 
-@pytest.mark.parametrize("rows", [1, 9, 16])
+@pytest.mark.parametrize("rows", [1, 9, 16, 32])
 @pytest.mark.parametrize("name", LLAMA_8B)
 def test_blocks_have_equal_shares(name: str, rows: int) -> None:
     """Of the products of an 8B model: each row of W in one block, 128 of 132 multiprocessors at work."""
@@ -180,7 +180,7 @@ def lowered(rows: int, outputs: int, columns: int, swiglu: bool, dtype: Any = jn
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("rows", [9, 16])
+@pytest.mark.parametrize("rows", [9, 32])
 @pytest.mark.parametrize("name", LLAMA_8B)
 def test_lowers_for_cuda(name: str, rows: int) -> None:
     text = lowered(rows, *LLAMA_8B[name], swiglu=name == "gate_up")
@@ -197,7 +197,7 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
     for swiglu in (False, True):
         assert "mosaic_gpu" not in lowered(9, 4096, 4096, swiglu, how="xla")
         assert "mosaic_gpu" not in lowered(9, 4096, 4096, swiglu, dtype=jnp.float32)
-        assert "mosaic_gpu" not in lowered(17, 4096, 4096, swiglu)
+        assert "mosaic_gpu" not in lowered(33, 4096, 4096, swiglu)
         assert "mosaic_gpu" not in lowered(9, 4096, 4080, swiglu)
         assert "mosaic_gpu" not in lowered(9, 4092, 4096, swiglu)
 
@@ -206,7 +206,7 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 27, 32])
 @pytest.mark.parametrize("name", [*LLAMA_8B, "odd"])
 def test_on_a_gpu(name: str, rows: int) -> None:
     """The compiled kernel, chosen by the operation, and 200 times the same bits."""
