@@ -21,6 +21,7 @@ def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Cop
     Also returns which shared part-filled pages each model's first forward is to copy.
     """
     sequences, frontier_at = groups.sequences, groups.sequences.length - 1
+    rows = sequences.length.shape[0] // groups.running.shape[0]
     # The cap's own token is never scored after, so nothing past it needs a page.
     last = jnp.minimum(frontier_at + width - 1, groups.per_row(groups.requests.limit) - 1)
     room = make_room(
@@ -31,12 +32,13 @@ def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Cop
         groups.live,
         page_size=page_size,
         max_width=width,
-        group=sequences.length.shape[0] // groups.running.shape[0],
+        group=rows,
     )
     sequences = dataclasses.replace(sequences, block_table=room.block_table)
     groups = dataclasses.replace(groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool))
-    # Pages of one token are never part-filled.
-    return groups, Copies(room.copy_from, room.copy_to) if page_size > 1 else None
+    # Pages of one token are never part-filled, and rows of one group alone share one that is.
+    never = page_size == 1 or rows == 1
+    return groups, None if never else Copies(room.copy_from, room.copy_to)
 
 
 def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, " G"], *, page_size: int) -> S:

@@ -120,13 +120,12 @@ def _laws(
     ids = [block * IDS + t.index + i * WARPGROUP for i in range(IDS // WARPGROUP)]
     there = [t.minimum(v, vocab - 1) for v in ids]
     loaded = [[t.load(logits, (group * columns + c) * vocab + v) for v in there] for c in range(columns)]
-    stop = [t.where(v < vocab, t.load(stops, group * vocab + at), 0) for v, at in zip(ids, there, strict=True)]
+    stop = [t.load(stops, group * vocab + v) for v in there]
+    proposed = [t.load(drafts, group * (columns - 1) + c) for c in range(columns - 1)]
     t.synchronize()
     noises = [t.load(noise, t.index + i * WARPGROUP) * scale for i in range(len(ids))]
     warp, lane = t.index // WARP, t.index % WARP
-    for c, products in enumerate(loaded):
-        last = c == columns - 1
-        draft = t.constant(-1) if last else t.load(drafts, group * (columns - 1) + c)
+    for c, (products, draft) in enumerate(zip(loaded, [*proposed, t.constant(-1)], strict=True)):
         forbids = within >= c
         values = []
         for v, x, stops_here in zip(ids, products, stop, strict=True):

@@ -229,6 +229,17 @@ def test_agreements_go_by_the_source() -> None:
         agree(batch, shape, before, goes, rng, functools.partial(other, interpret=plgpu.InterpretGPUParams()))
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_row_alone_copies_no_page(n: int) -> None:
+    """Prompts share full pages alone, so what a cycle enters half-way is its group's own (`reserve`). Control: four."""
+    shape = Shape(groups=2, n=n, page_size=4, width=3, prompt=6, limit=40)
+    batch = admitted(shape, np.random.default_rng(0), 100)
+    first = batch.length - 1
+    static = {"page_size": 4, "max_width": 3, "group": n}
+    room = _make_room(batch.pool, batch.table, first, first + 2, np.ones(2 * n, bool), **static)
+    assert (np.asarray(room.copy_from) != TRASH).any() == (n > 1)
+
+
 def test_too_few_pages_leave_the_last_rows_without() -> None:
     history(SHAPES["two groups"], 1, 2, plgpu.InterpretGPUParams(), spare_pages=5)
 
