@@ -49,7 +49,8 @@ def case(groups: int, gamma: int, vocab: int, seed: int) -> tuple[Groups, jax.Ar
     logits = rng.normal(size=(groups, columns, vocab)).astype(np.float32) * 3
     drafts = rng.integers(0, vocab, (groups, gamma)).astype(np.int32)
     likely = rng.random((groups, gamma)) < 0.8
-    np.put_along_axis(logits[:, :gamma], drafts[..., None], np.where(likely, 14, 8)[..., None], axis=2)
+    above = np.where(likely, 14, 8) + np.log(max(1, vocab / 300))  # so that other tokens have no more in all
+    np.put_along_axis(logits[:, :gamma], drafts[..., None], above[..., None], axis=2)
     logits[BROKEN, seed % 2, -1] = np.nan  # behind a draft only if that is accepted
     limit, minimum, stops = np.full(groups, MAX_LEN), np.zeros(groups), rng.random((groups, vocab)) < 0.01
     stops[WARM] |= np.isin(np.arange(vocab), drafts[WARM, gamma // 2])  # a draft that may end the request
