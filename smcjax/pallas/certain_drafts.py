@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,17 +77,27 @@ Found = list[Word]  # five words, as `Candidates` has them
 
 
 def _better(t: Threads, a: Found, b: Found) -> Found:
-    """The better of two candidates, and the sums of both."""
-    earlier = t.where(a[0] == b[0], _flag(t, a[1] < b[1]), _flag(t, b[0] < a[0])) != 0
-    top = t.where(a[3] < b[3], b[3], a[3])
+    """The better of two perturbed ids: best, id and logit."""
+    is_first = t.where(a[0] == b[0], _flag(t, a[1] < b[1]), _flag(t, b[0] < a[0])) != 0
+    return [t.where(is_first, x, y) for x, y in zip(a, b, strict=True)]
+
+
+def _larger(t: Threads, a: Found, b: Found) -> Found:
+    """The larger of words, one by one."""
+    return [t.where(x < y, y, x) for x, y in zip(a, b, strict=True)]
+
+
+def _both(t: Threads, a: Found, b: Found) -> Found:
+    """The candidate of two candidates' ids."""
+    (top,) = _larger(t, a[3:4], b[3:4])
     mass = a[4] * t.exp(a[3] - top) + b[4] * t.exp(b[3] - top)
-    return [*(t.where(earlier, x, y) for x, y in zip(a[:3], b[:3], strict=True)), top, mass]
+    return [*_better(t, a[:3], b[:3]), top, mass]
 
 
-def _best_of_warp(t: Threads, found: Found) -> Found:
-    """The best of a warp's candidates, in every lane."""
+def _of_warp(t: Threads, combine: Callable[[Threads, Found, Found], Found], found: Found) -> Found:
+    """The words of all lanes of a warp combined, in every lane."""
     for distance in (16, 8, 4, 2, 1):
-        found = _better(t, found, [t.shuffle_xor(word, distance) for word in found])
+        found = combine(t, found, [t.shuffle_xor(word, distance) for word in found])
     return found
 
 
@@ -133,7 +144,8 @@ def _laws(
             values.append(t.where(v < vocab, allowed, -math.inf))
         top = t.constant(MASKED)
         for value in values:
-            top = t.where(top < value, value, top)
+            (top,) = _larger(t, [top], [value])
+        (top,) = _of_warp(t, _larger, [top])
         best, at, logit, mass = t.constant(-math.inf), t.constant(NO_ID), t.constant(-math.inf), t.constant(0.0)
         for v, value, extra in zip(ids, values, noises, strict=True):
             mass = mass + t.exp(value - top)
@@ -141,14 +153,15 @@ def _laws(
             better = best < perturbed
             at, logit = t.where(better, v, at), t.where(better, value, logit)
             best = t.where(better, perturbed, best)
-        of_warp = _best_of_warp(t, [best, at, logit, top, mass])
+        (mass,) = _of_warp(t, lambda _, a, b: [a[0] + b[0]], [mass])
+        of_warp = [*_of_warp(t, _better, [best, at, logit]), top, mass]
         for part, word in zip(parts, of_warp, strict=True):
             t.store(part, warp + c * WARPS, word, only=lane == 0)
     t.synchronize()
     column = t.minimum(t.index, columns - 1)
     whole = [t.load(part, column * WARPS) for part in parts]
     for other in range(1, WARPS):
-        whole = _better(t, whole, [t.load(part, column * WARPS + other) for part in parts])
+        whole = _both(t, whole, [t.load(part, column * WARPS + other) for part in parts])
     for ref, word in zip(found, whole, strict=True):
         t.store(ref, (group * columns + column) * blocks + block, word, only=t.index < columns)
 
@@ -194,8 +207,8 @@ def _commit(
         for number, candidate in enumerate(candidates):
             # Behind the last one comes that again, which adds nothing.
             candidate[4] = t.where(lane + number * WARP < blocks, candidate[4], 0.0)
-        mine = functools.reduce(functools.partial(_better, t), candidates)
-        for part, word in zip(parts, _best_of_warp(t, mine), strict=True):
+        mine = functools.reduce(functools.partial(_both, t), candidates)
+        for part, word in zip(parts, _of_warp(t, _both, mine), strict=True):
             t.store(part, of_warp, word, only=lane == 0)
     t.synchronize()
 

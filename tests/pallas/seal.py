@@ -24,6 +24,7 @@ from jax.interpreters import mlir
 
 from smcjax import autoregressive, rejection, smc
 from smcjax.bench.shapes import SHAPES
+from smcjax.decoding.ngram import NGram
 from smcjax.decoding.sequences import Requests
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
@@ -43,20 +44,22 @@ class Case:
     groups: int = 1
     max_model_len: int = 1280
     draft_quantization: str | None = None
+    looks_up: bool = False  # drafts are looked up, so that there is no draft model
     chunk: int | None = None  # a prompt's chunk of so many tokens; None: a step
 
     @property
     def program(self) -> Any:
         """The decoder's static program, with kernels."""
         geometry = {"max_model_len": self.max_model_len, "implementation": "mosaic"}
-        return self.decoder.Program(self.decoding, TARGET, DRAFT if self.decoding.drafts else None, **geometry)
+        draft: Any = NGram() if self.looks_up else DRAFT
+        return self.decoder.Program(self.decoding, TARGET, draft if self.decoding.drafts else None, **geometry)
 
     def params(self) -> Any:
         """Shapes of the weights as the engine keeps them on a GPU."""
         target, draft = (folded_shapes(config, jnp.bfloat16) for config in (TARGET, DRAFT))
         if self.draft_quantization is not None:
             draft = jax.eval_shape(quantize_params, param_shapes(DRAFT, jnp.bfloat16))
-        return smc.PairParams(target, draft if self.decoding.drafts else None)
+        return smc.PairParams(target, draft if self.decoding.drafts and not self.looks_up else None)
 
     def lower(self) -> Any:
         """The program for CUDA, as a module of StableHLO."""
@@ -90,6 +93,7 @@ CASES = {
     "target alone": Case(autoregressive, autoregressive.Autoregressive()),
     "prompt, 512 tokens": Case(smc, smc.SMC(8, 8), chunk=512),
     "rejection, 1 request": Case(rejection, rejection.Rejection(8)),
+    "rejection, drafts looked up": Case(rejection, rejection.Rejection(8), looks_up=True),
 }
 
 
