@@ -281,7 +281,8 @@ def prepared(case: Case, layer: Layer, mode: str, pools: Any, args: argparse.Nam
             for name, *rest in zip(layer.branches, tasks, low, high, strict=True)
         )
         options: dict[str, Any] = {"units": inputs.units, "tuning": tuning, "interpret": interpret}
-        return grouped_branches_mosaic(queries[i], read, inputs.groups, **options)
+        parts = grouped_branches_mosaic(queries[i], read, inputs.groups, **options)
+        return tuple(part._replace(unmerged=None) for part in parts)  # results that nobody reads would be copied
 
     def build(i: int, sets: jax.Array, table: jax.Array) -> Any:
         return inputs.selection(jnp.roll(sets, i, axis=1), table)
