@@ -29,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
-from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word, prefetch
+from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
+from smcjax.pallas.simt_tiles import prefetch
 from smcjax.pallas.tile_products import (
     CHUNK,
     NEAR,

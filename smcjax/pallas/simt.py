@@ -24,7 +24,6 @@ from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jaxtyping import Array, Float
 
 from smcjax.pallas.compat import llvm, nvvm
 
@@ -138,6 +137,11 @@ def thread() -> ir.Value:
     return arith.remui(mu.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32()), mu.c(WARPGROUP, i32()))
 
 
+def is_interpreted(t: Threads) -> bool:
+    """True where a program runs on vectors of a warpgroup, not in threads of a GPU."""
+    return isinstance(t, _Interpreted)
+
+
 def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
     """A word's value; a number becomes a constant of this type, or of its own."""
     if isinstance(x, _Word):
@@ -145,7 +149,8 @@ def _value(x: Any, kind: ir.Type | None = None) -> ir.Value:
     return mu.c(x, kind or (f32() if isinstance(x, float) else i32()))
 
 
-def _is_bfloat16(ref: Any) -> bool:
+def is_bfloat16(ref: Any) -> bool:
+    """True for a reference to numbers of bfloat16."""
     return bool(ir.MemRefType(ref.type).element_type == ir.BF16Type.get())
 
 
@@ -249,11 +254,11 @@ class _OnGPU:
 
     def load(self, ref: Any, index: Word) -> Word:
         """A word, a number of bfloat16 made one of f32, or a bool as 0 or 1."""
-        space, address, size = self._address(ref, index)
+        space, address, size = self.address_of(ref, index)
         if size == 1:
             byte = mu.inline_ptx(f"ld.{space}.u8 $0, [$1];", address, result_types=i32(), has_side_effects=True)
             return _Word(byte)
-        if _is_bfloat16(ref):
+        if is_bfloat16(ref):
             half = mu.inline_ptx(f"ld.{space}.u16 $0, [$1];", address, result_types=i32(), has_side_effects=True)
             return _Word(arith.bitcast(f32(), arith.shli(half, mu.c(16, i32()))))
         assert size == 4, "words only"
@@ -262,9 +267,9 @@ class _OnGPU:
 
     def store(self, ref: Any, index: Word, x: Word, only: Word | None = None) -> None:
         """Stores a word, a bool of a comparison, or a number of f32 rounded to bfloat16."""
-        space, address, size = self._address(ref, index)
+        space, address, size = self.address_of(ref, index)
         value = x.value if x.value.type in (i32(), f32()) else arith.extui(i32(), x.value)
-        if _is_bfloat16(ref):
+        if is_bfloat16(ref):
             terms = (mu.c(0.0, f32()), value)  # of a pair the second is the lower half
             value = mu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", *terms, result_types=i32())
         mu.inline_ptx(
@@ -277,7 +282,7 @@ class _OnGPU:
 
     def load4(self, ref: Any, index: Word) -> list[Word]:
         """Four words from `index` on, a multiple of 4."""
-        space, address, size = self._address(ref, index)
+        space, address, size = self.address_of(ref, index)
         assert size == 4, "words only"
         kind = f32() if ir.MemRefType(ref.type).element_type == f32() else i32()
         load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
@@ -286,14 +291,14 @@ class _OnGPU:
 
     def load_bools(self, ref: Any, index: Word) -> Word:
         """Four bools from `index` on, a multiple of 4, as a word: 0 or 1 in each byte, the first in the lowest."""
-        space, address, size = self._address(ref, index)
+        space, address, size = self.address_of(ref, index)
         assert size == 1, "bools only"
         return _Word(mu.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=i32(), has_side_effects=True))
 
     def load8(self, ref: Any, index: Word) -> list[Word]:
         """Eight numbers of bfloat16 or float16 from `index` on, a multiple of 8, made f32."""
-        space, address, _ = self._address(ref, index)
-        assert _is_bfloat16(ref) or _is_float16(ref), "numbers of 16 bits only"
+        space, address, _ = self.address_of(ref, index)
+        assert is_bfloat16(ref) or _is_float16(ref), "numbers of 16 bits only"
         load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
         pairs = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
         if _is_float16(ref):
@@ -304,7 +309,7 @@ class _OnGPU:
 
     def store4(self, ref: Any, index: Word, words: list[Word], only: Word | None = None) -> None:
         """Stores four words from `index` on, a multiple of 4, in SMEM."""
-        space, address, _ = self._address(ref, index)
+        space, address, _ = self.address_of(ref, index)
         mu.inline_ptx(
             f"st.{space}.v4.b32 [$0], {{$1, $2, $3, $4}};",
             address,
@@ -315,8 +320,8 @@ class _OnGPU:
 
     def store8(self, ref: Any, index: Word, words: list[Word]) -> None:
         """Stores eight numbers of f32, rounded to bfloat16, from `index` on, a multiple of 8."""
-        space, address, _ = self._address(ref, index)
-        assert _is_bfloat16(ref), "bfloat16 only"
+        space, address, _ = self.address_of(ref, index)
+        assert is_bfloat16(ref), "bfloat16 only"
         rounded = [
             mu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", upper.value, lower.value, result_types=i32())
             for lower, upper in zip(words[::2], words[1::2], strict=True)
@@ -327,7 +332,7 @@ class _OnGPU:
         """Waits for the warpgroup; what any thread of it stored in SMEM is seen by all."""
         mu.warpgroup_barrier()
 
-    def _address(self, ref: Any, index: Word) -> tuple[str, ir.Value, int]:
+    def address_of(self, ref: Any, index: Word) -> tuple[str, ir.Value, int]:
         """State space, byte address, bytes an element (a bool takes one)."""
         element = ir.MemRefType(ref.type).element_type
         size = max(mu.bitwidth(element), 8) // 8
@@ -438,111 +443,6 @@ class _Interpreted:
 
     def synchronize(self) -> None:
         """Vectors are in step already."""
-
-
-# --------------------------------------------------------------------------------------------------------------- tiles
-
-
-def load_pairs(t: Threads, ref: Ref, index: Word, offset: int = 0) -> list[Word]:
-    """Eight numbers of bfloat16 as they are: four words of two, the lower first.
-
-    They are those from `index` + `offset` on, a multiple of 8; addresses with one index have one register.
-    """
-    if isinstance(t, _Interpreted):
-        found = ref[...].reshape(-1)[index[:, None] + (jnp.arange(8) + offset)]
-        bits = lax.bitcast_convert_type(found, jnp.uint16)
-        return [_joined(bits[:, i], bits[:, i + 1]) for i in range(0, 8, 2)]
-    space, address = _beyond(t, ref, index, offset)
-    load = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
-    found = mu.inline_ptx(load, address, result_types=[i32()] * 4, has_side_effects=True)
-    return [_Word(value) for value in found]
-
-
-def copy_pairs(t: Threads, to: Ref, place: Word, beyond: int, ref: Ref, index: Word, offset: int) -> None:
-    """Begins to copy eight numbers of bfloat16 from `index` + `offset` in GMEM to `place` + `beyond` in SMEM."""
-    if isinstance(t, _Interpreted):
-        here, there = place[:, None] + (jnp.arange(8) + beyond), index[:, None] + (jnp.arange(8) + offset)
-        to[...] = to[...].reshape(-1).at[here].set(ref[...].reshape(-1)[there]).reshape(to.shape)
-        return
-    addresses = _beyond(t, to, place, beyond)[1], _beyond(t, ref, index, offset)[1]
-    mu.inline_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", *addresses, has_side_effects=True)
-
-
-def group_copies(t: Threads) -> None:
-    """Makes a group of the copies that each thread has begun since its last one."""
-    if isinstance(t, _OnGPU):
-        mu.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-
-def wait_for_copies(t: Threads, most: int) -> None:
-    """Waits until no more than `most` groups of a thread's are under way; it alone sees what they copied."""
-    if isinstance(t, _OnGPU):
-        mu.inline_ptx(f"cp.async.wait_group {most};", has_side_effects=True)
-
-
-def prefetch(t: Threads, ref: Ref, index: Word) -> None:
-    """Asks the L2 to have the 32 bytes of GMEM around an element, which a program will load later."""
-    if isinstance(t, _OnGPU):
-        mu.inline_ptx("prefetch.global.L2 [$0];", _beyond(t, ref, index, 0)[1], has_side_effects=True)
-
-
-def split_pair(t: Threads, lower: Word, upper: Word) -> tuple[Word, Word]:
-    """Two numbers of f32 as pairs of bfloat16: what they round to, and what is left of them, rounded too.
-
-    Both together are the numbers to 2⁻¹⁷ of their size.
-    """
-    if isinstance(t, _Interpreted):
-        near = [lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for x in (lower, upper)]
-        rest = [x - rounded for x, rounded in zip((lower, upper), near, strict=True)]
-        pairs = [[lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in of] for of in (near, rest)]
-        return _joined(*pairs[0]), _joined(*pairs[1])
-    pack = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    pair = mu.inline_ptx(pack, upper.value, lower.value, result_types=i32())
-    halves = arith.shli(pair, mu.c(16, i32())), arith.andi(pair, mu.c(-(1 << 16), i32()))
-    rest = [x - _Word(arith.bitcast(f32(), half)) for x, half in zip((lower, upper), halves, strict=True)]
-    return _Word(pair), _Word(mu.inline_ptx(pack, rest[1].value, rest[0].value, result_types=i32()))
-
-
-def multiply_tile(t: Threads, a: list[Word], b: list[Word], sums: list[Word]) -> list[Word]:
-    """`sums` and the product of a warp's 16 rows with its 8 vectors, 16 columns of bfloat16, by the tensor core.
-
-    Lane 4·g + i has the columns 2i, 2i + 1 and then 2i + 8, 2i + 9 of row g and row g + 8 in turn (`a`, four words),
-    of vector g (`b`, two words). Its sums are those of row g with vectors 2i and 2i + 1, then those of row g + 8.
-    """
-    if isinstance(t, _Interpreted):
-        rows, vectors = jnp.zeros((WARPS, 16, 16), jnp.float32), jnp.zeros((WARPS, 8, 16), jnp.float32)
-        for i, word in enumerate(a):
-            first, column = 8 * (i % 2), i // 2 * 8
-            rows = rows.at[:, first : first + 8, column : column + 8].set(_numbers(word))
-        for i, word in enumerate(b):
-            vectors = vectors.at[:, :, 8 * i : 8 * i + 8].set(_numbers(word))
-        made = jnp.einsum("wmk,wnk->wmn", rows, vectors, precision=lax.Precision.HIGHEST)
-        halves = [made[:, first : first + 8].reshape(WARPGROUP, 2)[:, i] for first in (0, 8) for i in range(2)]
-        return [so_far + one for so_far, one in zip(sums, halves, strict=True)]
-    form = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    terms = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
-    words = [word.value for word in (*a, *b, *sums)]
-    found = mu.inline_ptx(f"{form} {terms};", *words, result_types=[f32()] * 4, has_side_effects=True)
-    return [_Word(value) for value in found]
-
-
-def _beyond(t: Threads, ref: Ref, index: Word, offset: int) -> tuple[str, ir.Value]:
-    """State space and byte address of the number of bfloat16 at `index` + `offset`."""
-    assert _is_bfloat16(ref), "bfloat16 only"
-    space, address, size = t._address(ref, index)
-    return space, arith.addi(address, mu.c(offset * size, address.type))
-
-
-def _joined(lower: jax.Array, upper: jax.Array) -> Word:
-    """Words of two halves of 16 bits."""
-    return lax.bitcast_convert_type(lower.astype(jnp.uint32) | upper.astype(jnp.uint32) << 16, jnp.int32)
-
-
-def _numbers(word: Word) -> Float[Array, "4 8 8"]:
-    """The numbers of bfloat16 in the words of each warp's lanes, four lanes a row, f32."""
-    bits = lax.bitcast_convert_type(word, jnp.uint32)
-    halves = jnp.stack([bits & 0xFFFF, bits >> 16], axis=-1).astype(jnp.uint16)
-    return lax.bitcast_convert_type(halves, jnp.bfloat16).astype(jnp.float32).reshape(WARPS, 8, 8)
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters

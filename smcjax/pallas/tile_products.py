@@ -5,8 +5,8 @@ has the same columns of one vector, so it waits for nobody; where rows wait in s
 than registers hold, it reads what it has copied itself. The instruction's order of columns is not theirs in memory,
 which does not matter to a sum that both factors have in the same order.
 
-Vectors are f32, and each is multiplied as two of bfloat16, its rounding and the rest's (`simt.split_pair`): products
-count its first 16 bits, and are added up in f32.
+Vectors are f32, and each is multiplied as two of bfloat16, its rounding and the rest's (`simt_tiles.split_pair`):
+products count its first 16 bits, and are added up in f32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from smcjax.pallas.simt import (
-    WARP,
-    WARPGROUP,
-    Ref,
-    Threads,
-    Word,
+from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads, Word
+from smcjax.pallas.simt_tiles import (
     copy_pairs,
     group_copies,
     load_pairs,
@@ -77,7 +73,7 @@ def tile_products(
     chunks: int,
     stages: Stages | None = None,
 ) -> list[list[Word]]:
-    """Sums over a warp's columns for each tile, as `simt.multiply_tile` leaves them.
+    """Sums over a warp's columns for each tile, as `simt_tiles.multiply_tile` leaves them.
 
     Lane 4·g + i has those of the tile's row g with vectors 2i and 2i + 1, then of row g + 8.
 

@@ -130,7 +130,7 @@ def attended(case: Case, tasks: Tasks, d: Drawn) -> Part:
     order = np.array(d.groups.order)
     ordered = d._replace(groups=None, q=d.q[:, order], low=d.low[:, order], high=d.high[:, order])
     inverse = np.argsort(order)
-    return Part(*(np.asarray(x)[:, inverse] for x in _attend(case, tasks, ordered)))
+    return Part(*(np.asarray(x)[:, inverse] for x in _attend(case, tasks, ordered)[:2]))
 
 
 def plainly(case: Case, d: Drawn, request: int, group: int, of: int) -> list[tuple[int, int, set[int]]]:
