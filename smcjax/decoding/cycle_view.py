@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.groups import Groups
-from smcjax.kv import TRASH, Copies, make_room, rebind, settle
+from smcjax.kv import TRASH, Copies, PagePool, keep_until, make_room, settle
 from smcjax.model.view import BatchView
 
 
@@ -34,8 +34,7 @@ def reserve[S: Groups](groups: S, *, width: int, page_size: int) -> tuple[S, Cop
         max_width=width,
         group=rows,
     )
-    sequences = dataclasses.replace(sequences, block_table=room.block_table)
-    groups = dataclasses.replace(groups, sequences=sequences, memory=dataclasses.replace(groups.memory, pool=room.pool))
+    groups = _with_pages(groups, room.pool, room.block_table)
     # Pages of one token are never part-filled, and rows of one group alone share one that is.
     never = page_size == 1 or rows == 1
     return groups, None if never else Copies(room.copy_from, room.copy_to)
@@ -46,15 +45,10 @@ def keep_pages[S: Groups](groups: S, table: Int[Array, "R M"], ran: Bool[Array, 
 
     The last KV that counts is the one before the frontier: what rejected drafts wrote is behind it.
     """
-    old = groups.sequences.block_table
-    begins = jnp.arange(old.shape[1]) * page_size
-    kept = jnp.where(begins < groups.sequences.length[:, None] - 1, table, TRASH)
-    new = jnp.where(groups.per_row(ran)[:, None], kept, old)
-    return dataclasses.replace(
-        groups,
-        sequences=dataclasses.replace(groups.sequences, block_table=new),
-        memory=dataclasses.replace(groups.memory, pool=rebind(groups.memory.pool, old, new)),
-    )
+    sequences, pool = groups.sequences, groups.memory.pool
+    goes = groups.per_row(ran)
+    kept = keep_until(pool, sequences.block_table, table, sequences.length, goes, page_size=page_size)
+    return _with_pages(groups, *kept)
 
 
 def agree_on_pages[S: Groups](
@@ -68,12 +62,11 @@ def agree_on_pages[S: Groups](
 ) -> S:
     """Does what `keep_pages` does with the pages of each row's `source`, where rows of a group agree between cycles.
 
-    None: its own.
-
-    `before` are lengths before the cycle, which reserved pages for `width` positions from the frontier on.
+    Without a source each row keeps its own. `before` are lengths before the cycle, which reserved pages for `width`
+    positions from the frontier on.
     """
     sequences = groups.sequences
-    pool, table = settle(
+    settled = settle(
         groups.memory.pool,
         sequences.block_table,
         source,
@@ -84,9 +77,14 @@ def agree_on_pages[S: Groups](
         max_width=width,
         group=sequences.length.shape[0] // ran.shape[0],
     )
+    return _with_pages(groups, *settled)
+
+
+def _with_pages[S: Groups](groups: S, pool: PagePool, table: Int[Array, "R M"]) -> S:
+    """The groups with this pool and block table."""
     return dataclasses.replace(
         groups,
-        sequences=dataclasses.replace(sequences, block_table=table),
+        sequences=dataclasses.replace(groups.sequences, block_table=table),
         memory=dataclasses.replace(groups.memory, pool=pool),
     )
 

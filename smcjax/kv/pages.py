@@ -109,6 +109,26 @@ def rebind(pool: PagePool, old: Int[Array, "R M"], new: Int[Array, "R M"]) -> Pa
     return _adjust(pool, pages, jnp.broadcast_to(jnp.asarray([[[-1]], [[1]]], jnp.int32), pages.shape))
 
 
+def keep_until(
+    pool: PagePool,
+    old: Int[Array, "R M"],
+    table: Int[Array, "R M"],
+    length: Int[Array, " R"],
+    goes: Bool[Array, " R"],
+    *,
+    page_size: int,
+) -> tuple[PagePool, Int[Array, "R M"]]:
+    """Makes the rows that `goes` of block table `old` name the pages of `table` up to their last KV that counts.
+
+    They name no others. The last KV that counts is the one before the frontier, the last of `length` tokens: what
+    rejected drafts wrote is behind it. Returns the pool and the new block table.
+    """
+    begins = jnp.arange(old.shape[1]) * page_size
+    kept = jnp.where(begins < length[:, None] - 1, table, TRASH)
+    new = jnp.where(goes[:, None], kept, old)
+    return rebind(pool, old, new), new
+
+
 def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array, " R"]) -> PagePool:
     """The pool after row r of the table has become `offspring[r]` rows: 0 where nobody descends from it."""
     return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
@@ -271,11 +291,8 @@ def _settle_reference(
     `group` rows of a group have one source and as many tokens and go together, and pages where they differ or are to
     change hold some of the `max_width` positions from the former frontier on.
     """
-    begins = jnp.arange(block_table.shape[1]) * page_size
     table = block_table if source is None else block_table[source]
-    kept = jnp.where(begins < after[:, None] - 1, table, TRASH)
-    new = jnp.where(goes[:, None], kept, block_table)
-    return rebind(pool, block_table, new), new
+    return keep_until(pool, block_table, table, after, goes, page_size=page_size)
 
 
 def _settle_sm90(

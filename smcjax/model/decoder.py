@@ -84,9 +84,7 @@ def product(
     """`Matrix`'s add_to + weight · x, of few rows by a kernel."""
     of = matrix(weight)
     if isinstance(of, Dense):
-        kernel = few_row_product.kernel_for(x, of.values, add_to=add_to, out=out)
-        if kernel is not None:
-            return kernel.run(x, of.values, add_to=add_to, out=out)
+        return few_row_product(x, of.values, add_to=add_to, out=out)
     return of(x, add_to=add_to, out=out)
 
 

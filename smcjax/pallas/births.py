@@ -108,7 +108,7 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
 
 
 class Place(NamedTuple):
-    """What a block has: keys or values of one head and of some tokens, and a part of the columns of W₁."""
+    """The work of a block: keys or values of one head and of some tokens, by a part of the columns of W₁."""
 
     first: Word  # of its cluster's tokens
     head: Word
@@ -263,7 +263,7 @@ def _conclude(
 
         def factors() -> list[Factor]:
             x = total() + added
-            t.store(hidden, output, x / (t.exp(t.constant(0.0) - x) + 1.0))
+            t.store(hidden, output, simt.silu(t, x))
             t.synchronize()
             begins = [own_columns(t) + chunk * CHUNK for chunk in range(dim // CHUNK)]
             return [factor(t, t.load4(hidden, at) + t.load4(hidden, at + 4)) for at in begins]

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from smcjax.numerics import product_precision
+from smcjax.matmul import Dense
 from smcjax.pallas import eviction, simt
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_row_tuning import DEPTH, EIGHT, ROWS, Tuning, default_tuning, objection, padded, tiles_of
@@ -55,10 +55,7 @@ def product_reference(
     out: Any = None,
 ) -> Float[Array, "*shape O"]:
     """x · Wᵀ, accumulated in f32, in the dtype `out` (None: that of x); plus `add_to`, of that dtype."""
-    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
-    precision = product_precision(x.dtype)
-    y = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=out)
-    return y if add_to is None else add_to + y
+    return Dense(w)(x, add_to=add_to, out=out)
 
 
 def swiglu_product_reference(
@@ -146,7 +143,8 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
             of_up = t.load4(sums, place + part)
             squares = [t.load(sums, (token + i) * tokens + (token + i) + 2 * part) for i in range(4)]
             scales = [t.inverse_root(square * (1.0 / sizes.columns) + sizes.eps) for square in squares]
-            y = [_swiglu(t, gate * scale, up * scale) for gate, up, scale in zip(y, of_up, scales, strict=True)]
+            pairs = ((gate * scale, up * scale) for gate, up, scale in zip(y, of_up, scales, strict=True))
+            y = [simt.silu(t, gate) * up for gate, up in pairs]
         if added:
             y = [a + b for a, b in zip(y, t.load4(added[0], number * 4), strict=True)]
         for i, value in enumerate(y):
@@ -154,10 +152,6 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
             where = t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row)
             t.store(out, where, value, only=is_there)
     t.synchronize()
-
-
-def _swiglu(t: Threads, gate: Word, up: Word) -> Word:
-    return gate / (t.exp(t.constant(0.0) - gate) + 1.0) * up
 
 
 class _Body:

@@ -31,7 +31,7 @@ from smcjax.pallas.gates import (
     gated_sum,
     inverse_rms,
     sigmoid,
-    supports_products,
+    supports_gated_sum,
 )
 from smcjax.pallas.grouped_attention_kernel import Shape
 from smcjax.pallas.grouped_merge import Segments, Unmerged, merged, of_refs, place_of, row_layout
@@ -178,8 +178,7 @@ def _supports(
     if not there or sorted(one.branch for one in there) != list(range(len(there[0].segments.numbers))):
         return False
     alike = all(one.segments.shape == there[0].segments.shape for one in there)
-    of_f32 = bias.dtype == jnp.bfloat16 and all(part.dtype == jnp.float32 for part in parts)
-    return alike and of_f32 and supports_products(x, gate, parts[0].shape[3])
+    return alike and supports_gated_sum(x, gate, bias, parts)
 
 
 gated_sum.register(Kernel("sm90", gated_merge_mosaic, _supports), first=True)

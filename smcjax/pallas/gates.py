@@ -267,7 +267,7 @@ def supports_products(x: jax.Array, gate: jax.Array, dim: int) -> bool:
     )
 
 
-def _supports(
+def supports_gated_sum(
     x: jax.Array,
     gate: jax.Array,
     bias: jax.Array,
@@ -276,9 +276,10 @@ def _supports(
     products: Products | None = None,
     unmerged: Sequence[Unmerged | None] = (),
 ) -> bool:
+    """True where the kernels take these arguments of `gated_sum`."""
     of_f32 = all(part.dtype == jnp.float32 for part in parts)
     return bias.dtype == jnp.bfloat16 and of_f32 and supports_products(x, gate, parts[0].shape[3])
 
 
 gated_sum = Op(gated_sum_reference)
-gated_sum.register(Kernel("sm90", gated_sum_mosaic, _supports))
+gated_sum.register(Kernel("sm90", gated_sum_mosaic, supports_gated_sum))

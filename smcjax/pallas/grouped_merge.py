@@ -36,7 +36,7 @@ FEW, MANY = 2, 4  # segments that are asked for together, where lines are many o
 )
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """What `grouped_attention_kernel.attend` leaves of all lines, in GMEM."""
+    """Results of `grouped_attention_kernel.attend`, of all lines, in GMEM."""
 
     parts: Any  # [lines + blocks, subs, 64, D] f16
     lse: Any  # [lines + blocks, subs, 64] f32

@@ -90,6 +90,11 @@ def warp_sums(t: Threads, x: Word) -> Word:
     return x
 
 
+def silu(t: Threads, x: Word) -> Word:
+    """x · sigmoid(x)."""
+    return x / (t.exp(t.constant(0.0) - x) + 1.0)
+
+
 def sums(t: Threads, mine: Word, totals: Ref, turn: int = 0) -> tuple[Word, Word]:
     """Sums of `mine` over the threads before this one, and over all. `totals` has four words in SMEM for each turn."""
     lane, warp = t.index % WARP, t.index // WARP

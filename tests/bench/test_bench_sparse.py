@@ -146,7 +146,7 @@ def test_a_row_begins_without_reading_prompts() -> None:
 
 @pytest.mark.slow
 def test_replayed_sets_are_counted_without_a_program() -> None:
-    """What a row says of its next cycle is what a program gives back that takes it; only other rows have one.
+    """A row says of its next cycle what a program gives back that takes it; only other rows have one.
 
     Control: those of other positions.
     """

@@ -128,7 +128,7 @@ def test_tiles_cover_the_rows(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 9, 16, 32])
 @pytest.mark.parametrize("name", LLAMA_8B)
 def test_blocks_have_equal_shares(name: str, rows: int) -> None:
-    """Of the products of an 8B model: each row of W in one block, 128 of 132 multiprocessors at work."""
+    """Each row of W is in one block, and 128 of 132 multiprocessors are at work, at an 8B model's sizes."""
     outputs, columns = LLAMA_8B[name]
     parts = 2 if name == "gate_up" else 1
     tuning = default_tuning(rows, outputs // parts, columns, parts)
