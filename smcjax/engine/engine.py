@@ -420,7 +420,8 @@ class Engine:
         if value.done:
             self._conclude(running)
         elif running.stops is not None and running.last_cycle is None and running.settled(kind, value):
-            running.last_cycle = len(running.infos) + 1
+            # The first cycle is enqueued in the first tokens' round, so who reads late knows of these after the second.
+            running.last_cycle = max(len(running.infos), 1) + 1
             self._conclude_settled(running)
 
     def _conclude(self, running: Running) -> None:

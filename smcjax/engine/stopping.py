@@ -2,10 +2,11 @@
 
 A row is settled when it holds a stop string, in text that no later token changes, or has ended by itself. Rows descend
 from rows, so where all that may still answer are settled after the group's own cycle c, they stay so. The group is then
-concluded after its cycle c + 1: a fixed delay, within which the host has always read what cycle c brought, whether it
-reads at once or one cycle late. So the number of cycles is a function of the group's own tokens and weights, not of the
-host's time or of who shares the batch, and a stopping time of the population's own history: at power 1, where the
-target's law of a beginning does not depend on what follows, E[Ẑ·Σ Wᵢ f(xᵢ)] is what it would be at any later cycle.
+concluded after its cycle c + 1, and after its second where the first tokens are settled: a fixed delay, within which
+the host has always read what settled it, whether it reads at once or one cycle late. So the number of cycles is a
+function of the group's own tokens and weights, not of the host's time or of who shares the batch, and a stopping time
+of the population's own history: at power 1, where the target's law of a beginning does not depend on what follows,
+E[Ẑ·Σ Wᵢ f(xᵢ)] is what it would be at any later cycle.
 """
 
 from __future__ import annotations

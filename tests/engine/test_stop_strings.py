@@ -73,10 +73,24 @@ def test_the_same_however_the_host_reads(which: str, request: pytest.FixtureRequ
     assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
 
 
+@pytest.mark.parametrize("which", ["llm", "plain", "rejecting"])
+def test_a_first_token_that_stops_ends_the_work_after_two_cycles(which: str, request: pytest.FixtureRequest) -> None:
+    """A host that reads one cycle late hears of the first tokens when the second cycle is enqueued."""
+    llm: LLM = request.getfixturevalue(which)
+    letters = list("abcdefghijklmnopqrstuvwxyz ")
+    for lag in (0, 1):
+        with mock.patch.object(llm.engine, "_lag", lag):
+            outputs = generate(llm, ["ab", "abc"], SamplingParams(seed=1, max_tokens=40, ignore_eos=True, stop=letters))
+        for output in outputs:
+            answer = output.outputs[0]
+            assert (answer.text, len(answer.token_ids), answer.finish_reason) == ("", 1, "stop")
+            assert output.metrics.cycles == 2
+
+
 def test_the_same_after_preemptions(pair: Pair, llm: LLM) -> None:
     prompts, params = ["ab" * 3] * 6, [ask(number) for number in range(6)]
     alone = [fingerprint(generate(llm, prompt, one)[0]) for prompt, one in zip(prompts, params, strict=True)]
-    with smc_llm(pair, num_pages=52, admission="optimistic") as tight:
+    with smc_llm(pair, num_pages=46, admission="optimistic") as tight:
         for lag in (0, 1):
             tight.engine._lag, tight.engine._scheduler.free.share = lag, 0.0
             assert [fingerprint(output) for output in generate(tight, prompts, params)] == alone
