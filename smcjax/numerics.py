@@ -29,8 +29,8 @@ def key_from(words: jax.Array) -> jax.Array:
 
 
 def words_of(keys: jax.Array) -> jax.Array:
-    """The words [..., 2] uint32 of keys [...], for kernels. Raises ValueError for keys of another kind."""
+    """The words [..., 2] uint32 of keys [...]. Raises ValueError for keys of another kind."""
     kind = str(jax.random.key_impl(keys))
     if kind != KEYS:
-        raise ValueError(f"keys are {kind!r} and GPU kernels know {KEYS!r} only; use jax.random.key(…, impl={KEYS!r}).")
+        raise ValueError(f"keys are {kind!r} and draws know {KEYS!r} only; use jax.random.key(…, impl={KEYS!r}).")
     return jax.random.key_data(keys)

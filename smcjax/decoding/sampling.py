@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax.device import on_cpu
+from smcjax.noise import gumbels
 
 
 class Purpose(enum.IntEnum):
@@ -56,9 +57,8 @@ def column_keys(keys: Key[Array, " R"], column: int | Int[Array, ""]) -> Key[Arr
 
 
 def draw(keys: Key[Array, " R"], logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """One categorical draw a row by Gumbel-max, bit-identical to `jax.random.categorical` with the row's key."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    return likeliest(logits + noise)
+    """One categorical draw a row by Gumbel-max, with the noise that kernels make of the same key (`smcjax.noise`)."""
+    return likeliest(logits + gumbels(keys, logits.shape[1:]))
 
 
 def likeliest(scores: Float[Array, "R V"]) -> Int[Array, " R"]:

@@ -25,8 +25,9 @@ class SamplingParams:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.
         min_tokens: EOS and stop tokens are impossible before this many have been generated.
         temperature: T of p_T = softmax(logits / T); 0 is greedy, for decoders that have it.
-        top_p: keep the smallest set of tokens of this total probability; 1 keeps all.
-        top_k: keep this many most probable tokens; 0 or −1 keeps all.
+        top_p: keep the smallest set of tokens of at least this total probability, and all that are as likely as the
+            least likely of them; 1 keeps all.
+        top_k: keep this many most probable tokens, and all that are as likely as the last of them; 0 or −1 keeps all.
         stop: strings that end the text, themselves not part of it; one that is a special token ends the sequence as
             `stop_token_ids` does. The work ends a cycle after every row that may still answer has one.
         stop_token_ids: token ids that end a sequence, besides EOS.

@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from smcjax.noise import fold_in, gumbel, uniform
 from smcjax.pallas import simt
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates
-from smcjax.pallas.noise import fold_in, gumbel, uniform
 from smcjax.pallas.products import MASKED
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 

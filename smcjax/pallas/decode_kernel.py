@@ -25,7 +25,7 @@ head wait for each other:
 How products divide among blocks and add up: `decode_products.py`.
 
 Activations are bf16 as in `smcjax.model.decoder`, whose roundings it follows, except that x∘g is rounded before the
-scale 1/rms instead of after. Gumbel noise has the bits of `jax.random.categorical` with the row's key.
+scale 1/rms instead of after. Gumbel noise has the bits of `smcjax.noise.gumbels` with the row's key.
 """
 
 from __future__ import annotations

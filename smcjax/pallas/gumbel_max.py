@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from smcjax.pallas.noise import gumbel
+from smcjax.noise import gumbel
 from smcjax.pallas.products import MASKED
 
 NO_ID = jnp.iinfo(jnp.int32).max

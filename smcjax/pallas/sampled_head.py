@@ -10,7 +10,7 @@ stays and takes every so many tiles of the vocabulary. Its five warpgroups:
     4      loads tiles of W and x
 
 Of up to 64 rows a tile has 256 ids where these divide the vocabulary. Otherwise it has 128 ids and 128 rows, and blocks
-divide the rows among them. JAX's noise takes 75 integer operations a logit, more time than the products, so what counts
+divide the rows among them. The noise takes 75 integer operations a logit, more time than the products, so what counts
 is that the two run side by side.
 """
 
@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.device import HOPPER
+from smcjax.noise import gumbels
 from smcjax.numerics import key_from
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates, Draw, initial, reduce_candidates, update, whole_words
 from smcjax.pallas.online_softmax import ROWS as OF_ROWS
@@ -243,7 +244,7 @@ def sampled_head_reference(
     flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
     flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
     logits = jnp.where(flags & forbids[:, None], -jnp.inf, logits)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key_from(key), logits.shape[1:]))(keys)
+    noise = gumbels(key_from(keys), logits.shape[1:])
     token = jnp.argmax(logits + noise_scale[:, None] * noise, axis=1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=1)
@@ -263,7 +264,7 @@ def sampled_head(
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """A token a row from softmax(x · weightᵀ / temperature), and its log-probability (f32; NaN where a logit is).
 
-    The noise is that of `jax.random.gumbel` with the row's key times `noise_scale`, 1 or, of rows that take the
+    The noise is that of `smcjax.noise.gumbels` with the row's key times `noise_scale`, 1 or, of rows that take the
     likeliest token, 0. `forbidden` is impossible in rows that it `forbids`: 32 ids to a word, the first in the lowest
     bit. `supports` must hold but for the rows: nothing here checks it. `interpret` is `plgpu.InterpretGPUParams()` to
     run on a CPU.

@@ -40,6 +40,7 @@ from smcjax.decoding.scores import by_group, scores
 from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
+from smcjax.noise import uniforms
 from smcjax.numerics import words_of
 from smcjax.pallas.certain_drafts import Asked, Rows, commit_mosaic, supports_certain_drafts
 from smcjax.pallas.dispatch import Kernel, Op
@@ -286,10 +287,9 @@ def decide(
     draft = None if drafts.certain else Softmax.of(drafts.whole(target.logits.shape[-1]))
 
     def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
-        uniforms = jax.random.uniform(key, (gamma, n), jnp.float32)
         p = _law(target, greedy)
         q = jax.nn.one_hot(tokens, p.shape[-1], dtype=p.dtype) if draft is None else _law(draft, greedy)
-        return verify(p, q, tokens, uniforms)
+        return verify(p, q, tokens, uniforms(key, (gamma, n)))
 
     return jax.vmap(one)(keys, greedy, *jax.tree.map(state.by_group, (target, draft, drafts.tokens)))
 
@@ -309,9 +309,8 @@ def decide_tree(
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
 
     def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: jax.Array, tokens: jax.Array) -> TreeVerdict:
-        uniforms = jax.random.uniform(key, (shape.size - 1,), jnp.float32)
         fixed = greedy | (speculation.siblings == "top")
-        return tree(shape, _law(target, greedy), jax.nn.softmax(draft), tokens, uniforms, fixed)
+        return tree(shape, _law(target, greedy), jax.nn.softmax(draft), tokens, uniforms(key, (shape.size - 1,)), fixed)
 
     return jax.vmap(one)(keys, greedy, target, draft_logits, tokens)
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from smcjax import noise
 from smcjax.decoding.constraints import extend, masked, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
@@ -145,8 +146,8 @@ def controlled(program: SMCProgram, state: State, logits: Float[Array, "R C V"],
     control = state.per_row(state.control)
     laws = laws_of(program, state, logits, drafts)
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (smc.n_particles, smc.gamma), jnp.float32))(keys)
-    verdict = judge(laws.target, laws.draft, drafts.tokens, uniforms.reshape(drafts.tokens.shape), control)
+    uniforms = noise.uniforms(keys, (smc.n_particles, smc.gamma)).reshape(drafts.tokens.shape)
+    verdict = judge(laws.target, laws.draft, drafts.tokens, uniforms, control)
     following = draw(row_keys(state.requests.key, state.cycle, smc.n_particles, Purpose.BONUS), verdict.law)
     return run_of(laws, drafts.tokens, verdict.accepted, following, control)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smcjax import noise
 from smcjax.decoders import SCHEMES
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.pallas.dispatch import Kernel, Op
@@ -142,8 +143,8 @@ plan_resampling.register(Kernel("sm90", _plan_sm90, _supports_plan))
 
 
 def uniforms_of(key: Key[Array, ""], method: str, n: int, dtype: Any) -> Float[Array, " U"]:
-    """The uniforms of one population's resampling, in [0, 1)."""
-    return jax.random.uniform(key, (num_uniforms(method, n),), dtype)
+    """The uniforms of one population's resampling, in (0, 1)."""
+    return noise.uniforms(key, (num_uniforms(method, n),)).astype(dtype)
 
 
 def resample(

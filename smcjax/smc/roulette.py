@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smcjax import noise
 from smcjax.decoding.sampling import Purpose, group_keys
 from smcjax.smc.state import State
 
@@ -43,6 +44,5 @@ def part(
 def spin(state: State) -> State:
     """The state with the coins tossed in groups that run."""
     keys = group_keys(state.requests.key, state.cycle, Purpose.END)
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-    parted = part(state.log_weight, state.by_group(state.sequences.finished), uniforms)
+    parted = part(state.log_weight, state.by_group(state.sequences.finished), noise.uniforms(keys, ()))
     return dataclasses.replace(state, log_weight=jnp.where(state.running[:, None], parted, state.log_weight))

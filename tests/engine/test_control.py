@@ -41,7 +41,7 @@ Run = dict[int, tuple[RequestOutput, list[int], str]]
 
 def params(number: int, control: float | None = None) -> SamplingParams:
     temperature = 0.6 + 0.1 * (number % 4)
-    return SamplingParams(seed=number, temperature=temperature, ignore_eos=number % 3 > 0, control=control)
+    return SamplingParams(seed=6 + number, temperature=temperature, ignore_eos=number % 3 > 0, control=control)
 
 
 def run(

@@ -30,7 +30,7 @@ from tests.engine.conftest import smc_llm
 
 TOOL = 4  # of `sys.monitoring`, one that nobody else takes
 PROMPTS = ["the same beginning", "the same beginning of it", "d"]
-PARAMS = SamplingParams(seed=3, max_tokens=9, ignore_eos=True)
+PARAMS = SamplingParams(seed=4, max_tokens=9, ignore_eos=True)
 MODULES = [engine, llm, page_budget, prefix_cache, programs, runner, scheduler]
 
 Line = tuple[str, int]

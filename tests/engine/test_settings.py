@@ -101,5 +101,5 @@ def test_keys_are_of_one_kind(kind: str) -> None:
         assert (words_of(key) == jax.random.key_data(jax.random.key(7, impl="threefry2x32"))).all()
         assert key_from(words_of(key)) == key
         if kind != "threefry2x32":
-            with pytest.raises(ValueError, match=f"keys are '{kind}' and GPU kernels know 'threefry2x32' only; use"):
+            with pytest.raises(ValueError, match=f"keys are '{kind}' and draws know 'threefry2x32' only; use"):
                 words_of(jax.random.key(7))

@@ -23,6 +23,8 @@ from smcjax.model.decoder import rope_angles, unembed
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import init_params
 from smcjax.model.view import BatchView
+from smcjax.noise import gumbels
+from smcjax.numerics import key_from
 from smcjax.pallas import decode_step as ds
 from smcjax.pallas import rms_norm
 
@@ -197,8 +199,7 @@ def _reference(problem: Problem, params: Any) -> tuple[jax.Array, jax.Array, KVC
     logits = unembed(params, hidden[:, -1]) / draws.temperature[:, None]
     bits = (draws.forbidden[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
     logits = jnp.where(bits.reshape(logits.shape) == 1, -jnp.inf, logits)
-    keys = jax.vmap(jax.random.wrap_key_data)(draws.keys[1])
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noise = gumbels(key_from(draws.keys[1]), logits.shape[1:])
     return logits, logits + draws.noise_scale[:, None] * noise, cache
 
 

@@ -126,8 +126,8 @@ def test_ragged_limits_and_company(decoding: Rejection) -> None:
         Ask((2,), 20, stops=(3,), min_tokens=4, temperature=0.8, seed=2),
         Ask((0, 1) * 4, 1, seed=3),
         Ask((1, 2, 3), 14, seed=1),
-        Ask((3, 3), 18, seed=5),
-        Ask((0,), 18, temperature=2.0, seed=6),
+        Ask((3, 3), 18, seed=9),
+        Ask((0,), 18, temperature=2.0, seed=10),
     ]
     program = program_of(decoding)
     state, infos = decode(program, asks)

@@ -1,7 +1,7 @@
 """SMC decoding of one request in plain Python: lists of tokens, dense logits, no pages, no masks, no batch.
 
-The oracle of the whole cycle. It shares with the package only the dense model, the numbers of `Purpose`, and JAX's
-random functions; weights and resampling are numpy float64.
+The oracle of the whole cycle. It shares with the package only the dense model, the numbers of `Purpose`, and its
+keys and the noise of draws; weights and resampling are numpy float64.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smcjax import smc
+from smcjax import noise, smc
 from smcjax.decoding.sampling import Purpose
 from smcjax.model import ModelConfig, Params, logits
 from tests.helpers import Ask
 
 _dense = jax.jit(logits, static_argnums=0)
 _fold = jax.jit(lambda key, *data: functools.reduce(jax.random.fold_in, data, key))
-_categorical = jax.jit(jax.random.categorical)
+_gumbels = jax.jit(noise.gumbels, static_argnums=1)
+_uniforms = jax.jit(noise.uniforms, static_argnums=1)
 
 
 def language_model(config: ModelConfig, params: Params, length: int) -> Callable[[list[int]], np.ndarray]:
@@ -124,7 +125,7 @@ def decode(
         return scaled
 
     def draw(logits: np.ndarray, *data: int) -> int:
-        return int(_categorical(_fold(key, *data), jnp.asarray(logits, jnp.float32)))
+        return int(np.argmax(np.asarray(logits, np.float32) + _gumbels(_fold(key, *data), logits.shape)))
 
     def push(row: Row, token: int, increment: float) -> None:
         row.tokens.append(token)
@@ -187,10 +188,8 @@ def decode(
         offers = np.array([[child[0] for child in one] for one in families])
         log_weight = np.array([lse(one) for one in offers])
         log_evidence += lse(log_weight) - np.log(n)
-        u = np.asarray(
-            jax.random.uniform(_fold(key, cycle, Purpose.RESAMPLE), (1 if config.resampling == "systematic" else n,)),
-            np.float64,
-        )
+        shape = (1 if config.resampling == "systematic" else n,)
+        u = np.asarray(_uniforms(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
         weights = np.exp(offers - lse(log_weight)).reshape(-1)
         counts = counts_of(config.resampling, u, weights, n).reshape(offers.shape)
         ancestors = ancestors_of(counts.sum(axis=1))
@@ -224,7 +223,7 @@ def decode(
         bonus(row, 0, i, Purpose.FIRST)
     cycle = 0
     while not ended():
-        accept = np.asarray(jax.random.uniform(_fold(key, cycle, Purpose.ACCEPT), (n, config.gamma)), np.float64)
+        accept = np.asarray(_uniforms(_fold(key, cycle, Purpose.ACCEPT), (n, config.gamma)), np.float64)
         families = []
         for i, row in enumerate(rows):
             if row.finished and config.branching is not None:  # itself alone
@@ -259,7 +258,7 @@ def decode(
             cycle += 1
             continue
         if config.early_end:
-            coin(float(jax.random.uniform(_fold(key, cycle, Purpose.END), ())))
+            coin(float(_uniforms(_fold(key, cycle, Purpose.END), ())))
         log_weight = np.array([row.log_weight for row in rows])
         weights = np.exp(log_weight - lse(log_weight))
         ess = 1 / (weights**2).sum()
@@ -268,7 +267,7 @@ def decode(
         if resampled:
             log_evidence += lse(log_weight) - np.log(n)
             shape = (1,) if config.resampling == "systematic" else (n,)
-            u = np.asarray(jax.random.uniform(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
+            u = np.asarray(_uniforms(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
             ancestors = ancestors_of(counts_of(config.resampling, u, weights, n))
             rows = [Row(list(rows[a].tokens), rows[a].finished, pending=rows[a].pending) for a in ancestors]
         cycle += 1
