@@ -77,12 +77,16 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     *more: Writing,
     architecture: str | None = None,
+    tensors_a_shard: int = 0,
 ) -> Path:
-    """The file of a Llama-like model given as config.json and Hugging Face tensors; `more` may add to it."""
+    """The file of a Llama-like model given as config.json and Hugging Face tensors; `more` may add to it.
+
+    With `tensors_a_shard` the model is split as llama.cpp splits one; the path of the first shard is returned.
+    """
     architecture = architecture or {"mistral": "llama", "gemma3_text": "gemma3"}.get(
         config["model_type"], config["model_type"]
     )
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_shard)
     add_architecture(writer, config)
     modules = {**_MODULES, **(_GEMMA if architecture == "gemma3" else {})}
     for name, values in weights.items():
@@ -115,4 +119,5 @@ def _written(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    shards = writer.format_shard_names(path)
+    return path if len(shards) == 1 else shards[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, read_json
+from smcjax.gguf_file import shard_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,7 @@ def _put_together(name: str, package: Packaged, parts: list[Path]) -> Path:
 def fetched_model(name: str, revision: str | None) -> Path:
     """The snapshot of a hub id, or the GGUF file of one, in huggingface_hub's cache; what is missing is downloaded.
 
+    With one shard of a split GGUF model the others are downloaded as well.
     `revision` is a branch, tag or commit. With HF_HUB_OFFLINE set, or without network, the cache alone counts. The
     token is huggingface_hub's business (HF_TOKEN). Raises CheckpointError, one sentence, where that fails.
     """
@@ -130,8 +132,17 @@ def fetched_model(name: str, revision: str | None) -> Path:
 
     repository, _, file = name.partition(":")
     if file:
-        found = _asked(name, revision, lambda: huggingface_hub.hf_hub_download(repository, file, revision=revision))
-        return Path(found)
+
+        def downloaded(file: str, revision: str | None) -> Path:
+            return Path(
+                _asked(name, revision, lambda: huggingface_hub.hf_hub_download(repository, file, revision=revision))
+            )
+
+        found = downloaded(file, revision)
+        directory = found.parents[file.count("/")]
+        for shard in shard_names(found.name):  # of the same commit, which is the directory's name
+            downloaded(str(found.relative_to(directory).with_name(shard)), directory.name)
+        return found
 
     def snapshot(revision: str | None, files: list[str]) -> Path:
         return Path(

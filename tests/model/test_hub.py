@@ -38,7 +38,8 @@ class Hub:
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
         old = {**files, "config.json": json.dumps({**raw, "rope_theta": 777.0}).encode()}
         useless = dict.fromkeys(("pytorch_model.bin", "modeling.py", "consolidated.safetensors", "README.md"), b"never")
-        self.commits = {MAIN: {**files, **useless, "q/model.gguf": b"GGUF" + b"\0" * 8}, OLD: old}
+        split = {f"s/model-0000{number}-of-00003.gguf": b"GGUF" + bytes([number]) for number in (1, 2, 3)}
+        self.commits = {MAIN: {**files, **useless, **split, "q/model.gguf": b"GGUF" + b"\0" * 8}, OLD: old}
         self.names = {"main": MAIN, "v1": OLD, MAIN: MAIN, OLD: OLD}
         self.downloaded: list[str] = []
         self.tokens: set[str | None] = set()
@@ -199,6 +200,16 @@ def test_revisions_files_and_refusals(hub: Hub, tmp_path: Path) -> None:
     assert "org/gated is gated" in gated
     assert "org/broken" in broken
     assert hub.tokens == {None}
+
+
+def test_one_shard_brings_the_others(hub: Hub, tmp_path: Path) -> None:
+    with serving(hub) as address:
+        [path] = fetch(tmp_path, address, ("org/model:s/model-00002-of-00003.gguf", None))
+    assert Path(path).name == "model-00002-of-00003.gguf"
+    beside = {file.name: file.read_bytes()[4] for file in Path(path).parent.iterdir()}
+    assert beside == {f"model-0000{number}-of-00003.gguf": number for number in (1, 2, 3)}
+    [offline] = fetch(tmp_path, NOBODY, ("org/model:s/model-00002-of-00003.gguf", None), HF_HUB_OFFLINE="1")
+    assert offline == path
 
 
 @pytest.mark.parametrize(
