@@ -77,10 +77,10 @@ def tokenizer_of(file: GGUFFile) -> Any:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     inner.add_tokens(vocabulary.added())
-    adding = {
-        "bos": keys.flag("add_bos_token", adds_bos) and special["bos_token"] is not None,
-        "eos": keys.flag("add_eos_token", False) and special["eos_token"] is not None,
-    }
+    adding = {"bos": keys.flag("add_bos_token", adds_bos), "eos": keys.flag("add_eos_token", False)}
+    for name, place in (("bos", "begins"), ("eos", "ends")):
+        if adding[name] and special[f"{name}_token"] is None:
+            raise keys.refusal(f"{name}_token_id", f"that token {place} every prompt; convert the model again")
     if any(adding.values()):
         first, last = (str(special[f"{name}_token"]) for name in ("bos", "eos"))
         inner.post_processor = processors.TemplateProcessing(

@@ -303,6 +303,8 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len} and the models end at {longest} positions; lower it.")
         self.max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
         models, longest = self.models, self.max_model_len
+        if not models.eos_token_ids:
+            logger.warning("No file of the model names a token that ends an answer: answers end at max_tokens.")
         geometry = (longest, self.page_size, self._implementation)
         decoder = make_decoder(
             self.decoding, models.local_target, models.local_proposer, *geometry, apart=models.apart is not None

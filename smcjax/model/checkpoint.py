@@ -19,7 +19,7 @@ from smcjax.files import MIB, Unreadable, is_name_in_directory, read_json, short
 from smcjax.matmul import Int8, interleave, restore
 from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
-from smcjax.model.gguf import GGUF_NAMES, read_gguf
+from smcjax.model.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
@@ -200,6 +200,8 @@ def load_checkpoint(
     else:
         config, file = read_gguf(path)
         source, named = Source(dict.fromkeys(file.shapes, file)), (GGUF_NAMES, 0.0)
+        for text, token in ends_by_name(file.file).items():
+            logger.info("%s: %r (%d) ends an answer by its name, as in llama.cpp; no key says so.", path, text, token)
     config = dataclasses.replace(config, dtype=target.name)
     stacks, treedef = jax.tree.flatten(tensor_names(config, *named))
     shapes = param_shapes(config, target)

@@ -20,6 +20,14 @@ from smcjax.model.gguf_keys import ROPE_FACTORS, GGUFKeys
 
 _EMBED, _HEAD = "token_embd.weight", "output.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_WHOLE = (3, 4)  # tokenizer.ggml.token_type of control tokens and of user-defined ones, which no merge makes
+# Tokens that llama.cpp ends an answer at by their text; converters often name but one of a model's in the keys.
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
+        *("<EOT>", "_<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>"),
+    )
+)
 _FAMILIES = {name: family for family in FAMILIES for name in family.gguf}
 GGUF_NAMES = {  # by part of `Params`, as in `smcjax.model.families`
     "embed": "token_embd",
@@ -85,7 +93,22 @@ def read_gguf(path: Path) -> tuple[ModelConfig, GGUFTensors]:
     return config, GGUFTensors(file, config, shapes)
 
 
+def ends_by_name(file: GGUFFile) -> dict[str, int]:
+    """Tokens that end an answer by their text, each with its id, where no key of the file names it."""
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return {}
+    named = {file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
+    return {
+        text: token
+        for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in _WHOLE and text in _ENDS and token not in named
+    }
+
+
 def _config(keys: GGUFKeys) -> ModelConfig:
+    if keys.file.metadata.get("general.type", "model") != "model":
+        raise keys.refusal("general.type", "only models are read; pass the file of the model itself")
     family = _FAMILIES.get(keys.architecture) if isinstance(keys.architecture, str) else None
     if family is None or family.read_gguf is None:
         raise keys.refusal("general.architecture", f"only {', '.join(_FAMILIES)} are implemented")
@@ -109,6 +132,7 @@ def _config(keys: GGUFKeys) -> ModelConfig:
     max_positions = keys.integer("context_length")
     if keys.raw("attention.causal") is False:
         raise keys.refusal("attention.causal", "only causal attention is implemented; use a decoder")
+    by_key = [token for key in _END_KEYS if (token := _token_id(keys, key, vocab_size)) is not None]
     shape = ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -121,9 +145,7 @@ def _config(keys: GGUFKeys) -> ModelConfig:
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         tie_embeddings=_HEAD not in tensors,
         bos_token_id=_token_id(keys, "bos_token_id", vocab_size),
-        eos_token_ids=tuple(
-            dict.fromkeys(token for key in _END_KEYS if (token := _token_id(keys, key, vocab_size)) is not None)
-        ),
+        eos_token_ids=tuple(dict.fromkeys((*by_key, *ends_by_name(keys.file).values()))),
     )
     layer = LayerSpec(
         qkv_bias="blk.0.attn_q.bias" in tensors,

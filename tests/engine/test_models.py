@@ -60,6 +60,19 @@ def test_eos_of_the_tokenizer_where_the_configs_name_none(tmp_path: Path) -> Non
     assert models.draft is None
 
 
+def test_a_model_that_names_no_end_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, eos in (("no-end", ()), ("end", (5,))):
+        path = Path(write_model(tmp_path / name, 264, 1, eos_token_ids=eos))
+        (path / "tokenizer.json").unlink()
+        (path / "tokenizer_config.json").unlink()
+        caplog.clear()
+        with LLM(path, decoding=Autoregressive(), max_model_len=32, max_num_seqs=1):
+            lines = [
+                record.getMessage() for record in caplog.records if "names a token that ends" in record.getMessage()
+            ]
+        assert len(lines) == (not eos)
+
+
 def without(name: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).unlink()
 

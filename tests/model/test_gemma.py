@@ -97,7 +97,7 @@ def test_the_real_models_configuration_is_the_files(real: tuple[ModelConfig, Par
     assert windows == [*[512] * 5, None] * 3
     thetas = [config.layer(index).rope.theta for index in range(18)]
     assert thetas == [*[10_000.0] * 5, 1_000_000.0] * 3
-    assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (1, 106))  # <eos>, and <end_of_turn> by its name
 
 
 @pytest.fixture(scope="module")

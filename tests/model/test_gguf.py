@@ -174,6 +174,64 @@ def test_stop_ids_are_eos_and_end_of_turn(tmp_path: Path) -> None:
     assert config.bos_token_id == 1
 
 
+ENDS = ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"]
+
+
+def names_of_tokens(names: dict[int, tuple[str, int]]) -> Callable[[gguf.GGUFWriter], None]:
+    """A vocabulary in which these ids have a text and a type; all others are normal tokens."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        texts = {index: (f"t{index}", 1) for index in range(96)} | names
+        writer.add_token_list([texts[index][0] for index in range(96)])
+        writer.add_token_types([texts[index][1] for index in range(96)])
+
+    return add
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_token_named_as_the_end_of_a_turn_ends_one(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama.cpp ends a turn there whatever the keys say; of a normal token the text is but a text."""
+    raw = config_of("llama", eos_token_id=4)
+    weights = random_weights(raw)
+
+    def read(**kinds: int) -> tuple[tuple[int, ...], list[str]]:
+        names = {9: (name, kinds["kind"]), 4: ("<|the_end|>", 3), 11: ("<|im_start|>", 3)}
+        path = write_gguf(tmp_path / "m.gguf", raw, weights, Kind.F32, names_of_tokens(names))
+        caplog.clear()
+        with caplog.at_level("INFO", "smcjax"):
+            config = load_checkpoint(path)[0]
+        assert load_config(path).eos_token_ids == config.eos_token_ids
+        return config.eos_token_ids, [record.getMessage() for record in caplog.records]
+
+    for kind in (3, 4):
+        ids, [line] = read(kind=kind)
+        assert ids == (4, 9)
+        assert f"m.gguf: {name!r} (9) ends an answer by its name, as in llama.cpp" in line
+    assert read(kind=1) == ((4,), [])
+
+
+def test_what_the_keys_name_is_not_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raw = config_of("llama", eos_token_id=4)
+    names = names_of_tokens({4: ("<|im_end|>", 3), 7: ("<|eot_id|>", 3)})
+    path = write_gguf(
+        tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, names, lambda writer: writer.add_eot_token_id(7)
+    )
+    with caplog.at_level("INFO", "smcjax"):
+        assert load_checkpoint(path)[0].eos_token_ids == (4, 7)
+    assert not caplog.records
+
+
+def test_another_type_of_file_is_refused_by_name(tmp_path: Path) -> None:
+    """An adapter, or a projector of images, has the architecture of the model that it is for."""
+    raw = config_of("llama")
+    path = write_gguf(
+        tmp_path / "m.gguf", raw, random_weights(raw), Kind.F32, lambda writer: writer.add_type("adapter")
+    )
+    assert "general.type is 'adapter'" in refused(path)
+
+
 WRONG_METADATA: list[tuple[str, str, Any]] = [
     ("add_uint32", "llama.expert_count", 8),
     ("add_uint32", "llama.attention.sliding_window", 0),

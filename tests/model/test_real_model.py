@@ -24,7 +24,7 @@ def test_the_configuration_is_the_files(real: tuple[ModelConfig, Params]) -> Non
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.layer(0).rope.theta, config.max_position_embeddings) == (100_000.0, 8192)
     assert config.tie_embeddings
-    assert config.eos_token_ids == (2,)
+    assert config.eos_token_ids == (2, 0)  # <|im_end|> by its key, <|endoftext|> by its name
 
 
 def test_logits_are_those_of_torch(real: tuple[ModelConfig, Params]) -> None:
