@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.model.attention import SlidingWindow
 from smcjax.model.config import LinearScaling, ModelConfig, Rope, RopeScaling
+from smcjax.model.plausible import RANGES, require_integer, require_number
 
 # Without a say in the logits, or decided by the tensors' shapes.
 _HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
@@ -46,19 +45,11 @@ class GGUFKeys:
             if any(other != value[0] for other in value):
                 raise self.refusal(key, "only layers that are all alike are implemented")
             value = value[0]
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-            raise self.refusal(key, "it must be a positive integer; convert the model again")
-        return value
+        return require_integer(key, default if value is None else value, self.refusal)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            raise self.refusal(key, "it must be a finite positive number; convert the model again")
-        return float(value)
+        return require_number(key, default if value is None else value, self.refusal)
 
     def refuse_unknown(self) -> None:
         for name, value in self.file.metadata.items():
@@ -100,7 +91,7 @@ class GGUFKeys:
             if np.all(found == 1.0):
                 return None
             largest = float(found.max())
-            if math.isfinite(largest) and largest > 1:
+            if 1 < largest <= RANGES["rope.scaling.factor"][1]:
                 scaling = RopeScaling(largest, **_LLAMA3)  # type: ignore[arg-type]
                 plain, scaled = (Rope(theta, each).frequencies(config.head_dim) for each in (None, scaling))
                 if np.allclose(found, plain / scaled, rtol=1e-5, atol=0):

@@ -7,26 +7,13 @@ behind it. Keys that cannot change the logits (`_HARMLESS`) are ignored.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from smcjax.files import shortened
 from smcjax.model.attention import AttentionKind, Full, SlidingWindow
 from smcjax.model.config import LinearScaling, ModelConfig, Rope, RopeScaling
-
-# The largest that is taken for a size: several times what any model has, so that what is refused is a mistake. Sizes
-# within make trees and shapes at once; whether the weights are of such a size is another question (`checkpoint`).
-_LARGEST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 14,
-}
-_MAX_INT = (1 << 31) - 1  # of positions and token ids, which are int32
+from smcjax.model.plausible import require_integer, require_number
 
 # Keys with no say in the logits of a forward pass: provenance, training, dropout (off at inference), the sampling
 # defaults and tokenizer hints that older configs carry, and how (not what) another library computes.
@@ -83,19 +70,10 @@ class HFKeys:
         return value
 
     def integer(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        value = self._required(key, default, "a positive integer")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.refusal(key, "it must be a positive JSON integer" + (" or 0" if least == 0 else ""))
-        most = _LARGEST.get(key, _MAX_INT)
-        if value > most:
-            raise self.refusal(key, f"no model has more than {most} there; correct the config")
-        return value
+        return require_integer(key, self._required(key, default, "an integer"), self.refusal, least)
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
-        value = self._required(key, default, "a positive number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            raise self.refusal(key, "it must be a finite positive JSON number")
-        return float(value)
+        return require_number(key, self._required(key, default, "a number"), self.refusal)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.raw(key, default)
@@ -168,8 +146,6 @@ def _rope_scaling(keys: HFKeys, config: ModelConfig, kinds: tuple[str, ...]) -> 
     if kind == "default":
         return None
     factor = keys.number("factor")
-    if factor < 1:
-        raise keys.refusal("factor", "it must be at least 1")
     if kind == LinearScaling.rope_type:
         return LinearScaling(factor) if factor > 1 else None
     low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")

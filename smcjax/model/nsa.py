@@ -51,6 +51,7 @@ from smcjax.pallas import copy_pages
 from smcjax.pallas.attention import sees
 from smcjax.pallas.gates import Products
 from smcjax.pallas.grouped_attention import Part
+from smcjax.plain import short
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 CHOICES = {
@@ -63,6 +64,7 @@ CHOICES = {
 }
 LEAST = {"kernel_size": 1, "kernel_stride": 1, "block_size": 1, "num_blocks": 1, "window": 1}
 LEAST |= {"init_blocks": 0, "local_blocks": 0}
+MOST = 1 << 20  # of each of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +112,8 @@ class NSA(Bearing, Routing):
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+                raise ValueError(f"{name} must be an integer from {least} to {MOST}, got {short(value)}.")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")

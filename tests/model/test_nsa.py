@@ -326,8 +326,8 @@ REFUSED = {
     },
     "phi must be one of mlp, linear, weighted, mean, got 'max'.": {"phi": "max"},
     "kv must be one of per_branch, shared, got None.": {"kv": None},
-    "window must be an integer of at least 1, got 0.": {"window": 0},
-    "init_blocks must be an integer of at least 0, got True.": {"init_blocks": True},
+    "window must be an integer from 1 to 1048576, got 0.": {"window": 0},
+    "init_blocks must be an integer from 0 to 1048576, got True.": {"init_blocks": True},
 }
 
 

@@ -36,7 +36,7 @@ def test_layouts(layout: str, options: dict[str, Any], meant: dict[str, Any]) ->
         ("lucidrains", {}, "layout 'lucidrains' cannot be expressed: its queries do not see a compressed token"),
         ("fla", {"topk": 3}, "topk is no option of layout 'fla'; leave it out or use block_size, block_counts, "),
         ("XunhaoLai", {"compress_type": "max"}, "compress_type must be one of linear, weightedpool, avgpool, got"),
-        ("fla", {"window_size": 0}, "window must be an integer of at least 1, got 0."),
+        ("fla", {"window_size": 0}, "window must be an integer from 1 to 1048576, got 0."),
         ("XunhaoLai", {"kernel_size": 40}, "kernel_size must be a multiple of kernel_stride = 16, got 40."),
     ],
 )
