@@ -84,7 +84,13 @@ class GGUFFile:
         tensor = self.tensors[name]
         vector = len(tensor.shape) == 1
         shape = (1, tensor.row_bytes) if vector else (*tensor.shape[:-1], tensor.row_bytes)
-        stored = np.memmap(tensor.path, np.uint8, "r", tensor.offset, shape)
+        try:
+            stored = np.memmap(tensor.path, np.uint8, "r", tensor.offset, shape)
+        except OSError as error:
+            raise CheckpointError(
+                f"tensor {shortened(repr(name))} in {tensor.path} cannot be read ({error.strerror}); check that file, "
+                "and the memory that a process may take"
+            ) from None
         with np.errstate(all="ignore"):  # infinities are the file's own
             values = quants.dequantize(np.ascontiguousarray(stored if vector else stored[rows]), tensor.kind)
         return values[0][rows] if vector else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from smcjax.gguf_file import GGUFFile
 from smcjax.model import load_checkpoint
 from smcjax.model.checkpoint import load_config
 from tests.gguf_files import write_gguf
+from tests.limits import at_most_more
 from tests.model.hf_oracle import make_config, random_weights
 
 Pairs = dict[str, tuple[int, bytes]]  # of a key: the value's type and its bytes
@@ -143,6 +145,18 @@ def test_without_the_package_only_a_gguf_file_is_one(tmp_path: Path, monkeypatch
     assert "is a file and not a GGUF one" in said(path)
     path.write_bytes(header({}))
     assert "needs the package gguf" in said(path)
+
+
+def test_a_tensor_of_a_terabyte_is_named(model: tuple[dict[str, Any], dict[str, np.ndarray]], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", *model)
+    content = path.read_bytes()
+    at = content.index(b"token_embd.weight") + len("token_embd.weight") + 4
+    path.write_bytes(content[:at] + struct.pack("<QQ", 1 << 14, 1 << 24) + content[at + 16 :])
+    os.truncate(path, (1 << 40) + len(content))
+    file = GGUFFile.open(path)
+    with at_most_more(1024), pytest.raises(CheckpointError) as caught:
+        file.read("token_embd.weight", slice(0, 1))
+    assert f"tensor 'token_embd.weight' in {path} cannot be read (Cannot allocate memory)" in str(caught.value)
 
 
 MORE = 1 << 30  # bytes that opening any file may take, as smcjax.gguf_file says

@@ -25,7 +25,7 @@ from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetc
 from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes
 from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
-from smcjax.model.tensor_files import Source, TensorFile, Tensors, with_scales
+from smcjax.model.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
 
 logger = logging.getLogger("smcjax")
 
@@ -137,6 +137,7 @@ def stores_int8(directory: str | os.PathLike[str]) -> bool:
 
 
 def _read_directory(directory: Path) -> ReadConfig:
+    refuse_companions(directory)
     config = read_model_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = read_model_json(generation) if generation.exists() else None
@@ -239,12 +240,42 @@ def _chunks(parts: Iterable[tuple[str, int]]) -> Iterator[tuple[str, slice, slic
 def read_stack(
     source: Source, parts: Iterable[tuple[str, int]], shape: jax.ShapeDtypeStruct, offset: float = 0.0
 ) -> np.ndarray:
-    """The rows of all `parts`, one below the other, plus `offset`; cast to the dtype of `shape`."""
-    buffer = np.empty(shape.shape, shape.dtype)
+    """The rows of all `parts`, one below the other, plus `offset`; cast to the dtype of `shape`.
+
+    Raises CheckpointError for numbers that are not finite, and where there is no memory for the matrix.
+    """
+    parts = list(parts)
+    try:
+        buffer = np.empty(shape.shape, shape.dtype)
+    except MemoryError as error:
+        name = parts[0][0]
+        raise CheckpointError(
+            f"tensor {shortened(repr(name))} in {source.tensors[name].path} cannot be read ({error}); use a smaller "
+            "model"
+        ) from None
     for name, rows, place in _chunks(parts):
         stored = source.rows(name)[rows]
         buffer[place] = stored.astype(np.float32) + np.float32(offset) if offset else stored
+        _require_finite(source, name, rows, buffer[place])
     return buffer
+
+
+def _require_finite(source: Source, name: str, rows: slice, values: np.ndarray) -> None:
+    """Refuses weights that are no numbers: a forward pass would make NaN of every logit, without a word.
+
+    Of bfloat16 by the bits of the exponent, since NumPy's own test takes as long as all the rest of loading.
+    """
+    if values.itemsize == 2:
+        finite = np.bitwise_and(values.view(np.uint16), 0x7F80).max() < 0x7F80
+    else:
+        finite = np.isfinite(values).all()
+    if not finite:
+        wrong = ~np.isfinite(values)
+        row = int(np.argwhere(wrong)[0][0])
+        raise CheckpointError(
+            f"tensor {shortened(repr(name))} in {source.tensors[name].path} has {values[wrong][0]} in row "
+            f"{rows.start + row} (as {values.dtype}), and a weight is a finite number; fetch or convert the model again"
+        )
 
 
 def _read_int8(
@@ -256,7 +287,9 @@ def _read_int8(
         if name in source.scales:
             values[place], scale[place] = source.int8_rows(name)[rows], source.scales[name][rows]
         else:
-            rounded = jax.jit(quantize_matrix)(source.rows(name)[rows].astype(shape.dtype))
+            stored = source.rows(name)[rows].astype(shape.dtype)
+            _require_finite(source, name, rows, stored)
+            rounded = jax.jit(quantize_matrix)(stored)
             values[place], scale[place] = restore(rounded.values), rounded.scale
     return values, scale
 
@@ -361,6 +394,12 @@ def _resolve_tying(config: ModelConfig, source: Source) -> tuple[ModelConfig, di
         for begin, end in ((row, min(row + _ROWS, config.vocab_size)) for row in range(0, config.vocab_size, _ROWS))
     ):
         return config, {}
+    logger.warning(
+        "%s: %s and %s differ and tie_word_embeddings is true; each is used as it is, as in transformers.",
+        source.tensors[_LM_HEAD].path.parent,
+        _EMBED,
+        _LM_HEAD,
+    )
     return dataclasses.replace(config, tie_embeddings=False), {}
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,10 +37,13 @@ from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
 from smcjax.model.families.llama import plain_keys
 from smcjax.model.hf_config import read_config
 from smcjax.model.hf_keys import HFKeys
-from smcjax.model.tensor_files import Source, TensorFile
+from smcjax.model.tensor_files import Source, TensorFile, refuse_companions
+
+logger = logging.getLogger("smcjax")
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_OWN = ("draft_vocab_size", "target_hidden_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_OWN = ("draft_vocab_size", "target_hidden_size", "eagle_config", _LAYERS)
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # left over from the target's config
 _EMBED, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
@@ -84,7 +88,7 @@ def eagle_config(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
 
 def _taps(keys: HFKeys, target: ModelConfig) -> tuple[int, ...]:
     """The target's layers whose inputs are read."""
-    name, count = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    name, count = _LAYERS, target.num_layers
     inner = keys.inner("eagle_config")
     if not inner.flag("use_aux_hidden_state", True):
         raise inner.refusal("use_aux_hidden_state", "an EAGLE-3 head reads three hidden states; use such a head")
@@ -113,6 +117,7 @@ def _taps(keys: HFKeys, target: ModelConfig) -> tuple[int, ...]:
 
 def load_eagle_config(directory: str | os.PathLike[str], target: ModelConfig) -> EagleConfig:
     """`eagle_config` of a directory. Raises CheckpointError where its config.json cannot be used for `target`."""
+    refuse_companions(Path(directory))
     try:
         return eagle_config(read_model_json(Path(directory) / "config.json"), target)
     except ValueError as error:
@@ -144,6 +149,7 @@ def load_eagle(
             f"{path} has no {_LM_HEAD}, which a head of {config.draft_vocab_size} of the target's "
             f"{config.layer.vocab_size} token ids needs; fetch it again"
         )
+    _say_what_is_not_said(path, config, lacking)
     shapes = eagle_shapes(config, kept, **own)
     stacks, tree = jax.tree.flatten(_names(config, **own))
     account_for_names(path, stacks, jax.tree.leaves(shapes), {}, tensors)
@@ -156,6 +162,17 @@ def load_eagle(
     if config.layer.tie_embeddings and own["embed"] and not own["lm_head"]:
         params = dataclasses.replace(params, lm_head=jnp.copy(params.embed))  # each array is freed by itself
     return config, dataclasses.replace(params, token_ids=None if ids is None else jnp.asarray(ids))
+
+
+def _say_what_is_not_said(path: Path, config: EagleConfig, lacking: list[str]) -> None:
+    """Logs what a head's files leave to the layout's defaults."""
+    values = read_model_json(path / "config.json")
+    if values.get(_LAYERS) is None and (values.get("eagle_config") or {}).get(_LAYERS) is None:
+        logger.info("%s has no %s: the head reads the inputs of the layers %s.", path, _LAYERS, config.taps)
+    for name in lacking:
+        tied = name == _LM_HEAD and config.layer.tie_embeddings and _EMBED not in lacking
+        source = "its own embedding" if tied else "the target's"
+        logger.info("%s has no %s: the head uses %s.", path, name, source)
 
 
 def save_eagle(directory: str | os.PathLike[str], config: EagleConfig, params: EagleParams) -> None:

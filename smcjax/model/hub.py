@@ -16,6 +16,7 @@ from pathlib import Path
 from smcjax.errors import CheckpointError
 from smcjax.files import MIB, Unreadable, read_json
 from smcjax.gguf_file import shard_names
+from smcjax.model.tensor_files import COMPANIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ TOKENIZER_FILES = (  # and chat templates
     "chat_template.jinja",
 )
 # What is read of a directory, but for the weights. Nothing that is pickled, nothing that could be run.
-_FILES = ["config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES]
+_FILES = ["config.json", "generation_config.json", _INDEX, *COMPANIONS, *TOKENIZER_FILES]
 
 
 def is_hub_id(name: str) -> bool:

@@ -16,6 +16,13 @@ from smcjax.model.hf_int8 import SCALE
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
 _INT8 = "I8"
+COMPANIONS = {  # files beside the weights that say what those do not, and what that is
+    "adapter_config.json": "an adapter, which is not applied; merge it into the weights",
+    **dict.fromkeys(
+        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        "quantised numbers that are not read; use the original model",
+    ),
+}
 
 
 class Tensors(Protocol):
@@ -44,7 +51,7 @@ class TensorFile:
             shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         except Unreadable as error:
             raise CheckpointError(f"{path} {error}; {error.mend}") from None
-        except OSError as error:
+        except (OSError, MemoryError) as error:  # MemoryError: the address space is too small for the file
             raise CheckpointError(f"{path} cannot be read ({error}); check that file and its permissions") from None
         except safetensors.SafetensorError as error:
             raise CheckpointError(
@@ -107,6 +114,13 @@ class Source:
         file = self.tensors[name]
         assert isinstance(file, TensorFile)
         return file.int8_rows(name)
+
+
+def refuse_companions(directory: Path) -> None:
+    """Refuses a directory whose weights alone are not the model, by the files that say so."""
+    for name, what in COMPANIONS.items():
+        if (directory / name).exists():
+            raise CheckpointError(f"{directory} holds {name}, which stands for {what}, or remove that file")
 
 
 def with_scales(directory: Path, tensors: dict[str, TensorFile], int8: bool) -> Source:

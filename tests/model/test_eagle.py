@@ -207,6 +207,31 @@ def test_a_head_may_have_the_whole_vocabulary(tmp_path: Path) -> None:
     assert params.joined(jnp.zeros((1, 1)), jnp.ones((1, 1))).lm_head.shape == (1, 1)
 
 
+def test_what_a_head_does_not_say_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The layers by default, and whose embedding; what is said is not said again."""
+    deep = dataclasses.replace(TARGET, num_layers=32)
+    with caplog.at_level("INFO", "smcjax"):
+        load_eagle(written(tmp_path / "a", {IDS: "absent"}), deep, "float32")
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == [
+            f"{tmp_path / 'a'} has no {IDS}: the head reads the inputs of the layers (2, 16, 29).",
+            f"{tmp_path / 'a'} has no embed_tokens.weight: the head uses the target's.",
+        ]
+        caplog.clear()
+        own = {"embed_tokens.weight": np.ones((384, 64), np.float32)}
+        load_eagle(written(tmp_path / "b", {IDS: [1, 2, 3]}, **own), TARGET, "float32")
+        assert not caplog.records
+
+
+def test_a_heads_weights_are_numbers_and_its_own(tmp_path: Path) -> None:
+    bad = put(STORED["fc.weight"], 7, np.nan)
+    with pytest.raises(CheckpointError, match=r"'fc\.weight' in .* has nan in row 7"):
+        load_eagle(written(tmp_path, **{"fc.weight": bad}), TARGET, "float32")
+    (written(tmp_path) / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds adapter_config\.json"):
+        load_eagle(tmp_path, TARGET, "float32")
+
+
 def test_heads_are_known_by_their_architecture() -> None:
     assert is_eagle(HEAD)
     assert not is_eagle(DATA / "hf_golden" / "llama31_rope_tied")

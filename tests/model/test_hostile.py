@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -13,12 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from smcjax.engine.loading import Models, load_models
 from smcjax.errors import CheckpointError
-from smcjax.model.checkpoint import load_config
+from smcjax.model import load_checkpoint, save_checkpoint
+from smcjax.model.checkpoint import load_config, open_tensors, read_stack
+from smcjax.model.tensor_files import Source
 from tests.checkpoints import write_model, write_shards
 from tests.limits import at_most_more, within
 
@@ -103,6 +108,76 @@ def test_shards_of_another_kind(copy: Path) -> None:
     os.mkfifo(shard)
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard.name)}))
     assert "model-1.safetensors cannot be read (it is a FIFO" in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+)
+def test_files_that_say_that_the_weights_are_not_the_model(copy: Path, name: str) -> None:
+    (copy / name).write_text("{}")
+    assert f"holds {name}, which stands for" in refusal(copy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39])
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_weights_that_are_no_numbers_are_refused_by_tensor_and_row(copy: Path, name: str, value: float) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    changed = tensors[name].astype(np.float64)
+    changed[3, ...] = np.where(np.arange(changed[3].size) == 2, value, changed[3]) if changed.ndim == 2 else value
+    save_file({**tensors, name: changed}, copy / "model.safetensors")
+    sign = "nan" if np.isnan(value) else "-inf" if value < 0 else "inf"
+    for dtype in ("float32", "bfloat16"):
+        for quantization in (None, "int8"):
+            with np.errstate(over="ignore"), pytest.raises(CheckpointError) as caught:
+                load_checkpoint(copy, dtype, quantization)
+            assert f"tensor {name!r} in {copy / 'model.safetensors'} has {sign} in row 3 " in str(caught.value)
+
+
+def test_the_largest_numbers_are_weights(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"][:] = np.finfo(np.float32).max / 2
+    tensors["model.norm.weight"][1] = -np.finfo(np.float32).tiny
+    save_file(tensors, copy / "model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        load_checkpoint(copy, dtype)
+
+
+def test_weights_beside_int8_ones_are_checked(copy: Path) -> None:
+    """A matrix that a directory in int8 stores in float is rounded as it is read."""
+    save_checkpoint(*load_checkpoint(copy, "float32"), copy, quantization="int8")
+    tensors, name = load_file(copy / "model.safetensors"), "model.layers.0.self_attn.k_proj.weight"
+    plain = tensors[name].astype(np.float32) * tensors.pop(f"{name}_scale")
+    save_file({**tensors, name: plain}, copy / "model.safetensors")
+    load_checkpoint(copy, "float32", "int8")
+    plain[5, 1] = np.nan
+    save_file({**tensors, name: plain}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}.* has nan in row 5"):
+        load_checkpoint(copy, "float32", "int8")
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(copy)
+    assert not caplog.records
+    rewrite(copy / "config.json", tie_word_embeddings=True)
+    assert not load(copy).target.tie_embeddings
+    [record] = caplog.records
+    assert "lm_head.weight differ and tie_word_embeddings is true" in record.getMessage()
+
+
+def test_no_head_and_nothing_said_of_tying(copy: Path) -> None:
+    """Llama's default is a head of its own, so that an absent one is missing, not tied."""
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, copy / "model.safetensors")
+    raw = json.loads((copy / "config.json").read_text())
+    for said in ({"tie_word_embeddings": False}, {}):
+        del raw["tie_word_embeddings"]
+        raw |= said
+        (copy / "config.json").write_text(json.dumps(raw))
+        assert "missing lm_head.weight" in refusal(copy)
+        raw.setdefault("tie_word_embeddings", None)
+    rewrite(copy / "config.json", tie_word_embeddings=True)
+    assert load(copy).target.tie_embeddings
 
 
 HUGE: list[dict[str, Any]] = [
@@ -228,6 +303,39 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_headers_that_lie(copy: Path, lie: str) -> None:
     edited(LIES[lie])(copy / "model.safetensors")
     refusal(copy)
+
+
+def widened(path: Path, name: str, shape: list[int]) -> None:
+    """Gives a tensor of float32 another shape, and the file the size that this takes, in a hole."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, end = json.loads(data[8 : 8 + size]), 0
+    header.pop("__metadata__", None)
+    header[name]["shape"] = shape
+    for entry in header.values():
+        begin, end = end, end + 4 * math.prod(entry["shape"])
+        entry["data_offsets"] = [begin, end]
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    os.truncate(path, 8 + len(encoded) + end)
+
+
+def test_a_file_of_a_terabyte_is_named(copy: Path) -> None:
+    widened(copy / "model.safetensors", "model.embed_tokens.weight", [1 << 24, 1 << 14])
+    message = refusal(copy)
+    assert f"{copy / 'model.safetensors'} cannot be read (Cannot allocate memory" in message
+
+
+def test_a_matrix_that_no_memory_holds_is_named(copy: Path) -> None:
+    """The file's address space is to be had, and the matrix's is not."""
+    rows = 48 << 20  # of 16 columns: 3 GiB in the file
+    widened(copy / "model.safetensors", "model.embed_tokens.weight", [rows, 16])
+    source = Source(dict(open_tensors(copy)))
+    shape = jax.ShapeDtypeStruct((rows, 16), np.dtype(np.float32))
+    with at_most_more(1024), pytest.raises(CheckpointError) as caught:
+        read_stack(source, [("model.embed_tokens.weight", rows)], shape)
+    message = str(caught.value)
+    assert f"tensor 'model.embed_tokens.weight' in {copy / 'model.safetensors'} cannot be read" in message
 
 
 CODE = """
