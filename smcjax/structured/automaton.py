@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from smcjax.plain import short
-from smcjax.structured.automaton_child import OUT_OF_MEMORY
+from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer import Tokenizer
@@ -76,8 +76,8 @@ class Automata:
         an error of this package's own.
         """
         tokens = self._spelled()
-        if expression.grammar:
-            _need("lark", "lark")
+        if expression.kind == "grammar" and importlib.util.find_spec("lark") is None:
+            raise ValueError("response_format needs lark; install smc-sd-jax with its extra 'structured'.")
         key = self._key(expression, stops, tokens)
         found = self._found(key)
         if found is None:
@@ -110,7 +110,6 @@ class Automata:
     def _spelled(self) -> list[bytes]:
         if self._tokenizer is None:
             raise ValueError("response_format needs a tokenizer, which the model directory lacks; leave it out.")
-        _need("outlines_core", "outlines-core")
         with self._spelling:
             if self._tokens is None:
                 self._tokens = token_bytes(self._tokenizer, self._vocab_size)
@@ -129,12 +128,6 @@ class Automata:
                 self._kept.popitem(last=False)
 
 
-def _need(package: str, name: str) -> None:
-    """Raises ValueError where a package is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"response_format needs {name}; install smc-sd-jax with its extra 'structured'.")
-
-
 def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:
     """The automaton of an expression over these tokens, of which empty ones are impossible.
 
@@ -144,9 +137,8 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
     setup = {
         "seconds": SECONDS,
         "bytes": BYTES,
-        "regex": expression.regex,
-        "free_of_quotes": dict(expression.inner),
-        "grammar": expression.grammar,
+        "kind": expression.kind,
+        "text": expression.text,
         "depth": expression.depth,
         "mend": _mend(expression),
         "most_states": MOST_STATES,
@@ -169,6 +161,8 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
             f"response_format was not made an automaton within {PATIENCE:g} s on a busy machine; ask again later, or "
             f"{_mend(expression)}."
         ) from None
+    if done.returncode == REFUSED:
+        raise ValueError(f"response_format {done.stdout.decode()}.")
     if done.returncode == OUT_OF_MEMORY or done.returncode in FINAL:
         raise ValueError(_too_large(expression))
     if done.returncode < 0:
@@ -180,14 +174,14 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
         last = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
         raise RuntimeError(f"an error ended the process that compiles response_format: {short(''.join(last))}.")
     arrays = np.load(io.BytesIO(done.stdout), allow_pickle=False)
-    if "refusal" in arrays:
-        raise ValueError(f"response_format {arrays['refusal'].tobytes().decode()}.")
     return Automaton(arrays["following"], arrays["classes"], arrays["reach"])
 
 
 def _mend(expression: Expression) -> str:
     """The mend, as a command, of an expression that takes too much."""
-    return f"lower max_depth, here {expression.depth}, or simplify it" if expression.grammar else "simplify it"
+    return (
+        f"lower max_depth, here {expression.depth}, or simplify it" if expression.kind == "grammar" else "simplify it"
+    )
 
 
 def _too_large(expression: Expression) -> str:

@@ -1,11 +1,11 @@
-"""Compiles an expression or a grammar over a vocabulary, in a process that `smcjax.structured.automaton` starts.
+"""Compiles a form of answers over a vocabulary, in a process that `smcjax.structured.automaton` starts.
 
-    bytes        the minimal automaton over bytes, of an expression (`byte_automata`) or of a grammar (`grammar`)
+    bytes        the minimal automaton over bytes, of the rules that expressions, grammars and schemas are read as
     tokens       each token's bytes walked from every state at once; tokens that lead alike are one class
     reach        the fewest tokens from each state to an accepting one; where there is no way, a token is impossible
 
-An expression of thirty characters may ask for 2³⁰ states: the system ends the process where that takes more time or
-memory than it was given.
+An expression of thirty characters may ask for 2³⁰ states: what is far too large is refused before it is begun, and the
+system ends the process where the rest takes more time or memory than it was given.
 """
 
 from __future__ import annotations
@@ -15,69 +15,16 @@ import json
 import sys
 from typing import Any
 
-from smcjax.structured.byte_automata import Refusal, TooLarge, byte_automaton, minimal
-from smcjax.structured.grammar import grammar_automaton
+from smcjax.structured.byte_automata import Refusal, TooLarge, kinds_of_bytes
+from smcjax.structured.grammar import expression_automaton, grammar_automaton, part_automaton, rules_automaton
+from smcjax.structured.json_schema import rules_of_schema
+from smcjax.structured.parts import Choice, Text
 
 MOST_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
 MOST_CALLS = 20_000  # within each other: rules of a grammar refer to rules
+REFUSED = 8  # exit code of a process that has written a refusal
 OUT_OF_MEMORY = 9  # exit code of a process that has told by itself that its memory does not suffice
 UNREACHED = 1 << 30  # in `reach`: no way to an accepting state
-
-
-# JSON of any shape, to a depth. As expressions these take outlines-core minutes; spliced level by level they take none.
-OBJECT, VALUE = 1, 2  # bytes that stand for any object and any value in expressions of JSON, which have no such bytes
-SPACE = "[ ]?"
-STRING = r'"([^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])*"'
-NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-][0-9]+)?"
-
-
-def json_automata(depth: int, most_states: int) -> dict[int, tuple[Any, Any]]:
-    """The automata of `OBJECT` and `VALUE`, of at most `depth` objects and arrays within each other."""
-    scalar = f"{STRING}|{NUMBER}|true|false|null"
-    pair = rf"{STRING}{SPACE}:{SPACE}\x02"
-    objects = rf"\{{{SPACE}({pair}({SPACE},{SPACE}{pair})*{SPACE})?\}}"
-    arrays = rf"\[{SPACE}(\x02({SPACE},{SPACE}\x02)*{SPACE})?\]"
-    of_object, of_value = (byte_automaton(regex, most_states) for regex in (objects, f"{scalar}|{arrays}|{objects}"))
-    value = byte_automaton(scalar, most_states)
-    for _ in range(depth - 1):
-        value = spliced(*of_value, {VALUE: value}, most_states)
-    of_all = {OBJECT: spliced(*of_object, {VALUE: value}, most_states)}
-    of_all[VALUE] = spliced(*of_value, {VALUE: value}, most_states)
-    return of_all
-
-
-def spliced(table: Any, accepts: Any, inner: dict[int, tuple[Any, Any]], most_states: int) -> tuple[Any, Any]:
-    """The automaton with each of these bytes replaced by the texts of another automaton.
-
-    Raises Refusal where it could not be told from its first byte whether such a text begins or something else goes on.
-    """
-    import numpy as np
-
-    dead = table.shape[0] - 1
-    parts, accepting, size = [table[:-1].copy()], [accepts[:-1]], dead
-    entries: list[tuple[int, int, Any]] = []  # states, and what their transitions are to be joined with
-    for byte, (of_inner, ends) in inner.items():
-        for target in sorted(set(table[:-1, byte].tolist()) - {dead}):
-            copy = np.where(of_inner == of_inner.shape[0] - 1, -1, of_inner + size)[:-1]
-            entries += [(int(state), -1, copy[0]) for state in np.flatnonzero(table[:-1, byte] == target)]
-            entries += [(size + int(state), target, None) for state in np.flatnonzero(ends[:-1])]
-            parts.append(copy)
-            accepting.append(ends[:-1] & accepts[target])
-            size += len(copy)
-            if size > 8 * most_states:
-                raise TooLarge(f"has an automaton of over {size} states, and {most_states} are the most")
-        parts[0][:, byte] = dead
-    parts[0] = np.where(parts[0] == dead, -1, parts[0])
-    joined = np.concatenate([*parts, np.full((1, 256), -1)])
-    outer = joined[:dead].copy()
-    for state, target, first in [entry for entry in entries if entry[1] < 0] + [e for e in entries if e[1] >= 0]:
-        following = first if target < 0 else joined[target]
-        both = (joined[state] >= 0) & (following >= 0) & (joined[state] != following)
-        if both.any() or (target < 0 and ((outer[state] >= 0) & (first >= 0)).any()):
-            raise Refusal("offers any JSON beside other JSON that begins alike; say which of them it is to be")
-        joined[state] = np.where(following >= 0, following, joined[state])
-    joined = np.where(joined < 0, size, joined).astype(np.int32)
-    return minimal(joined, np.append(np.concatenate(accepting), False), most_states)
 
 
 def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any, Any]:
@@ -87,10 +34,9 @@ def token_columns(table: Any, tokens: list[bytes], most_cells: int) -> tuple[Any
     """
     import numpy as np
 
-    _, kinds = np.unique(table, axis=1, return_inverse=True)  # bytes that lead alike
-    kind_of = kinds.reshape(-1).astype(np.uint8).tobytes()
-    _, example = np.unique(kinds.reshape(-1), return_index=True)
-    steps = [np.ascontiguousarray(table[:, byte]) for byte in example]
+    leads, kinds = kinds_of_bytes(table)
+    kind_of = kinds.astype(np.uint8).tobytes()
+    steps = list(np.ascontiguousarray(leads.T))
     dead = table.shape[0] - 1
     nowhere = np.full(dead + 1, dead, np.int32)
     spelled = [token.translate(kind_of) for token in tokens]
@@ -164,64 +110,57 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
     }
 
 
-def compiled(request: dict[str, Any], tokens: list[bytes]) -> dict[str, Any]:
-    """The arrays of `Automaton` for a request of `smcjax.structured.automaton.compile_expression`."""
-    most_states, depth = request["most_states"], request["depth"]
+def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[Any, Any]:
+    """The minimal automaton over bytes of a form's texts (`smcjax.structured.response_format`). Raises Refusal."""
     try:
-        if request["grammar"]:
-            table, accepts = grammar_automaton(request["grammar"], depth, most_states)
-        else:
-            for what, regex in request["free_of_quotes"].items():
-                check_inner(what, regex)
-            table, accepts = byte_automaton(request["regex"], most_states)
-            if depth:
-                table, accepts = spliced(table, accepts, json_automata(depth, 1 << 15), most_states)
-        return token_automaton(table, accepts, tokens, request["most_cells"])
-    except TooLarge as refusal:
-        raise Refusal(f"{refusal}; {request['mend']}") from None
+        if kind == "regex":
+            return expression_automaton(text, most_states)
+        if kind == "choice":
+            return part_automaton(Choice(tuple(Text(one.encode()) for one in json.loads(text))), most_states)
+        if kind == "grammar":
+            return grammar_automaton(text, depth, most_states)
+        try:
+            return rules_automaton(rules_of_schema(json.loads(text)), depth, most_states)
+        except Refusal as refusal:
+            raise type(refusal)(f"has a JSON schema that {refusal}") from None
     except RecursionError:
         raise Refusal("is nested too deeply to be read; flatten it") from None
 
 
-def check_inner(what: str, regex: str) -> None:
-    """Raises Refusal for the pattern of a JSON string that lets bytes through which must be escaped there.
-
-    A pattern that is no expression by itself is refused here too, before it is part of a schema's.
-    """
-    try:
-        table, _ = byte_automaton(regex, 1 << 15)
-    except Refusal as refusal:
-        raise type(refusal)(f"has {what}, which {refusal}") from None
-    must_escape = [*range(0x20), ord('"'), ord("\\")]
-    if (table[:-1, must_escape] != table.shape[0] - 1).any():
-        raise Refusal(f"has {what}, which lets quotes, backslashes or controls into a JSON string; exclude them")
-
-
 def main() -> None:
-    """Reads a request as an npz from standard input, and writes the arrays, or a refusal, as one to standard output.
+    """Reads a request from standard input, and writes the arrays of `Automaton` as an npz to standard output.
 
-    Exits with `OUT_OF_MEMORY` where Python's own memory does not suffice; what else does not ends by a signal.
+    Exits with `REFUSED` where it has written why there are none, and with `OUT_OF_MEMORY` where Python's own memory
+    does not suffice; what else does not ends by a signal.
     """
     import resource
     import signal
 
-    import numpy as np
-
-    length = int(sys.stdin.buffer.readline())
-    setup = json.loads(sys.stdin.buffer.read(length))
-    given = np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False)
-    data, ends = given["data"].tobytes(), given["ends"].tolist()
-    tokens = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    setup = json.loads(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
     sys.setrecursionlimit(MOST_CALLS)
     resource.setrlimit(resource.RLIMIT_AS, (setup["bytes"], setup["bytes"]))
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # what ends by it is the process
     try:
-        reply = compiled(setup, tokens)
-    except Refusal as refusal:
-        reply = {"refusal": np.frombuffer(str(refusal).encode(), np.uint8)}
+        table, accepts = byte_automaton(setup["kind"], setup["text"], setup["depth"], setup["most_states"])
+        arrays = token_automaton(table, accepts, _tokens(sys.stdin.buffer.read()), setup["most_cells"])
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
+    except Refusal as refusal:
+        mend = f"; {setup['mend']}" if isinstance(refusal, TooLarge) else ""
+        sys.stdout.buffer.write(f"{refusal}{mend}".encode())
+        sys.exit(REFUSED)
+    import numpy as np
+
     written = io.BytesIO()
-    np.savez(written, **reply)
+    np.savez(written, **arrays)
     sys.stdout.buffer.write(written.getvalue())
     sys.stdout.buffer.flush()
+
+
+def _tokens(written: bytes) -> list[bytes]:
+    """The vocabulary, from an npz of its bytes and of where each token ends."""
+    import numpy as np
+
+    given = np.load(io.BytesIO(written), allow_pickle=False)
+    data, ends = given["data"].tobytes(), given["ends"].tolist()
+    return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

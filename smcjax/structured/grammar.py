@@ -22,21 +22,26 @@ them to be so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from smcjax.plain import short
-from smcjax.structured.byte_automata import Empty, Joined, Refusal, byte_automaton
-from smcjax.structured.grammar_text import (
+from smcjax.structured.byte_automata import MOST_MEMBERS, Empty, Joined, Refusal, TooLarge
+from smcjax.structured.expressions import read_expression
+from smcjax.structured.grammar_text import read_grammar
+from smcjax.structured.parts import (
     START,
+    Anchor,
+    Character,
     Choice,
+    Listed,
+    Made,
     Part,
-    Pattern,
     Reference,
     Repeat,
     Sequence,
     Text,
-    read_grammar,
+    parts_of,
 )
 
 
@@ -46,14 +51,36 @@ def grammar_automaton(text: str, depth: int, most_states: int) -> tuple[Any, Any
     Raises Refusal for what is no grammar, derives no text, or takes more states (TooLarge).
     """
     rules = read_grammar(text)
+    if START not in _productive(rules):
+        raise Refusal("has a grammar that derives no text, for its derivations never end; give them an end")
+    try:
+        return rules_automaton(rules, depth, most_states)
+    except Empty:
+        raise Refusal(f"has a grammar that derives no text within max_depth={depth}; raise it") from None
+
+
+def rules_automaton(rules: Mapping[str, Part], depth: int, most_states: int) -> tuple[Any, Any]:
+    """The minimal automaton over bytes of rules, to `depth` levels of nesting. Raises Empty, TooLarge."""
     productive = _productive(rules)
     if START not in productive:
-        raise Refusal("has a grammar that derives no text, for its derivations never end; give them an end")
-    compiler = _Compiler({name: _pruned(rules[name], productive) for name in productive}, depth, most_states)
-    made = compiler.automaton(START, (depth, depth))
-    if made is None:
-        raise Refusal(f"has a grammar that derives no text within max_depth={depth}; raise it")
-    return made
+        raise Empty("matches no text at all; mend it")
+    rules = {name: _pruned(rules[name], productive) for name in productive}
+    if _Weights(rules).of(rules[START]) > most_states:
+        raise TooLarge(f"has an automaton of over {most_states} states")
+    return _Compiler(rules, depth, most_states).automaton(START, (depth, depth))
+
+
+def part_automaton(part: Part, most_states: int) -> tuple[Any, Any]:
+    """The minimal automaton over bytes of a part without references. Raises Empty, TooLarge."""
+    return rules_automaton({START: part}, 0, most_states)
+
+
+def expression_automaton(text: str, most_states: int) -> tuple[Any, Any]:
+    """The minimal automaton over bytes of a regular expression in Python's syntax.
+
+    Raises Refusal for what is none, or cannot be kept; Empty, TooLarge.
+    """
+    return part_automaton(read_expression(text), most_states)
 
 
 def _productive(rules: Mapping[str, Part]) -> set[str]:
@@ -70,11 +97,13 @@ def _ends(part: Part, productive: set[str]) -> bool:
     """True where a text can be derived from a part by productive rules."""
     if isinstance(part, Reference):
         return part.name in productive
-    if isinstance(part, Sequence):
-        return all(_ends(one, productive) for one in part.parts)
     if isinstance(part, Choice):
         return any(_ends(one, productive) for one in part.parts)
-    return not isinstance(part, Repeat) or part.least == 0 or _ends(part.part, productive)
+    if isinstance(part, Listed):
+        return all(_ends(one, productive) for one, must in zip(part.items, part.required, strict=True) if must)
+    if isinstance(part, Repeat):
+        return part.least == 0 or _ends(part.part, productive)
+    return all(_ends(one, productive) for one in parts_of(part))
 
 
 def _pruned(part: Part, productive: set[str]) -> Part:
@@ -87,7 +116,41 @@ def _pruned(part: Part, productive: set[str]) -> Part:
         if not _ends(part.part, productive):
             return Sequence(())
         return Repeat(_pruned(part.part, productive), part.least, part.most)
+    if isinstance(part, Listed):
+        kept = [(_pruned(one, productive), must) for one, must in zip(part.items, part.required, strict=True)
+                if _ends(one, productive)]  # fmt: skip
+        others = part.others
+        others = _pruned(others, productive) if others is not None and _ends(others, productive) else None
+        items, required = tuple(one for one, _ in kept), tuple(must for _, must in kept)
+        return Listed(part.separator, items, required, others, part.least, part.most)
     return part
+
+
+class _Weights:
+    """Numbers of states that automata of parts have at least, as a rule: what is far too large is not begun."""
+
+    def __init__(self, rules: Mapping[str, Part]) -> None:
+        self._rules = rules
+        self._of_rule: dict[str, int] = {}
+
+    def of(self, part: Part) -> int:
+        """The weight of a part; references of a cycle have none."""
+        if isinstance(part, Text):
+            return len(part.data)
+        if isinstance(part, Choice):
+            return max((self.of(one) for one in part.parts), default=0)
+        if isinstance(part, Repeat):
+            return self.of(part.part) * max(part.least, part.most or 1)
+        if isinstance(part, Listed):
+            others = 0 if part.others is None else self.of(part.others) * max(part.least, part.most or 1)
+            optional = len(part.items) - sum(part.required)  # of which each is looked for behind each
+            return max(sum(map(self.of, part.items)) + others, optional**2 // MOST_MEMBERS)
+        if isinstance(part, Reference):
+            if part.name not in self._of_rule:
+                self._of_rule[part.name] = 0
+                self._of_rule[part.name] = self.of(self._rules[part.name])
+            return self._of_rule[part.name]
+        return sum(map(self.of, parts_of(part))) if isinstance(part, Sequence) else int(not isinstance(part, Anchor))
 
 
 def _behind(name: str, needs: Mapping[str, Collection[str]]) -> dict[str, None]:
@@ -117,6 +180,9 @@ def _places(part: Part, left: bool = True, right: bool = True) -> Iterator[tuple
     elif isinstance(part, Repeat):
         once = part.most == 1
         yield from _places(part.part, left and once, right and once)
+    elif isinstance(part, Listed):
+        for one in parts_of(part):
+            yield from _places(one, False, False)
     elif isinstance(part, Sequence):
         parts = [one for one in part.parts if not _is_nothing(one)]
         for place, one in enumerate(parts):
@@ -146,7 +212,7 @@ class _Compiler:
     def __init__(self, rules: Mapping[str, Part], depth: int, most_states: int) -> None:
         self._rules, self._depth, self._most = rules, depth, most_states
         self._made: dict[tuple[str, Level], tuple[Any, Any] | None] = {}
-        self._patterns: dict[str, tuple[Any, Any]] = {}
+        self._leaves: dict[Callable[[int], tuple[Any, Any]], tuple[Any, Any]] = {}
         self._cycle_of: dict[str, frozenset[str]] = {}
         self._nested: set[Reference] = set()
         self._right: set[Reference] = set()  # of loops that have left ones too
@@ -185,11 +251,14 @@ class _Compiler:
                 needs[name].append(one.name)
         return needs
 
-    def automaton(self, name: str, level: Level) -> tuple[Any, Any] | None:
-        """The automaton of a rule at a level; None: it derives nothing there."""
+    def automaton(self, name: str, level: Level) -> tuple[Any, Any]:
+        """The automaton of a rule at a level. Raises Empty where it derives nothing there."""
         if (name, level) not in self._made:
             self._join(self._loop_of[name], level)
-        return self._made[name, level]
+        made = self._made[name, level]
+        if made is None:
+            raise Empty("matches no text at all; mend it")
+        return made
 
     def _join(self, loop: frozenset[str], level: Level) -> None:
         """Makes the automata of the rules of a loop, at one level.
@@ -213,8 +282,15 @@ class _Compiler:
         """Lets the texts of a part lead from `begin` to `end`."""
         if isinstance(part, Text):
             joined.text(part.data, begin, end)
-        elif isinstance(part, Pattern):
-            joined.automaton(self._pattern(part.regex), begin, end)
+        elif isinstance(part, Character):
+            joined.characters(part.ranges, begin, end)
+        elif isinstance(part, Anchor):
+            joined.anchor(part.at_end, begin, end)
+        elif isinstance(part, Made):
+            with suppress(Empty):
+                joined.automaton(self._leaf(part), begin, end)
+        elif isinstance(part, Listed):
+            self._lay_listed(joined, part, begin, end, here)
         elif isinstance(part, Choice):
             for one in part.parts:
                 self._lay(joined, one, begin, end, here)
@@ -257,14 +333,38 @@ class _Compiler:
             right -= 1
         elif part.name not in self._cycle_of[next(iter(here.state_of))]:
             nested, right = self._depth, self._depth
-        made = None if min(nested, right) < 0 else self.automaton(part.name, (nested, right))
-        if made is not None:
-            joined.automaton(made, begin, end)
+        if min(nested, right) >= 0:
+            with suppress(Empty):
+                joined.automaton(self.automaton(part.name, (nested, right)), begin, end)
 
-    def _pattern(self, regex: str) -> tuple[Any, Any]:
-        if regex not in self._patterns:
-            try:
-                self._patterns[regex] = byte_automaton(regex, self._most)
-            except Refusal as refusal:
-                raise type(refusal)(f"has the terminal {short(regex)}, which {refusal}") from None
-        return self._patterns[regex]
+    def _lay_listed(self, joined: Joined, part: Listed, begin: int, end: int, here: _Loop) -> None:
+        """Lets the texts of a list lead from `begin` to `end`.
+
+        A state says which item may come next at the earliest, and how many texts there are then; `counted` stands for
+        as many and more.
+        """
+        last, counts = len(part.items), range(1, part.counted + 1)
+        needed = max((place + 1 for place in range(last) if part.required[place]), default=0)  # may end from there on
+        before = {(place, count): joined.state() for place in range(last + 1) for count in counts}
+        behind = {(place, count): joined.state() for place in range(last + 1) for count in counts}
+        if counts:
+            joined.skip(begin, before[0, 1])
+        if not needed and not part.least:
+            joined.skip(begin, end)
+        for (place, count), state in behind.items():
+            if place >= needed and count >= part.least:
+                joined.skip(state, end)
+            more = count + 1 if part.most is not None else min(count + 1, part.counted)
+            if more in counts and (place < last or part.others is not None):
+                self._lay(joined, part.separator, state, before[place, more], here)
+        for (place, count), state in before.items():
+            item = part.items[place] if place < last else part.others
+            if item is not None:
+                self._lay(joined, item, state, behind[min(place + 1, last), count], here)
+            if place < last and not part.required[place]:
+                joined.skip(state, before[place + 1, count])
+
+    def _leaf(self, part: Made) -> tuple[Any, Any]:
+        if part.make not in self._leaves:
+            self._leaves[part.make] = part.make(self._most)
+        return self._leaves[part.make]

@@ -11,19 +11,17 @@ terminal of a rule and at the end. Anything else is refused by name.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from smcjax.plain import short
 from smcjax.structured.byte_automata import Refusal
-from smcjax.structured.json_schema import escape
-from smcjax.structured.terminal_regex import rust_regex
+from smcjax.structured.expressions import ALL, read_expression, without
+from smcjax.structured.parts import START, Character, Choice, Part, Reference, Repeat, Sequence, Text, references
 
 SKIPPED = "%ignore"  # the name of a rule for texts of `%ignore`
-START = "%start"  # the name of the rule that all others follow from
 MOST_DIGITS = 9  # of a number of repetitions
 
 # Terminals of Lark's library whose own definitions look around or repeat lazily, by the texts that they are meant for.
@@ -50,54 +48,6 @@ COMMENT: /#[^\n]*/
 """
 
 
-class Part:
-    """A part of a rule. Parts that look alike are different ones."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Text(Part):
-    """One text."""
-
-    data: bytes
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pattern(Part):
-    """The texts that an expression matches."""
-
-    regex: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reference(Part):
-    """The texts of a rule."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Sequence(Part):
-    """A text of each part, one behind another."""
-
-    parts: tuple[Part, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choice(Part):
-    """The texts of any of the parts."""
-
-    parts: tuple[Part, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Repeat(Part):
-    """From `least` to `most` texts of a part, one behind another; None: any number."""
-
-    part: Part
-    least: int
-    most: int | None
-
-
 def read_grammar(text: str) -> dict[str, Part]:
     """The rules of a grammar by name, `START` among them. Raises Refusal for what is none, or not expressed here."""
     gbnf = _GBNF.search(text) is not None
@@ -121,17 +71,6 @@ def read_grammar(text: str) -> dict[str, Part]:
     if not gbnf:
         _check_terminals(rules)
     return rules
-
-
-def references(part: Part) -> Iterator[Reference]:
-    """The references within a part, from left to right."""
-    if isinstance(part, Reference):
-        yield part
-    elif isinstance(part, Sequence | Choice):
-        for inner in part.parts:
-            yield from references(inner)
-    elif isinstance(part, Repeat):
-        yield from references(part.part)
 
 
 def _check_terminals(rules: Mapping[str, Part]) -> None:
@@ -253,7 +192,7 @@ class _Lark(_Reader):
         if f"common.{name}" not in self.rules:
             for known, tree in _common().items():
                 if known in _MEANT:
-                    self._define(f"common.{known}", Pattern(_MEANT[known]))
+                    self._define(f"common.{known}", read_expression(_MEANT[known]))
                 elif not known.startswith("_STRING"):
                     self._rule(tree, "common.")
         self._define(alias, Reference(f"common.{name}"))
@@ -287,14 +226,14 @@ class _Lark(_Reader):
         if not len(first) == len(last) == 1 or first > last:
             written = short(f"{children[0]}..{children[1]}")
             raise Refusal(f"with the range {written}, whose ends are no characters in order; mend it")
-        return self._leaf(Pattern(f"[{_code(first)}-{_code(last)}]"))
+        return self._leaf(Character(((ord(first), ord(last)),)))
 
     def _literal(self, children: list[Any]) -> Part:
         token = str(children[0])
         if token.startswith("/"):
             return self._leaf(_pattern(token))
         text = _unescaped(token.removesuffix("i"))
-        return self._leaf(Pattern(f"(?i:{escape(text)})") if token.endswith("i") else Text(text.encode()))
+        return self._leaf(read_expression(f"(?i){re.escape(text)}") if token.endswith("i") else Text(text.encode()))
 
 
 class _Gbnf(_Reader):
@@ -320,13 +259,14 @@ class _Gbnf(_Reader):
         return Text(_unescaped(str(children[0])).encode())
 
     def _any(self, children: list[Any]) -> Part:
-        return Pattern("(?s:.)")
+        return Character(ALL)
 
     def _symbols(self, children: list[Any]) -> Part:
         body = str(children[0])[1:-1]
         excludes = body.startswith("^")
         units = re.findall(_ESCAPE + r"|.", body[1:] if excludes else body)
-        made, place = "", 0
+        ranges: list[tuple[int, int]] = []
+        place = 0
         while place < len(units):
             first = last = _character(units[place])
             if units[place + 1 : place + 2] == ["-"] and place + 2 < len(units):
@@ -334,11 +274,11 @@ class _Gbnf(_Reader):
                 place += 2
             if first > last:
                 raise Refusal(f"with the range {first!r} to {last!r} in {short(body)}, which is empty; mend it")
-            made += f"{_code(first)}-{_code(last)}"
+            ranges.append((ord(first), ord(last)))
             place += 1
-        if not made:
+        if not ranges:
             raise Refusal(f"with the class {short(str(children[0]))} without characters; mend it")
-        return Pattern(f"[{'^' if excludes else ''}{made}]")
+        return Character(without(ALL, tuple(ranges)) if excludes else tuple(ranges))
 
 
 def _number(digits: str) -> int:
@@ -367,11 +307,6 @@ def _common() -> dict[str, Any]:
     return {str(one.children[0]): one for one in _parsed(text, False).children}
 
 
-def _code(character: str) -> str:
-    """A character in an expression, within a class or without."""
-    return f"\\u{{{ord(character):x}}}"
-
-
 _ESCAPE = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)"
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", **{mark: mark for mark in "\\\"'[]-^/"}}
 
@@ -395,12 +330,14 @@ def _unescaped(quoted: str) -> str:
 
 
 def _pattern(token: str) -> Part:
-    """The part for /regex/flags. Raises Refusal for what `rust_regex` refuses, and for flags."""
+    """The part for /regex/flags. Raises Refusal for what `read_expression` refuses, and for flags."""
     body, _, flags = token[1:].rpartition("/")
     if set(flags) & set("lx"):
         raise Refusal(
             f"with the flags {short(flags)} of {short(token)}, and i, s, m and u are kept here; leave them out"
         )
     kept = "".join(flag for flag in "is" if flag in flags)
-    regex = rust_regex(body, token)
-    return Pattern(f"(?{kept}){regex}" if kept else regex)
+    try:
+        return read_expression(f"(?{kept}){body}" if kept else body, anchors=False)
+    except Refusal as refusal:
+        raise Refusal(f"whose terminal {short(token)} {refusal}") from None

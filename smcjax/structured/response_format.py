@@ -1,4 +1,4 @@
-"""`response_format` as users write it, in OpenAI's form, checked: the expression or grammar of a whole answer.
+"""`response_format` as users write it, in OpenAI's form, checked: what a whole answer is to be.
 
     {"type": "json_schema", "json_schema": {"schema": {…}}}     JSON that a schema describes
     {"type": "json_object"}                                     any JSON object, of `JSON_DEPTH` levels at most
@@ -8,8 +8,8 @@
                                                                 notation or GBNF, with so many levels of nesting at most
     {"type": "text"}                                            anything
 
-Expressions have the syntax of Rust's regex crate: no look-around, no back-references. A ^ that begins one and a $ that
-ends one say what is so anyway.
+Only the form of a format is checked here. What it says is read where it is compiled, in a process of its own
+(`smcjax.structured.automaton_child`), so nothing here takes longer than to write a schema as text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import json
 from collections.abc import Callable, Mapping
 
 from smcjax.plain import is_unicode, short
-from smcjax.structured.json_schema import ANY_OBJECT, escape, regex_of_schema, unanchored
 
-JSON_DEPTH = 4  # objects and arrays within each other, where their shape is left open
+JSON_DEPTH = 4  # objects and arrays within each other where their shape is left open, and of a schema that needs itself
 GRAMMAR_DEPTH = 4  # levels of nesting (`smcjax.structured.grammar`) where a request does not say how many
 MOST_DEPTH = 100
 MOST_CHARACTERS = 1 << 18  # of an expression, or a grammar
@@ -29,17 +28,14 @@ MOST_CHARACTERS = 1 << 18  # of an expression, or a grammar
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A regular expression over a whole answer, or a grammar.
+    """What a whole answer is to be: a regular expression, choices or a schema as JSON, or a grammar.
 
-    `inner` are patterns of JSON strings by their places in a schema, which may match nothing that JSON escapes. `depth`
-    is above 0 where the bytes 1 and 2 stand for any JSON object and any JSON value. Where `grammar` is not empty it
-    takes the place of `regex`, and `depth` is how many levels of nesting it may have.
+    `depth` says how many nested references of rules may lie within each other (`smcjax.structured.grammar`).
     """
 
-    regex: str
-    inner: tuple[tuple[str, str], ...] = ()
+    text: str
+    kind: str = "regex"
     depth: int = 0
-    grammar: str = ""
 
 
 def expression_of(response_format: object) -> Expression | None:
@@ -67,16 +63,11 @@ def expression_of(response_format: object) -> Expression | None:
         )
     try:
         expression = _KINDS[kind](response_format.get(kind), **more)
-    except RecursionError:
-        raise ValueError("response_format is nested too deeply; flatten it.") from None
     except ValueError as error:
         raise ValueError(f"response_format: {error}") from None
-    length = 0 if expression is None else len(expression.grammar or expression.regex)
+    length = 0 if expression is None else len(expression.text)
     if length > MOST_CHARACTERS:
-        raise ValueError(
-            f"response_format makes an expression of {length} characters, and {MOST_CHARACTERS} are the most; simplify "
-            "it."
-        )
+        raise ValueError(f"response_format has {length} characters, and {MOST_CHARACTERS} are the most; simplify it.")
     return expression
 
 
@@ -84,30 +75,28 @@ def _schema(given: object) -> Expression:
     known = {"schema", "name", "description", "strict"}
     if not isinstance(given, Mapping) or "schema" not in given or not set(given) <= known:
         raise ValueError(f"json_schema must be a mapping with a 'schema', got {short(given)}.")
-    regex, inner, is_open = regex_of_schema(_plain(given["schema"]))
-    return Expression(regex, tuple(inner.items()), JSON_DEPTH if is_open else 0)
-
-
-def _plain(schema: object) -> object:
-    """The schema as JSON would bring it. Raises ValueError for what is not JSON."""
+    schema = given["schema"]
     if isinstance(schema, str):
         raise ValueError(f"json_schema holds its schema as text, {short(schema)}; read it by json.loads.")
     try:
-        return json.loads(json.dumps(schema, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+        text = json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise ValueError("json_schema is nested too deeply; flatten it.") from None
+    except (TypeError, ValueError) as error:
         raise ValueError(f"json_schema holds a schema that is no JSON ({short(str(error))}); mend it.") from None
+    return Expression(text, "json_schema", JSON_DEPTH - 1)
 
 
 def _regex(given: object) -> Expression:
-    if not isinstance(given, str):
+    if not isinstance(given, str) or not is_unicode(given):
         raise ValueError(f"regex must be a text, got {short(given)}.")
-    return Expression(unanchored(given)[0])
+    return Expression(given)
 
 
 def _choice(given: object) -> Expression:
     if not isinstance(given, list | tuple) or not given or not all(isinstance(one, str) for one in given):
         raise ValueError(f"choice must be a list of texts, got {short(given)}.")
-    return Expression("|".join(escape(one) for one in given))
+    return Expression(json.dumps(given, ensure_ascii=False), "choice")
 
 
 def _grammar(given: object, max_depth: object = GRAMMAR_DEPTH) -> Expression:
@@ -115,13 +104,13 @@ def _grammar(given: object, max_depth: object = GRAMMAR_DEPTH) -> Expression:
         raise ValueError(f"grammar must be a text in Lark's notation or GBNF, got {short(given)}.")
     if not isinstance(max_depth, int) or isinstance(max_depth, bool) or not 0 <= max_depth <= MOST_DEPTH:
         raise ValueError(f"max_depth must be an integer from 0 to {MOST_DEPTH}, got {short(max_depth)}.")
-    return Expression("", depth=max_depth, grammar=given)
+    return Expression(given, "grammar", max_depth)
 
 
 _OPTIONS = {"grammar": ("max_depth",)}
 _KINDS: dict[str, Callable[..., Expression | None]] = {
     "text": lambda _: None,
-    "json_object": lambda _: Expression(ANY_OBJECT, depth=JSON_DEPTH),
+    "json_object": lambda _: _schema({"schema": {"type": "object"}}),
     "json_schema": _schema,
     "regex": _regex,
     "choice": _choice,

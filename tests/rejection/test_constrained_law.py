@@ -27,7 +27,8 @@ from smcjax.engine.constraints import make_tables
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection
 from smcjax.structured.automaton import Automaton
-from smcjax.structured.automaton_child import byte_automaton, token_automaton
+from smcjax.structured.automaton_child import token_automaton
+from smcjax.structured.grammar import expression_automaton
 from tests import exact
 from tests.helpers import Ask, batch
 from tests.rejection.test_adjusted_law import DRAFT_AFTER, texts
@@ -71,7 +72,7 @@ def masking(after: Any, prompt: int = len(ASK.prompt)) -> Any:
 
 @functools.cache
 def tables() -> Any:
-    made = token_automaton(*byte_automaton(REGEX, 100), list(SPELLED), 1000)
+    made = token_automaton(*expression_automaton(REGEX, 100), list(SPELLED), 1000)
     # A place before it is another's.
     return make_tables({1: Automaton(**made)}, 2, V, most_cells=1000, most_states=100)
 

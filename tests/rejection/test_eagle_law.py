@@ -25,7 +25,8 @@ from smcjax.decoders import Rejection
 from smcjax.decoding import distribution, eagle, tree_drafts
 from smcjax.engine.constraints import make_tables
 from smcjax.structured.automaton import Automaton
-from smcjax.structured.automaton_child import byte_automaton, token_automaton
+from smcjax.structured.automaton_child import token_automaton
+from smcjax.structured.grammar import expression_automaton
 from tests import exact
 from tests.decoding.test_eagle import AFTER, CHUNK, MAX_MODEL_LEN, PRUNED, TARGET, V, head_of, init
 from tests.helpers import Ask, batch
@@ -79,7 +80,7 @@ def law_behind(wish: Wish, has_form: bool, answer: tuple[int, ...]) -> np.ndarra
 
 @functools.cache
 def tables() -> Any:
-    made = token_automaton(*byte_automaton(REGEX, 100), list(SPELLED), 1000)
+    made = token_automaton(*expression_automaton(REGEX, 100), list(SPELLED), 1000)
     return make_tables({0: Automaton(**made)}, 1, V, most_cells=1000, most_states=100)
 
 

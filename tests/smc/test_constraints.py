@@ -27,7 +27,8 @@ from smcjax.decoding.constraints import AutomatonTables, RowConstraint, masked
 from smcjax.engine.constraints import make_tables
 from smcjax.smc import cycle, weights
 from smcjax.structured.automaton import Automaton
-from smcjax.structured.automaton_child import byte_automaton, token_automaton
+from smcjax.structured.automaton_child import token_automaton
+from smcjax.structured.grammar import expression_automaton
 from tests.smc.enumeration import Enumeration, Proposals, Tokens, Toy, controlled
 
 Q_OF_ALL = "drafts weighed by q of all tokens"
@@ -37,7 +38,7 @@ SPELLED = (b"a", b"b", b"ab", b"")  # the last one is the stop
 @functools.cache
 def tables(regex: str, spelled: tuple[bytes, ...] = SPELLED) -> AutomatonTables:
     """One automaton over the tokens."""
-    made = token_automaton(*byte_automaton(regex, 100), list(spelled), 1000)
+    made = token_automaton(*expression_automaton(regex, 100), list(spelled), 1000)
     return make_tables({0: Automaton(**made)}, 1, len(spelled), most_cells=1000, most_states=100)
 
 

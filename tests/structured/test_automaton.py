@@ -7,30 +7,38 @@ import json
 import re
 import resource
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from smcjax.model.hub import packaged_model
 from smcjax.structured import automaton, automaton_child
 from smcjax.structured.automaton import Automata, Automaton, Undecided, compile_expression
-from smcjax.structured.automaton_child import Refusal, byte_automaton, json_automata, spliced, token_automaton
-from smcjax.structured.byte_automata import minimal
+from smcjax.structured.automaton_child import byte_automaton, token_automaton
+from smcjax.structured.byte_automata import Refusal, complement, minimal, product, utf8_ranges
+from smcjax.structured.grammar import expression_automaton
 from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer import Tokenizer
 from tests import tokenizers_like
 
 REGEXES = (
-    r"1(\.[0-9]+)?([eE][+-][0-9]+)?",  # outlines-core by itself loses what goes on behind "1"
+    r"1(\.[0-9]+)?([eE][+-][0-9]+)?",
     "a(bc)?d?",
     "(é|日本)+",
     "[^a]{1,2}",
     "",
     "yes|no|yesterday",
     "(a|b)*a(a|b){3}",
+    r"(?i)yes|[^a-e]",
+    r"\d+|\w\s?",
+    r"^a|b$|a^b|(^|a)b*",
+    "(?x) a b # and\n | c {2}",
 )
 
 
@@ -45,7 +53,7 @@ def accepts(automaton: tuple[Any, Any], text: str) -> bool:
 
 @pytest.mark.parametrize("regex", REGEXES)
 def test_bytes_are_those_of_re(regex: str) -> None:
-    automaton = byte_automaton(regex, 1000)
+    automaton = expression_automaton(regex, 1000)
     rng, letters = np.random.default_rng(0), "abcd1.eE+-日本é"
     texts = ["", "1", "1.5", "1.5e+2", "1e", "abc", "abcd", "ad", "yes", "yester", "yesterday", "no", "日本é日本", "\n"]
     texts += ["".join(rng.choice(list(letters), rng.integers(1, 6))) for _ in range(300)]
@@ -55,44 +63,83 @@ def test_bytes_are_those_of_re(regex: str) -> None:
         assert len(automaton[0]) == 6, "behind nothing, a, ab, abc, and d of either kind; and a dead one"
 
 
+@pytest.mark.parametrize("regex", ["a)|(b", "a)", "(?x)a #(\n)|b #", "[A-[b])|([x]", "a{2,1}", "a{" + "9" * 5000 + "}"])
+def test_what_is_no_expression(regex: str) -> None:
+    with pytest.raises(Refusal, match=r"^is no regular expression that has an automaton .*; mend it$") as caught:
+        expression_automaton(regex, 100)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize(
-    "regex", ["a)|(b", "a)", "(?x)a #(\n)|b #", "(?x)a) | b #", "[A-[b])|([x]", "a(?#)|(b)", "(?x)a #"]
+    "regex", [r"a(?=b)", r"(?<!a)b", r"(a)\1", r"\bx", "a++", "(?>a)b", "(?m)^a", "[a&&b]", "[[:alpha:]]"]
 )
-def test_brackets_of_an_expression_are_its_own(regex: str) -> None:
-    """Whatever brackets or comments it has, an expression that Rust does not read by itself is refused."""
-    with pytest.raises(Refusal, match=r"^is no regular expression that has an automaton .*; mend it$"):
-        byte_automaton(regex, 100)
-    with pytest.raises(Refusal, match=r"^has the pattern 'p', which is no regular expression"):
-        automaton_child.check_inner("the pattern 'p'", regex)
+def test_what_is_not_kept(regex: str) -> None:
+    """Nothing is left out of an expression without a word, nor read where its readers differ."""
+    with pytest.raises(Refusal, match="is no regular expression that has an automaton"):
+        expression_automaton(regex, 100)
 
 
 @pytest.mark.parametrize(
-    "regex", [r"a\)|\(b", "[)]|[(]b", "[]a)]|[^](]", "(?x)(a) #(\n | b", "[A-[b)]|(b)", "[[(]b&&[b]]"]
+    "regex", ["a(?#)|(b)", r"a\)|\(b", "[)]|[(]b", "[]a)]|[^](]", r"(?x)(a) \# # (", r"\p{Lu}\P{L}"]
 )
 def test_brackets_that_are_none(regex: str) -> None:
-    assert accepts(byte_automaton(regex, 100), ")") == (regex in ("[)]|[(]b", "[]a)]|[^](]", "[A-[b)]|(b)"))
+    automaton = expression_automaton(regex, 2000)
+    for text in ("a)", ")", "(b", "a#", "a", "b", "É1", "Éa", "é1"):
+        wants = re.fullmatch(regex.replace(r"\p{Lu}\P{L}", "É1"), text) is not None
+        assert accepts(automaton, text) == wants, text
 
 
-@pytest.mark.parametrize("regex", ["a$|b", r"(a\z|b)c?", "a|^b", "a$|^b", "[a&&b]"])
-def test_parts_that_match_nothing(regex: str) -> None:
-    """An alternative with an anchor is not lost without a word."""
-    with pytest.raises(Refusal, match="part of it matches no text, or has an anchor, which is kept at either end"):
-        byte_automaton(regex, 100)
+def test_anchors_say_where() -> None:
+    """Within an expression, too: what they look at is the whole text."""
+    for regex in ("(^|a)b", "a($|b)", "(a$)*b?", "a^b|c", "^^a$$", "$^"):
+        for text in ("", "a", "b", "ab", "aa", "c", "ba"):
+            assert accepts(expression_automaton(f"(?:{regex})|zz", 100), text) == bool(re.fullmatch(regex, text)), text
 
 
-def test_words_of_a_refusal() -> None:
-    """They are printable and short whatever the expression has, and Python's where it says what is wrong."""
-    for regex, words in (
-        ("(?\x1b", "whatever else Rust's syntax lacks"),
-        ("(?P<" + "x " * 5000 + ">a)", "bad character in group name"),
-        (r"\p{L}(a", "whatever else Rust's syntax lacks"),
-        ("a{" + "9" * 5000 + "}", "Exceeds the limit"),
-        ("(a", r"\('\(a': missing \), unterminated subpattern at position 0\); mend it"),
-    ):
-        with pytest.raises(Refusal, match=words) as caught:
-            byte_automaton(regex, 100)
-        assert str(caught.value).isprintable()
-        assert len(str(caught.value)) < 300
+@pytest.mark.parametrize("regex", ['"[a-z]{17,}"', '"([^"\\\\]|\\\\.){30}"', "a[^c]{40}b"])
+def test_counts_within_quotes(regex: str) -> None:
+    """They took 2ⁿ steps where the automaton could have begun anywhere in a text."""
+    begin = time.process_time()
+    expression_automaton(regex, 10_000)
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("regex", ["a{1000000}", "((a{1000}){1000}){1000}", "(a{0,999}b?){9999}"])
+def test_sizes_are_counted_before_anything_is_built(regex: str) -> None:
+    begin = time.process_time()
+    with pytest.raises(Refusal, match="has an automaton of over 32000 states"):
+        expression_automaton(regex, 32_000)
+    assert time.process_time() - begin < 0.1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF))
+def test_characters_of_a_range(one: int, two: int) -> None:
+    """Each character is in one row of byte ranges where it is in the range, and in none elsewhere; surrogates never."""
+    low, high = sorted((one, two))
+    rows = list(utf8_ranges(low, high))
+    for code in {0, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF, low, high, (low + high) // 2}:
+        if not 0xD800 <= code <= 0xDFFF:
+            data = chr(code).encode()
+            found = [
+                row
+                for row in rows
+                if len(row) == len(data) and all(a <= x <= b for x, (a, b) in zip(data, row, strict=True))
+            ]
+            assert len(found) == (low <= code <= high)
+
+
+def test_two_automata_at_once() -> None:
+    """A product has what both have, and a complement all other texts."""
+    one, two = expression_automaton("(ab|é)*", 100), expression_automaton(".{2,4}", 100)
+    both, rest = product(one, two, 100), product(one, complement(two), 100)
+    for text in ("", "ab", "é", "éé", "abé", "abab", "ababab", "ba", "éabé"):
+        in_one, in_two = (re.fullmatch(regex, text) is not None for regex in ("(ab|é)*", ".{2,4}"))
+        assert accepts(both, text) == (in_one and in_two)
+        assert accepts(rest, text) == (in_one and not in_two)
+    with pytest.raises(Refusal, match="matches no text"):
+        product(one, complement(one), 100)
 
 
 def test_a_hash_that_collides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +163,7 @@ def walk(automaton: Automaton, tokens: list[int]) -> int:
 def test_every_spelling_of_a_text_is_one() -> None:
     """Tokens within and across characters lead where their bytes lead; `reach` is the fewest tokens to an end."""
     spelled = [b"a", b"b", b"ab", b"\xe6\x97", b"\xa5", b"b\xe6", b"\x97\xa5", "日".encode(), b"", b"zz"]
-    made = Automaton(**token_automaton(*byte_automaton("(ab日)+", 100), spelled, 1000))
+    made = Automaton(**token_automaton(*expression_automaton("(ab日)+", 100), spelled, 1000))
     texts = [[0, 1, 3, 4], [2, 7], [0, 5, 6], [2, 3, 4, 2, 7]]
     ends = {walk(made, tokens) for tokens in texts}
     assert len(ends) == 1
@@ -126,55 +173,62 @@ def test_every_spelling_of_a_text_is_one() -> None:
         assert walk(made, wrong) == -1
     assert made.following.shape[1] <= len(spelled)
     with pytest.raises(Refusal, match="no text that this model's tokens can spell"):
-        token_automaton(*byte_automaton("c", 100), spelled, 1000)
+        token_automaton(*expression_automaton("c", 100), spelled, 1000)
     # Bytes of a dead end: tokens lead into "日" of which no token has the rest.
-    dead_end = token_automaton(*byte_automaton("日|a", 100), [b"\xe6", b"a"], 1000)
+    dead_end = token_automaton(*expression_automaton("日|a", 100), [b"\xe6", b"a"], 1000)
     assert (dead_end["following"][0, dead_end["classes"]] >= 0).tolist() == [False, True]
 
 
 def test_json_to_a_depth() -> None:
     """Any value that Python writes, of so many levels; and nothing that it does not read."""
-    automata = json_automata(JSON_DEPTH, 1 << 15)
+    an_object, a_list = (
+        byte_automaton("json_schema", f'{{"type": "{kind}"}}', JSON_DEPTH - 1, 1 << 15) for kind in ("object", "array")
+    )
     rng = np.random.default_rng(1)
 
     def value(depth: int) -> Any:
         kind = rng.integers(7 if depth else 5)
         if kind < 5:
-            return ['é"\\/日', -1.5e300, 0, None, True][kind]
+            return ['é"\\/日', -1.5e30, 0, None, True][kind]
         if kind == 5:
             return [value(depth - 1) for _ in range(rng.integers(3))]
         return {f"k{i}": value(depth - 1) for i in range(rng.integers(3))}
 
-    whole = [value(JSON_DEPTH) for _ in range(300)]
-    for one in whole:
+    for one in [value(JSON_DEPTH) for _ in range(300)]:
         text = json.dumps(one, ensure_ascii=False)
-        assert accepts(automata[automaton_child.VALUE], text), text
-        assert accepts(automata[automaton_child.OBJECT], text) == isinstance(one, dict)
+        assert accepts(a_list, text) == isinstance(one, list)
+        assert accepts(an_object, text) == isinstance(one, dict)
         for mutation in (text[:-1], text + "}", text.replace(":", ""), text.replace(",", ",,", 1)):
             try:
                 json.loads(mutation)
             except ValueError:
-                assert not accepts(automata[automaton_child.VALUE], mutation), mutation
+                assert not accepts(a_list, mutation), mutation
+                assert not accepts(an_object, mutation), mutation
     deep: Any = 1
     for _ in range(JSON_DEPTH):
         deep = [deep]
-    assert accepts(automata[automaton_child.VALUE], json.dumps(deep))
-    assert not accepts(automata[automaton_child.VALUE], json.dumps([deep])), "a level too many"
-    with pytest.raises(Refusal, match="offers any JSON beside other JSON that begins alike"):
-        spliced(*byte_automaton(r'\x02|"a"', 100), automata, 1 << 15)
+    assert accepts(a_list, json.dumps(deep))
+    assert not accepts(a_list, json.dumps([deep])), "a level too many"
 
 
 def test_a_process_of_its_own_compiles_alike() -> None:
     tokens = [bytes([byte]) for byte in range(128)]
-    expression = Expression(r"a+\x01", depth=2)
-    made = compile_expression(expression, tokens)
-    table, ends = spliced(*byte_automaton(expression.regex, 100), json_automata(2, 1000), 1000)
-    alike = token_automaton(table, ends, tokens, 1 << 19)
-    np.testing.assert_array_equal(made.following, alike["following"])
-    np.testing.assert_array_equal(made.classes, alike["classes"])
-    assert made.reach[walk(made, [*b'aa{"b": []}'])] == 0
-    with pytest.raises(ValueError, match="response_format has the pattern 'x', which lets quotes"):
-        compile_expression(Expression("a", inner=(("the pattern 'x'", "."),)), tokens)
+    forms = [
+        expression_of({"type": "json_object"}),
+        Expression("a+(b|c)"),
+        expression_of({"type": "choice", "choice": ["a", "a|b", 'c"']}),
+    ]
+    for asked in forms:
+        assert asked is not None
+        made = compile_expression(asked, tokens)
+        alike = token_automaton(*byte_automaton(asked.kind, asked.text, asked.depth, 32_000), tokens, 1 << 19)
+        np.testing.assert_array_equal(made.following, alike["following"])
+        np.testing.assert_array_equal(made.classes, alike["classes"])
+        np.testing.assert_array_equal(made.reach, alike["reach"])
+    assert made.reach[walk(made, [*b"a|b"])] == 0
+    assert walk(made, [*b"b"]) == -1
+    with pytest.raises(ValueError, match=r"^response_format is no regular expression .*; mend it\.$"):
+        compile_expression(Expression("(a"), tokens)
 
 
 ENDINGS = {  # what the child does: the error, its words, and whether it is kept
@@ -210,13 +264,13 @@ def test_how_the_process_ends(program: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_memory_that_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     np.savez(written, data=np.zeros(0, np.uint8), ends=np.zeros(0, np.int64))
-    setup = b'{"bytes": -1, "seconds": 0}'
+    setup = b'{"bytes": -1, "seconds": 0, "kind": "regex", "text": "a", "depth": 0, "most_states": 9}'
     monkeypatch.setattr(
         sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"%d\n%s" % (len(setup), setup + written.getvalue())))
     )
     monkeypatch.setattr(sys, "setrecursionlimit", lambda most: None)
     monkeypatch.setattr(resource, "setrlimit", lambda *limits: None)
-    monkeypatch.setattr(automaton_child, "compiled", lambda *request: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(automaton_child, "byte_automaton", lambda *request: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(SystemExit) as caught:
         automaton_child.main()
     assert caught.value.code == automaton_child.OUT_OF_MEMORY
