@@ -4,7 +4,7 @@
     parts                sets of texts, of which rules are made; expressions (regular), grammar_text (context-free) and
                          json_schema read them
     schema_alternatives  a schema as what it leaves of each type (json_values), by its keywords (schema_keywords)
-    json_texts, formats  texts of strings and numbers
+    json_texts           texts of values and strings (formats), and of numbers (json_numbers)
     grammar              rules as an automaton over bytes, to a depth of nesting
     byte_automata        automata over bytes: joined, met, made minimal
     token_bytes          the bytes that tokens stand for

@@ -125,6 +125,8 @@ def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[
             raise type(refusal)(f"has a JSON schema that {refusal}") from None
     except RecursionError:
         raise Refusal("is nested too deeply to be read; flatten it") from None
+    except UnicodeEncodeError:
+        raise Refusal("has half of a surrogate pair, which no text has; mend it") from None
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from smcjax.structured.json_texts import Numbers, Strings, holds
+from smcjax.structured.json_numbers import Numbers
+from smcjax.structured.json_texts import Strings, holds
 
 STATES = 1 << 15  # of an automaton of strings
 TYPES = ("null", "boolean", "number", "string", "array", "object")

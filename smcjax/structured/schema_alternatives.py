@@ -12,7 +12,8 @@ from urllib.parse import unquote
 
 from smcjax.plain import short
 from smcjax.structured.byte_automata import Empty, Refusal, TooLarge
-from smcjax.structured.json_texts import Numbers, Strings, holds
+from smcjax.structured.json_numbers import Numbers
+from smcjax.structured.json_texts import Strings, holds
 from smcjax.structured.json_values import (
     ANY,
     NO,

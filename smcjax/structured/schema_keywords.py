@@ -11,7 +11,8 @@ from typing import Any
 from smcjax.plain import short
 from smcjax.structured.byte_automata import Empty, Refusal
 from smcjax.structured.formats import FORMATS, FREE, REAL, WHOLE
-from smcjax.structured.json_texts import Numbers, Strings
+from smcjax.structured.json_numbers import Numbers
+from smcjax.structured.json_texts import Strings
 from smcjax.structured.json_values import (
     ANY,
     STATES,

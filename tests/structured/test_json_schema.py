@@ -284,6 +284,13 @@ def test_sizes_are_refused_before_anything_is_built(name: str) -> None:
     assert time.process_time() - begin < 1
 
 
+def test_half_of_a_surrogate_pair() -> None:
+    with pytest.raises(Refusal, match="has half of a surrogate pair, which no text has; mend it"):
+        made({"properties": {"\ud800": NULL}})
+    with pytest.raises(Refusal, match="matches no text"):
+        made({"const": "\ud800"})
+
+
 def test_many_properties() -> None:
     """200 that may be left out, of 12 kB, took 1.9 GB when each way to leave some out was written."""
     begin = time.process_time()
