@@ -1,7 +1,7 @@
 """Formats of strings, as JSON schemas name them, as regular expressions: each text is of the format, not each is said.
 
-Days are those that the calendar has, of the years 0001 to 9999. Hosts have at most four labels of 20 characters, and no
-hyphen beside another; the names of mailboxes have at most three of 20 with dots in between.
+Days are those that the calendar has, of the years 0001 to 9999. Hosts have at most four labels of 16 letters and digits, and
+no hyphen beside another; names of mailboxes have at most three parts of 16 characters, with dots in between.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _uri(scheme: str) -> str:
 
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LABEL = "[A-Za-z0-9](-?[A-Za-z0-9]){0,19}"
+_LABEL = "[A-Za-z0-9](-?[A-Za-z0-9]){0,15}"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
-_WORD = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+_WORD = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,16}"
 _SPAN = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DAYS = "([0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?)"
 _URI = _uri("[A-Za-z][A-Za-z0-9+.-]*:")
