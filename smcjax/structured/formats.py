@@ -1,7 +1,7 @@
 """Formats of strings, as JSON schemas name them, as regular expressions: each text is of the format, not each is said.
 
-Days are those that the calendar has, of the years 0001 to 9999. Hosts have at most four labels of 16 letters and digits, and
-no hyphen beside another; names of mailboxes have at most three parts of 16 characters, with dots in between.
+Days are those that the calendar has, of the years 0001 to 9999. Hosts have at most four labels of 16 letters and
+digits, and no hyphen beside another; names of mailboxes have at most three parts of 16 characters between dots.
 """
 
 from __future__ import annotations

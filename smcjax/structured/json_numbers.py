@@ -82,10 +82,13 @@ class Numbers:
         return Choice(tuple(parts))
 
     def _of_multiples(self, most_states: int) -> tuple[Any, Any]:
-        """Those of as few digits behind the point as divisors have."""
-        free = Numbers(self.whole, Decimal(-(10**MOST_DIGITS)), False, Decimal(10**MOST_DIGITS))
-        met = dataclasses.replace(self, multiples=frozenset())
-        bounded = free if met == Numbers(self.whole) else met
+        """Those of as few digits behind the point as divisors have, and of as many before it as doubles tell apart."""
+        most = Decimal(10**MOST_FRACTION)
+        low, above = max((-most, False), (-most if self.low is None else self.low, self.above))
+        high, within = min((most, True), (most if self.high is None else self.high, not self.below))
+        bounded = Numbers(self.whole, low, above, high, not within)
+        if bounded.is_empty:
+            raise Empty("matches no text at all; mend it")
         between, found = part_automaton(bounded.part(), most_states), []
         behind = 0 if self.whole else max(one.denominator.bit_length() - 1 for one in self.multiples)
         for digits in range(behind + 1):

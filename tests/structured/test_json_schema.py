@@ -149,6 +149,8 @@ ACCEPTED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "minimum": -1.5, "maximum": -0.25}, [-1.5, -1, -0.25, -0.3], [-0.2, -1.6, 0, 1]),
     ({"type": "integer", "multipleOf": 7}, [0, 7, -14, 700], [1, 6, -8]),
     ({"type": "number", "multipleOf": 0.5, "minimum": 1}, [1, 1.5, 20.0], [0.5, 1.25]),
+    ({"type": "number", "multipleOf": 0.25}, [-2.75, 123456789012345], [1.1, 0.125, 10**16]),
+    ({"anyOf": [{"type": "integer", "multipleOf": 3, "minimum": 10**20}, NULL]}, [None], [3 * 10**20, 3]),
     ({"type": "integer", "format": "int32"}, [2147483647, -2147483648, 0], [2147483648]),
     # Strings.
     ({"type": "string", "minLength": 17}, ["a" * 17, "é" * 20], ["a" * 16]),
