@@ -193,9 +193,17 @@ def _elected(
         return None, f"vote_by failed for one of the particles: {type(error).__name__}: {short(str(error))}"
 
 
+def _stops(request: Request, token_ids: list[int]) -> bool:
+    """True where a stop token ended the sequence."""
+    return bool(token_ids) and token_ids[-1] in request.stop_ids
+
+
 def _reason(request: Request, token_ids: list[int]) -> str:
-    """The reason why a finished sequence ended; a stop token at the cap counts as a stop."""
-    return "stop" if token_ids and token_ids[-1] in request.stop_ids else "length"
+    """The reason why a finished sequence ended; a stop token at the cap counts as a stop.
+
+    An answer of a given form is complete wherever it ends, also at the cap (`smcjax.decoding.constraints`).
+    """
+    return "stop" if request.automaton is not None or _stops(request, token_ids) else "length"
 
 
 def _completion(
@@ -207,7 +215,7 @@ def _completion(
     reason = _reason(request, token_ids)
     if tokenizer is None:
         return CompletionOutput(0, "", token_ids, reason)
-    shown = token_ids[:-1] if reason == "stop" else token_ids
+    shown = token_ids[:-1] if _stops(request, token_ids) else token_ids
     text = None if text_of is None else text_of(shown)
     if text is None:
         text = answer_text(tokenizer, request.token_ids, shown)

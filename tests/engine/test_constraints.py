@@ -81,7 +81,7 @@ def test_every_answer_has_its_form(name: str, request: pytest.FixtureRequest) ->
     llm: LLM = request.getfixturevalue(name)
     numbers = range(30)
     outputs = llm.generate([PROMPT] * len(numbers), [params(number) for number in numbers], use_tqdm=False)
-    reasons = set()
+    stopped, at_the_cap = 0, 0
     for number, output in zip(numbers, outputs, strict=True):
         answer, form = output.outputs[0], FORMS[number % len(FORMS)]
         assert has_form(form, answer.text), (form, answer.text)
@@ -90,12 +90,14 @@ def test_every_answer_has_its_form(name: str, request: pytest.FixtureRequest) ->
             alone = llm.generate(PROMPT, params(number), use_tqdm=False)[0]
             assert alone.outputs[0].token_ids == answer.token_ids
         elif form is not None:
-            reasons.add(answer.finish_reason)
+            assert answer.finish_reason == "stop", "whoever ends at the cap has a whole form too"
+            by_token = answer.token_ids[-1] in llm.models.eos_token_ids
+            stopped, at_the_cap = stopped + by_token, at_the_cap + (not by_token)
         if output.smc is not None:
             assert np.isfinite(output.smc.log_evidence)
             assert form is None or output.smc.log_evidence < -2, "letters are likely, and forms are not"
             assert form is None or output.smc.warning is None, "of a form that is no wonder"
-    assert reasons == {"stop", "length"}
+    assert min(stopped, at_the_cap) > 0
     assert len({output.outputs[0].text for output in outputs}) > 10
     with pytest.raises(AssertionError):
         assert all(has_form(NUMBER, output.outputs[0].text) for output in outputs[4::5]), "control: without a form"
