@@ -105,14 +105,21 @@ WHOLE = Layout()
 
 def check_split(config: ModelConfig, size: int, model: str, argument: str, *, int8: bool = False) -> None:
     """Raises ValueError where `size` devices cannot hold a model together: its name, and that of the argument."""
-    if not fits(config, size, int8):
-        fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
-        several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
+    if fits(config, size, int8):
+        return
+    fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
+    several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
+    if fits(config, size):
+        attention, f = config.num_heads * config.head_dim, config.intermediate_size
         raise ValueError(
-            f"{argument} is {size} and {model} has {config.num_heads} attention heads, {config.num_kv_heads} key-value "
-            f"heads and intermediate size {config.intermediate_size}{' in int8' if int8 else ''}, which {size} devices "
-            f"cannot divide evenly; use {several}."
+            f"{argument} is {size} and {model} has matrices of {attention} and {f} columns in int8, of which each "
+            f"device must hold a multiple of {COLUMNS}; use {several}, or no int8."
         )
+    raise ValueError(
+        f"{argument} is {size} and {model} has {config.num_heads} attention heads, {config.num_kv_heads} key-value "
+        f"heads and intermediate size {config.intermediate_size}, which {size} devices cannot divide evenly; use "
+        f"{several}."
+    )
 
 
 def fits(config: ModelConfig, size: int, int8: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -73,3 +74,17 @@ def test_what_divides_real_models() -> None:
     check_split(sparse, 16, "the target", "tensor_parallel_size")
     with pytest.raises(ValueError, match=r"^tensor_parallel_size is 3 and the target has 32 attention heads, 8 key-va"):
         check_split(sparse, 3, "the target", "tensor_parallel_size")
+
+
+def test_what_int8_divides() -> None:
+    """48 columns divide evenly by two; 24 are no multiple of the 16 within which int8 columns have an order."""
+    config = dataclasses.replace(SHAPES["llama-3.2-1b"], intermediate_size=48)
+    check_split(config, 2, "the target", "tensor_parallel_size")
+    message = (
+        r"^tensor_parallel_size is 2 and the target has matrices of 2048 and 48 columns in int8, of which each device "
+        r"must hold a multiple of 16; use 1, or no int8\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_split(config, 2, "the target", "tensor_parallel_size", int8=True)
+    with pytest.raises(ValueError, match=r"intermediate size 48, which 5 devices cannot divide evenly; use 1\.$"):
+        check_split(config, 5, "the target", "tensor_parallel_size", int8=True)
