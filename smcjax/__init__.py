@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
+    from smcjax.engine.majority import majority
     from smcjax.engine.outputs import (
         CompletionOutput,
         Cycle,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         StreamChunk,
         TokenLogprob,
         Trace,
-        Vote,
     )
     from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
@@ -45,7 +45,7 @@ __all__ = [
     "StreamChunk",
     "TokenLogprob",
     "Trace",
-    "Vote",
+    "majority",
 ]
 
 _HOME = {
@@ -58,6 +58,7 @@ _HOME = {
     "CheckpointError": "errors",
     "SamplingParams": "engine.sampling_params",
     "SparseVerification": "sparse",
+    "majority": "engine.majority",
 }
 _SUBPACKAGES = ("kv", "model", "pallas", "rejection", "smc")
 

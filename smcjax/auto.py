@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
@@ -38,7 +38,6 @@ class Auto:
         evidence: True asks for `log_evidence`, and so for a population.
         trace: True asks for a population's history.
         select: how a population answers, as in `SMC`; None: none is asked for by it, and "sample".
-        vote_by: of select="vote", as in `SMC`.
         control: c of a population; None: none is asked for by it, and 0.1.
         sparse: how a target with Native Sparse Attention verifies; None: each query by itself.
     """
@@ -53,7 +52,6 @@ class Auto:
     evidence: bool = False
     trace: bool = False
     select: str | None = None
-    vote_by: Callable[[str], Hashable] | None = None
     control: float | None = None
     sparse: SparseVerification | None = None
 
@@ -67,7 +65,7 @@ class Auto:
     @property
     def wants_population(self) -> bool:
         """True where what is asked for needs weighted particles."""
-        named = (self.n_particles, self.select, self.vote_by, self.control)
+        named = (self.n_particles, self.select, self.control)
         return self.power != 1.0 or self.evidence or self.trace or any(one is not None for one in named)
 
     def choose(self, *, has_draft: bool, candidates_pay: bool) -> Decoding:
@@ -123,7 +121,6 @@ class Auto:
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
             power=self.power,
             trace=self.trace,
-            vote_by=self.vote_by,
             control=CONTROL if self.control is None else self.control,
             sparse=self.sparse,
         )

@@ -22,7 +22,7 @@ POPULATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"evidence": True}, {}),
     ({"trace": True}, {"trace": True}),
     ({"select": "sample"}, {}),
-    ({"select": "vote", "vote_by": len}, {"select": "vote", "vote_by": len}),
+    ({"select": "best"}, {"select": "best"}),
     ({"control": 0.0}, {"control": 0.0}),
     ({"evidence": True, "sparse": SPARSE}, {"sparse": SPARSE}),
 ]

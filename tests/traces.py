@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
+from smcjax.engine.results import normalized
 from smcjax.viz.trace_file import TraceFile
 
 _KEPT = {field.name for field in dataclasses.fields(TraceFile)}  # of a trace, in its file
@@ -77,7 +78,10 @@ def history(
     final[~over] = -np.inf
     smc = SMCOutput(
         log_evidence=-math.pi if np.isfinite(final).any() else -math.inf,
-        particles=[Particle([1], float(weight), "stop") for weight in final],
+        particles=[
+            Particle([1], float(log_weight), "stop", text or "", float(weight))
+            for log_weight, weight in zip(final, normalized(final), strict=True)
+        ],
         log_weights=final,
         selected=int(final.argmax()),
         control=0.0,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from smcjax.device import on_cpu
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.engine.vote import elect
 from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.questions import Question
+from smcjax.tasks.word_problems import ANSWER_MARK
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
@@ -81,8 +80,9 @@ class Evaluation:
 def majority(texts: Sequence[str]) -> str:
     """A text with the answer behind "####" that most texts give, the first of equal ones; where none gives any, the
     first (self-consistency: Wang et al. 2022, arXiv 2203.11171)."""
-    elected = elect(texts, np.zeros(len(texts)))
-    return texts[0 if elected is None else elected.row]
+    answers = [text.partition(ANSWER_MARK)[2].partition("\n")[0].strip() for text in texts]
+    counts = Counter(filter(None, answers))
+    return texts[answers.index(counts.most_common(1)[0][0])] if counts else texts[0]
 
 
 def evaluate(

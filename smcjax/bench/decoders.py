@@ -59,15 +59,13 @@ def contenders(
     approximate: bool = False,
     controls: Sequence[float] = (0.0,),
     answers: Sequence[int] = (),
-    votes: bool = False,
     early_ends: bool = False,
     branching: Sequence[float] = (),
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
     the majority of several exact `answers`, and SMC of N particles under each control, then by `branching` with each λ.
 
-    With `early_ends` SMC under a control decodes with early ends as well; with `votes` it answers by a vote as well, as
-    it is and without resampling (threshold 0).
+    With `early_ends` SMC under a control decodes with early ends as well.
 
     All verify by `sparse`, whose schedule the target alone has too; `approximate` is SMC's.
     """
@@ -92,11 +90,6 @@ def contenders(
             result.append(Contender(name, smc))
             if early_ends:
                 result.append(Contender(f"{name}, early end", dataclasses.replace(smc, early_end=True)))
-            if votes:
-                vote = dataclasses.replace(smc, select="vote")
-                result.append(Contender(f"{name}, vote", vote))
-                never = dataclasses.replace(vote, ess_threshold=0.0)
-                result.append(Contender(f"{name}, vote, never resampled", never))
         for n, lam in itertools.product(particles, branching):
             smc = SMC(n_particles=n, gamma=gamma, branching=lam, approximate=approximate, **by)
             result.append(Contender(f"SMC, N={n}, K={gamma}, branching {lam:g}", smc))

@@ -7,8 +7,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from smcjax.plain import short
-
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
     from smcjax.engine.outputs import RequestOutput
@@ -89,8 +87,6 @@ def summary(output: RequestOutput) -> str:
         ]
         if output.smc.control:
             parts.append(f"control {output.smc.control:.2f}")
-        if output.smc.vote is not None:
-            parts.append(f"vote {100 * output.smc.vote.share:.0f}% for {short(output.smc.vote.answer)}")
     return "[" + " · ".join(parts) + "]"
 
 

@@ -91,7 +91,6 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument(
         "--answers", type=ROWS, nargs="*", default=[], metavar="N", help="exact ones, whose majority counts (none)"
     )
-    decoders.add_argument("--votes", action="store_true", help="SMC by a vote too, resampled and not")
     decoders.add_argument("--early-ends", action="store_true", help="SMC with early ends too")
     decoders.add_argument("--tree", type=int, nargs="+", metavar="N", help="rejection along a tree: children per depth")
     decoders.add_argument("--gammas", type=DRAFTS, nargs="+", default=[4], metavar="K", help="draft tokens (4)")
@@ -224,7 +223,6 @@ def run_decoders(args: argparse.Namespace) -> int:
             bool(args.approximate),
             args.controls,
             args.answers,
-            args.votes,
             args.early_ends,
             args.branching,
         ),

@@ -219,7 +219,7 @@ def add_decoding_options(
         const=True,
         help="of SMC: draft each block while the one before it is scored (wait)",
     )
-    group.add_argument("--select", choices=SELECTIONS, help="the answer (sample); vote: by the text behind ####")
+    group.add_argument("--select", choices=SELECTIONS, help="the particle that answers (sample)")
     parser.set_defaults(smc_defaults={"n_particles": 8, "gamma": gamma})
     add_sparse_options(parser)
 

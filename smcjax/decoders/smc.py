@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
 from typing import Any
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
@@ -13,7 +12,7 @@ from smcjax.plain import short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 
 SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
-SELECTIONS = ("sample", "best", "vote")  # of the answer
+SELECTIONS = ("sample", "best")  # of the answer
 
 # Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
@@ -34,11 +33,11 @@ class SMC(Decoding):
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
         resampling: one of `smcjax.smc.SCHEMES`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
-            sample of the target nor its mode), "vote" the heaviest particle of those whose answers, taken together,
-            weigh most (`smcjax.engine.vote`; not a sample of the target, also at control 1).
+            sample of the target nor its mode).
         bonus: draw one more token a cycle from the target's last column.
         defer_bonus: feed the bonus token to the draft together with the token before it in the next cycle's first
-            draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens.
+            draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens. None: yes, where there is
+            a bonus token.
         trace: keep ESS, weights and ancestors of every cycle in the result.
         control: c in [0, 1], where a request brings none. Draft d is accepted with probability min(1, p(d)/(c·q(d))),
             else its particle's block ends with a token of the residual max(p − q, 0), and a token's weight is at least
@@ -50,19 +49,17 @@ class SMC(Decoding):
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
-        vote_by: of select="vote", the function from a particle's text to the answer that it votes for, None where it
-            has none; None: `smcjax.engine.vote.marked_answer`, what follows the first "####".
         early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
             or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
             the others weigh 0 then, until they are resampled.
         branching: λ ≥ 1; None: off. In place of a control's coins every particle offers K + 1 weighted children: one
             leaves its drafts behind each number of them for a token of max(p − λq, 0), one keeps them all, each draft
             with a weight of at most λ (`smcjax.smc.branching`). N of a request's N(K + 1) children are drawn in every
-            cycle, by `resampling`; all weights are equal then, and `ess_threshold` is not used. Right for any draft.
+            cycle, by `resampling`, and all weights are equal then. Right for any draft.
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
-            there is no bonus token, whatever `bonus` says, an answer takes one cycle more, and nothing can be
-            rejected: no control, no watchdog, no branching.
+            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: no control, no
+            watchdog, no branching.
     """
 
     name = "smc"
@@ -77,13 +74,12 @@ class SMC(Decoding):
     resampling: str = "systematic"
     select: str = "sample"
     bonus: bool = True
-    defer_bonus: bool = True
+    defer_bonus: bool | None = None
     trace: bool = False
     control: float = 0.0
     watchdog: float | None = None
     sparse: SparseVerification | None = None
     approximate: bool = False
-    vote_by: Callable[[str], Hashable] | None = None
     early_end: bool = False
     branching: float | None = None
     pipelined: bool = False
@@ -103,18 +99,17 @@ class SMC(Decoding):
         if self.resampling not in SCHEMES:
             raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
         if self.select not in SELECTIONS:
-            raise ValueError(f"select must be 'sample', 'best' or 'vote', got {self.select!r}.")
-        if self.vote_by is not None and not callable(self.vote_by):
-            raise ValueError(f"vote_by must be a function from a text to an answer, or None, got {self.vote_by!r}.")
-        if self.vote_by is not None and self.select != "vote":
-            raise ValueError(f"vote_by is set and select is {self.select!r}; use select='vote', or leave it out.")
-        for name in ("bonus", "defer_bonus", "trace", "approximate", "early_end", "pipelined"):
+            raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
+        for name in ("bonus", "trace", "approximate", "early_end", "pipelined"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.defer_bonus, bool | None):
+            raise ValueError(f"defer_bonus must be True, False or None, got {self.defer_bonus!r}.")
         if self.branching is not None:
             self._check_branching()
         if self.pipelined:
             self._check_pipelined()
+        self._check_effects()
         check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
         if self.sparse is not None and is_approximate and not self.approximate:
@@ -124,6 +119,23 @@ class SMC(Decoding):
             )
         if self.approximate and not is_approximate:
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
+
+    def _check_effects(self) -> None:
+        """Refuses options that others leave without an effect."""
+        idle: dict[str, tuple[bool, tuple[str, ...]]] = {
+            "n_particles is 1": (self.n_particles == 1, ("resampling", "select", "early_end")),
+            f"branching is {self.branching}": (self.branching is not None, ("ess_threshold",)),
+            "pipelined is True": (self.pipelined, ("bonus", "defer_bonus")),
+            "bonus is False": (not self.bonus, ("defer_bonus",)),
+            "ess_threshold is 0": (self.ess_threshold == 0, ("resampling",)),
+        }
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        for cause, (holds, names) in idle.items():
+            for name in names:
+                if holds and getattr(self, name) != usual[name]:
+                    raise ValueError(
+                        f"{cause}, which leaves {name} {getattr(self, name)!r} without an effect; leave {name} out."
+                    )
 
     def _check_pipelined(self) -> None:
         """Refuses what would reject drafts, on which others have been built by then."""
@@ -180,7 +192,7 @@ class SMC(Decoding):
             self.n_particles,
             self.gamma,
             bonus,
-            bonus and self.defer_bonus,
+            bonus and self.defer_bonus is not False,
             self.draft_temperature,
             sparse=self.sparse,
         )
@@ -189,9 +201,9 @@ class SMC(Decoding):
     def exact(self) -> bool:
         """True at control 1 and power 1, where a particle drawn by weight is a sample of the target.
 
-        A vote's winner is none, nor is the heaviest particle where coins make weights differ.
+        The heaviest particle is none where coins make weights differ.
         """
-        drawn = self.select == "sample" or (self.select == "best" and not self.early_end)
+        drawn = self.select == "sample" or not self.early_end
         return self.control == 1.0 and self.power == 1.0 and drawn and super().exact
 
     @property
@@ -211,7 +223,6 @@ class SMC(Decoding):
         words += [f"watchdog {self.watchdog:g}"] if self.watchdog is not None else []
         words += ["early end"] if self.early_end else []
         words += ["pipelined"] if self.pipelined else []
-        words += ["vote"] if self.select == "vote" else []
         return ", ".join(words) + in_words(self.sparse)
 
     def check_draft(self, draft: Drafting, control: float | None = None) -> None:

@@ -225,6 +225,7 @@ class LLM:
         if draft_model == NGRAM and drafts:
             self.decoding.check_draft(NGram())
             of_drafts["draft_revision"] = draft_revision
+            of_drafts["draft_temperature"] = self.decoding.speculation.draft_temperature
         for name, value in of_drafts.items():
             if value is not None and (draft_model == NGRAM or not drafts):
                 without = f"draft_model={NGRAM!r}" if drafts else f"{type(self.decoding).__name__}()"
@@ -277,10 +278,6 @@ class LLM:
             self.page_size = usual if page_size is None else page_size
             self.footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
-            if self.tokenizer is None and isinstance(self.decoding, SMC) and self.decoding.select == "vote":
-                raise ValueError(
-                    "select is 'vote' and the model directory has no tokenizer to read answers by; use select='sample'."
-                )
             self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed)
             if compiles_at_start(compile_at_start):
                 self.warm_up()

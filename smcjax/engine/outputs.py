@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ class Particle:
     token_ids: list[int]
     log_weight: float  # since the last resampling; softmax over the population is the selection law
     finish_reason: str | None  # None: not at its end when the choice was made (its text may hold a stop string)
+    text: str  # as `CompletionOutput.text` is of the particle that answers; "" without a tokenizer
+    weight: float  # softmax of the log weights; NaN where the request has failed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
@@ -55,19 +57,6 @@ class Trace:
     branched: bool = False  # rows were copied first, as `Cycle.branched` says: `tokens` are then the copies'
 
 
-@dataclasses.dataclass(frozen=True)
-class Vote:
-    """The outcome of a vote of the particles (`SMC(select="vote")`), which is not a sample of the target."""
-
-    answer: Hashable  # that won
-    shares: Mapping[Hashable, float]  # of the population's weight, by answer, largest first; they abstain up to 1
-
-    @property
-    def share(self) -> float:
-        """Share of the population's weight that the answer has."""
-        return self.shares[self.answer]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
 class SMCOutput:
     """The population behind an answer."""
@@ -80,7 +69,6 @@ class SMCOutput:
     raised_cycles: int = 0  # of `RequestMetrics.cycles`, those under a raised control
     warning: str | None = None  # a sentence, once a watchdog has raised the control, or without one would have
     trace: Trace | None = None
-    vote: Vote | None = None  # with select="vote"; None also where no particle had an answer: then one was drawn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from smcjax.decoders import SMC, Decoding
+from smcjax.decoders import Decoding
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.sequences import Population
 from smcjax.engine.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.requests import Request
 from smcjax.engine.text import AnswerText, answer_text
-from smcjax.engine.vote import Elected, elect, marked_answer
-from smcjax.plain import short
 from smcjax.tokenizer import Tokenizer
 
 _NO_WEIGHT = (
@@ -69,11 +67,6 @@ def assemble(
         population.tokens[row, start : population.length[row]].tolist() for row in range(len(population.tokens))
     ]
     error = refused or (_NO_WEIGHT if population.failed else None)
-    elected = None
-    if error is None and tokenizer is not None:
-        elected, error = _elected(decoder.decoding, request, sequences, np.asarray(population.log_weight), tokenizer)
-    if elected is not None:
-        selected = elected.row
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:
@@ -95,6 +88,7 @@ def assemble(
     weighted = None
     if decoder.decoding.weighted:
         assert report.control is not None
+        weights = normalized(np.asarray(population.log_weight))
         weighted = SMCOutput(
             log_evidence=float(population.log_evidence),
             particles=[
@@ -102,6 +96,8 @@ def assemble(
                     token_ids=token_ids,
                     log_weight=float(population.log_weight[row]),
                     finish_reason=_reason(request, token_ids) if population.finished[row] else None,
+                    text=_completion(request, token_ids, tokenizer).text,
+                    weight=float(weights[row]),
                 )
                 for row, token_ids in enumerate(sequences)
             ],
@@ -111,7 +107,6 @@ def assemble(
             raised_cycles=report.raised_cycles,
             warning=report.warning,
             trace=_trace(report, request, sequences, selected, tokenizer),
-            vote=None if elected is None else elected.vote,
         )
     return RequestOutput(
         request_id=request.request_id,
@@ -137,6 +132,15 @@ def assemble(
         smc=weighted,
         error=error,
     )
+
+
+def normalized(log_weights: np.ndarray) -> np.ndarray:
+    """softmax of log weights [N], in float64; NaN where all of them are −inf."""
+    weights = np.asarray(log_weights, np.float64)
+    if not np.isfinite(weights.max()):
+        return np.full(weights.shape, np.nan)
+    weights = np.exp(weights - weights.max())
+    return weights / weights.sum()
 
 
 def in_words(cycles_by: Mapping[Decoding, int]) -> dict[str, int]:
@@ -174,23 +178,6 @@ def aborted_in_the_queue(
             preemptions=preemptions,
         ),
     )
-
-
-def _elected(
-    decoding: Decoding,
-    request: Request,
-    sequences: Sequence[list[int]],
-    log_weights: np.ndarray,
-    tokenizer: Tokenizer,
-) -> tuple[Elected | None, str | None]:
-    """The outcome of the vote that the decoder asks for, if any; and what is wrong with the function that it asks."""
-    if not isinstance(decoding, SMC) or decoding.select != "vote":
-        return None, None
-    texts = [_completion(request, token_ids, tokenizer).text for token_ids in sequences]
-    try:
-        return elect(texts, log_weights, decoding.vote_by or marked_answer), None
-    except Exception as error:  # of the user's function, which may cost nobody else anything
-        return None, f"vote_by failed for one of the particles: {type(error).__name__}: {short(str(error))}"
 
 
 def _stops(request: Request, token_ids: list[int]) -> bool:

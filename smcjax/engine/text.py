@@ -90,7 +90,8 @@ def _shared(one: str, other: str) -> int:
 def answer_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> str:
     """The text of a whole answer."""
     text = AnswerText(tokenizer, prompt)
-    return "".join([text.feed(token) for token in tokens]) + text.rest()
+    text._window += [token for token in tokens if token in tokenizer.text_ids]
+    return text.rest()
 
 
 def _tail(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[list[int], str]:

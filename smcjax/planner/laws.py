@@ -31,7 +31,7 @@ def law_of(decoding: Decoding) -> str:
     if decoding.exact:
         return EXACT + reused
     assert isinstance(decoding, SMC)
-    alike = dataclasses.replace(decoding, gamma=1, bonus=True, defer_bonus=True, trace=False, sparse=None)
+    alike = dataclasses.replace(decoding, gamma=1, bonus=True, defer_bonus=None, trace=False, sparse=None)
     return f"population, {_options(alike)}{reused}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from smcjax.engine.outputs import Cycle, RequestOutput
-from smcjax.engine.text import AnswerText, answer_text
+from smcjax.engine.text import AnswerText
 from smcjax.server.schemas import SMCAsk
 from smcjax.tokenizer import Tokenizer
 from smcjax.viz.trace_file import trace_fields
@@ -34,17 +34,15 @@ def population_of(output: RequestOutput, ask: SMCAsk, tokenizer: Tokenizer | Non
         "resamples": output.metrics.resamples,
     }
     if ask.particles:
-        weights = normalized(smc.log_weights)
-        texts = None if smc.trace is None else smc.trace.texts
         found["particles"] = [
             {
-                "text": _text(output, particle.token_ids, None if texts is None else texts[index], tokenizer),
+                "text": None if tokenizer is None else particle.text,
                 "token_ids": particle.token_ids,
-                "weight": number(weights[index]),
+                "weight": number(particle.weight),
                 "log_weight": number(particle.log_weight),
                 "finish_reason": particle.finish_reason,
             }
-            for index, particle in enumerate(smc.particles)
+            for particle in smc.particles
         ]
     if ask.trace and smc.trace is not None:
         found["trace"] = trace_fields(output)
@@ -56,23 +54,8 @@ def end_of(output: RequestOutput) -> dict[str, Any]:
     smc = output.smc
     if smc is None:
         return {"selected": 0, "log_evidence": None, "weights": None}
-    weights = numbers(normalized(smc.log_weights))
+    weights = numbers([particle.weight for particle in smc.particles])
     return {"selected": smc.selected, "log_evidence": number(smc.log_evidence), "weights": weights}
-
-
-def _text(output: RequestOutput, token_ids: list[int], known: str | None, tokenizer: Tokenizer | None) -> str | None:
-    if known is not None or tokenizer is None:
-        return known
-    return answer_text(tokenizer, output.prompt_token_ids, token_ids)
-
-
-def normalized(log_weights: np.ndarray) -> np.ndarray:
-    """softmax of log weights [N], in float64; NaN where all of them are −inf."""
-    weights = np.asarray(log_weights, np.float64)
-    if not np.isfinite(weights.max()):
-        return np.full(weights.shape, math.nan)
-    weights = np.exp(weights - weights.max())
-    return weights / weights.sum()
 
 
 def number(value: float) -> float | None:

@@ -98,10 +98,7 @@ def log_evidence(state: State) -> Float[Array, " G"]:
 
 
 def select(program: SMCProgram, state: State) -> Int[Array, " G"]:
-    """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row.
-
-    One is drawn for a vote too, which the host holds about texts; it answers where nobody has a vote.
-    """
+    """The particle that answers: drawn from softmax(log w), or the largest weight, ties to the lowest row."""
     if program.decoding.select == "best":
         return jnp.argmax(state.log_weight, axis=1).astype(jnp.int32)
     return draw(group_keys(state.requests.key, state.cycle, Purpose.SELECT), state.log_weight)

@@ -96,6 +96,7 @@ def test_majorities() -> None:
     assert evaluate(alone, asked, SamplingParams(), seed=9, use_tqdm=False).correct == [False, True]
     assert [one.seed for one in alone.params] == [seeds[0], seeds[3]]
     assert majority(["a", "b"]) == "a"
+    assert majority(["####\n5", "a #### 1,200 apples \n#### 8", "#### 8", "#### 1,200 apples"]).startswith("a")
 
 
 def test_lines_of_answer_are_judged_each() -> None:

@@ -63,7 +63,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--decoding", "rejection", "--control", "1"], "--control is an option of --decoding smc"),
     ([*GENERATE, "--resampling", "none"], "'none' is not one of systematic, stratified, multinomial, residual;"),
     ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
-    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best, vote"),
+    ([*GENERATE, "--select", "first"], "argument --select: 'first' is not one of sample, best"),
     ([*GENERATE, "--admission", "worst"], "is not one of worst_case, optimistic"),
     (["eval", "--context", "512"], "--context is an option of --task recall, got --task words; leave it out."),
     (["eval", "--task", "recal"], "did you mean recall?"),

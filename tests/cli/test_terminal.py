@@ -40,7 +40,7 @@ class Chunks:
             generated_tokens=3, tokens_per_second=1.0, cycles=1, mean_accepted_length=None, mean_ess=1.0, resamples=0
         )
         answer = types.SimpleNamespace(finish_reason="stop")
-        smc = types.SimpleNamespace(particles=[1], log_evidence={evidence}, control=0.0, vote=None)
+        smc = types.SimpleNamespace(particles=[1], log_evidence={evidence}, control=0.0)
         return Chunk("", types.SimpleNamespace(error=None, metrics=metrics, outputs=[answer], smc=smc))
     def close(self):
         pass

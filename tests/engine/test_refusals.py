@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +43,26 @@ WRONG_SMC: dict[str, list[Any]] = {
     "ess_threshold": [-0.1, 1.1, NAN, INF, 10**12, "8", None, True],
     "resampling": ["none", "", None, 5, ["systematic"]],
     "select": ["first", "", None, 5],
-    "vote_by": [5, "len"],
     "bonus": [1, "yes", None],
-    "defer_bonus": [1, "yes", None],
+    "defer_bonus": [1, "yes"],
     "trace": [1, "yes", None],
     "control": [-0.1, 1.1, NAN, INF, 10**12, "1", None, True],
     "watchdog": [0, -1, 101, NAN, INF, "1", True],
     "early_end": [1, "yes", None],
     "branching": [0.99, 0, -1, NAN, INF, 10**12, "2", True],
 }
+IDLE_SMC: list[tuple[dict[str, Any], str]] = [  # options that others leave without an effect
+    ({"branching": 2.0, "ess_threshold": 0.9}, "branching is 2.0, which leaves ess_threshold 0.9 without an effect"),
+    ({"branching": 2.0, "ess_threshold": 0.0}, "branching is 2.0, which leaves ess_threshold 0.0 without an effect"),
+    ({"pipelined": True, "bonus": False}, "pipelined is True, which leaves bonus False without an effect"),
+    ({"pipelined": True, "defer_bonus": False}, "pipelined is True, which leaves defer_bonus False without an effect"),
+    ({"bonus": False, "defer_bonus": True}, "bonus is False, which leaves defer_bonus True without an effect"),
+    ({"bonus": False, "defer_bonus": False}, "bonus is False, which leaves defer_bonus False without an effect"),
+    ({"n_particles": 1, "resampling": "residual"}, "n_particles is 1, which leaves resampling 'residual' without an"),
+    ({"n_particles": 1, "select": "best"}, "n_particles is 1, which leaves select 'best' without an effect"),
+    ({"n_particles": 1, "early_end": True}, "n_particles is 1, which leaves early_end True without an effect"),
+    ({"ess_threshold": 0, "resampling": "residual"}, "ess_threshold is 0, which leaves resampling 'residual' without"),
+]
 WRONG_LLM: dict[str, list[Any]] = {
     "model": [5, True, ["a"]],
     "draft_model": [5, True, ["a"]],
@@ -99,6 +111,21 @@ def test_smc(name: str, value: Any) -> None:
     message = complaint(lambda: SMC(**{name: value}))
     assert message.startswith(f"{name} ")
     assert shown(value) in message
+
+
+@pytest.mark.parametrize(("options", "reason"), IDLE_SMC, ids=[str(options) for options, _ in IDLE_SMC])
+def test_options_without_an_effect(options: dict[str, Any], reason: str) -> None:
+    """Refused by name; each of the two goes by itself, and a copy without the cause takes neither for given."""
+    assert complaint(lambda: SMC(**options)).startswith(reason)
+    for name, value in options.items():
+        alone = SMC(**{name: value})
+        assert dataclasses.replace(alone, **{name: getattr(SMC(), name)}) == SMC()
+
+
+def test_a_temperature_of_drafts_that_have_none(pair: Pair) -> None:
+    for decoding in (Rejection(draft_temperature=0.5), SMC(branching=2.0, draft_temperature=0.5)):
+        message = complaint(lambda one=decoding: LLM(pair.target, draft_model="ngram", decoding=one))
+        assert message == "draft_temperature is 0.5 and draft_model='ngram' has no draft; omit it."
 
 
 @pytest.mark.parametrize(("name", "value"), cases(WRONG_LLM))

@@ -118,7 +118,6 @@ SPARSE = SparseVerification("merged", 4)
         (SMC(4, 4), SMC(4, 4, control=0.1), False),
         (SMC(4, 4), SMC(4, 4, power=2.0), False),
         (SMC(4, 4), ALONE, False),
-        (SMC(4, 4, control=1.0, select="vote"), ALONE, False),
         (Rejection(4, sparse=SparseVerification(schedule=2)), Autoregressive(SparseVerification(schedule=2)), True),
         (Rejection(4, sparse=SparseVerification(schedule=2)), ALONE, False),
         (

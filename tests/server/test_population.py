@@ -13,7 +13,8 @@ import pytest
 
 from smcjax import SamplingParams
 from smcjax.engine.outputs import Cycle
-from smcjax.server.population import Cycles, normalized, numbers
+from smcjax.engine.results import normalized
+from smcjax.server.population import Cycles, numbers
 from smcjax.viz.trace_file import load_trace
 from tests.server.conftest import EXACT_NAME, SMC_NAME, Running, events_of
 

@@ -34,6 +34,8 @@ def enumerate_smc(toy: Toy, mutation: str = "none", beside: tuple[float, ...] = 
 @pytest.mark.parametrize("scheme", smc.SCHEMES)
 @pytest.mark.parametrize("power", [1.0, 0.5, 2.0])
 def test_exact_for_every_scheme(scheme: str, power: float, bonus: bool, threshold: float) -> None:
+    if threshold == 0 and scheme != "systematic":
+        return  # nothing is resampled, by whichever scheme
     config = {"power": power, "resampling": scheme, "bonus": bonus, "ess_threshold": threshold}
     done = enumerate_smc(STOP, n_particles=3, gamma=2, **config)
     assert deviation(done) < 1e-10
