@@ -32,6 +32,7 @@ from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.intake import Intake
 from smcjax.engine.loading import (
+    DECODERS,
     USUAL_PAGE_SIZE,
     Models,
     load_models,
@@ -149,8 +150,8 @@ class LLM:
         share: LLM | None = None,
         kv_fraction: float = 1.0,
     ) -> None:
-        choice: object = SMC() if decoding is None else Auto() if decoding == Auto.name else decoding
-        if not isinstance(choice, Decoding | Auto):
+        choice: Any = SMC() if decoding is None else Auto() if decoding == Auto.name else decoding
+        if type(choice) not in (*DECODERS, Auto):
             raise ValueError(
                 f"decoding must be SMC(...), Rejection(...), Autoregressive(), Auto(...) or 'auto', got {decoding!r}."
             )
@@ -355,6 +356,7 @@ class LLM:
             devices=models.devices,
             workspace_bytes=workspace,
             scores_bytes=scores,
+            rows_argument=self.decoding.rows_argument,
         )
         device = memory_of_each(models.devices)
         logger.info("%s", Budget(device, weights, chosen * page_bytes, chosen, self.page_size, workspace, scores))

@@ -116,12 +116,14 @@ def choose_num_pages(
     devices: int = 1,
     workspace_bytes: int = 0,
     scores_bytes: int = 0,
+    rows_argument: str | None = None,
 ) -> int:
     """Pages to allocate, the trash page included: `num_pages`, or room for `max_num_seqs` of the largest request.
 
     `largest_request` is a request's worst case in pages. What is chosen here stays within `kv_fraction` of what weights
     and workspace leave of the given share of a GPU's memory, or within 1 GiB of a host's unless one request needs more.
     Bytes are those of one device of several. Pages leave `scores_bytes` of the whole GPU: scratch that is known of.
+    `rows_argument` is the decoder's.
     Raises ValueError where pages do not fit the device beside them, or not even one largest request does.
     """
     held = weight_bytes + workspace_bytes
@@ -140,10 +142,11 @@ def choose_num_pages(
         available = int(kv_fraction * (min(int(gpu * gpu_memory_utilization), gpu - scores_bytes) - held))
     affordable = available // page_bytes - 1
     if affordable < largest_request:
+        fewer = "max_model_len" if rows_argument is None else f"max_model_len or {rows_argument}"
         raise ValueError(
             f"one request of max_model_len tokens may need {largest_request} KV pages "
             f"({largest_request * page_bytes / 2**30:.2f} GiB) and only {max(affordable, 0)} fit beside the weights; "
-            "lower max_model_len or n_particles, or set num_pages for shorter requests."
+            f"lower {fewer}, or set num_pages for shorter requests."
         )
     return 1 + min(affordable, largest_request * max_num_seqs)
 

@@ -22,6 +22,7 @@ _NO_WEIGHT = (
     "no particle has a usable weight left (all are zero, or the model gave NaN); "
     "check the model's weights and the dtype"
 )
+_NO_LAW = "the model gave NaN in place of probabilities; check its weights and the dtype"
 
 
 @dataclasses.dataclass
@@ -66,7 +67,9 @@ def assemble(
     sequences = [
         population.tokens[row, start : population.length[row]].tolist() for row in range(len(population.tokens))
     ]
-    error = refused or (_NO_WEIGHT if population.failed else None)
+    error = refused
+    if error is None and population.failed:
+        error = _NO_WEIGHT if decoder.decoding.weighted else _NO_LAW
     if error is not None:
         completion = CompletionOutput(0, "", [], "error")
     else:

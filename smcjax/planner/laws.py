@@ -7,6 +7,7 @@ population …         SMC by all its options but K. N, control and power say ho
                      speed alone may not choose among them. K says it too, where the control is below 1: those of one
                      such class agree in the target and in unbiased evidence, reports rank them side by side, and nobody
                      switches among them (docs/planner.md)
+inexact …            another decoder that does not claim the target's own law: every option counts
 approximate …        sparse verification that shares blocks: depends on who reads together, so every option counts
 """
 
@@ -30,7 +31,8 @@ def law_of(decoding: Decoding) -> str:
     reused = "" if sparse is None or sparse.precision == "strict" else f", blocks by schedule {sparse.schedule}"
     if decoding.exact:
         return EXACT + reused
-    assert isinstance(decoding, SMC)
+    if not isinstance(decoding, SMC):
+        return f"inexact, {_options(decoding)}{reused}"
     alike = dataclasses.replace(decoding, gamma=1, bonus=True, defer_bonus=None, trace=False, sparse=None)
     return f"population, {_options(alike)}{reused}"
 

@@ -18,6 +18,7 @@ from smcjax.engine.async_llm import AsyncLLM
 from smcjax.engine.planned import Planned
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.plain import short
+from smcjax.planner.laws import as_json
 from smcjax.server.errors import APIError
 
 
@@ -142,8 +143,10 @@ def label_of(decoding: Decoding) -> str:
         parts += ["pipelined"] if decoding.pipelined else []
     elif isinstance(decoding, Rejection):
         parts += [f"n{decoding.n_candidates}"] if decoding.n_candidates > 1 else []
-        parts += ["tree" if decoding.tree is not None else f"k{decoding.gamma}"]
+        parts += [f"k{decoding.gamma}" if decoding.tree is None else f"tree{'x'.join(map(str, decoding.tree))}"]
         parts += ["block"] if decoding.verification == "block" else []
+    else:  # one that is not ours, by all that is said of it
+        parts += [f"{name}{value}" for name, value in as_json(decoding).items() if name not in ("decoder", "sparse")]
     return "-".join(parts)
 
 

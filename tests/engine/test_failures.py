@@ -55,6 +55,7 @@ def test_nan_ends_its_own_request_alone(poisoned: str, pair: Pair, decoder: str,
                     assert output.outputs[0].token_ids == []
                     assert output.error is not None
                     assert "NaN" in output.error
+                    assert ("particle" in output.error) == (decoder == "smc")
         assert sick.metrics()["kv_pages_free"] == sick.metrics()["kv_pages_total"]
         with_logprobs = sick.generate(bad, SamplingParams(logprobs=0), use_tqdm=False)[0]
         assert with_logprobs.outputs[0].finish_reason == "error"

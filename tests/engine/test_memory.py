@@ -69,8 +69,10 @@ def test_the_share_of_a_gpu() -> None:
     assert choose(max_num_seqs=64, gpu_memory_utilization=0.5) == 1920
     assert choose(max_num_seqs=64, gpu_memory_utilization=1) == 5120
     assert choose(largest_request=3839, max_num_seqs=64) == 3840
-    with pytest.raises(ValueError, match=r"may need 3840 KV pages \(60\.00 GiB\) and only 3839 fit .*; lower max"):
-        choose(largest_request=3840)
+    for rows, fewer in ((None, "max_model_len"), ("n_particles", "max_model_len or n_particles")):
+        message = rf"may need 3840 KV pages \(60\.00 GiB\) and only 3839 fit .*; lower {fewer}, or set num_pages"
+        with pytest.raises(ValueError, match=message):
+            choose(largest_request=3840, rows_argument=rows)
     with pytest.raises(ValueError, match="only 0 fit"):
         choose(weight_bytes=90 * GIB)
     assert choose(max_num_seqs=64, workspace_bytes=GIB // 64) == 3839

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import hypothesis.strategies as st
 
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection, Speculation
 from smcjax.planner import Cell, Measured, Profile
 from smcjax.sparse import SparseVerification
 
@@ -45,6 +45,25 @@ def measured(decoding: Decoding, times: Mapping[int, float], rate: float = 0.7, 
 
 def profile(*strategies: Measured) -> Profile:
     return Profile("a device", "a target", "a draft", strategies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blind(Decoding):
+    """A decoder that is not of this package: it takes every draft as it is, so it is neither exact nor SMC."""
+
+    name = "blind"
+    gamma: int = 2
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation(rows=1, gamma=self.gamma)
+
+    def __str__(self) -> str:
+        return f"blind, K={self.gamma}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from smcjax.planner import Cell, Measured, Planner, law_of
 from smcjax.planner.prediction import RATES
 from smcjax.planner.report import best_fixed, gains, markdown, regret
 from smcjax.sparse import SparseVerification
-from tests.planner.tables import ALONE, EXACT, LOADS, OTHERS, Machine, machines, measured, profile
+from tests.planner.tables import ALONE, EXACT, LOADS, OTHERS, Blind, Machine, machines, measured, profile
 
 # Milliseconds a cycle on one H100, 1B/8B, 1,024 tokens of context, from tokens/s of 9 and of 1 token a cycle:
 # 2,639 / 1,377 tok/s at 8 requests, 3,292 / 2,495 at 16, 3,578 / 4,082 at 32.
@@ -125,6 +125,9 @@ SPARSE = SparseVerification("merged", 4)
             Rejection(4, sparse=SparseVerification(schedule=4)),
             False,
         ),
+        (Blind(4), Blind(4), True),
+        (Blind(4), Blind(8), False),
+        (Blind(4), SMC(gamma=4), False),
         (Rejection(4, sparse=SparseVerification("shared")), Rejection(2, sparse=SparseVerification("shared")), False),
     ],
 )

@@ -16,6 +16,7 @@ from smcjax.server.tokens import TokenTexts
 from smcjax.sparse import SparseVerification
 from smcjax.tokenizer import Tokenizer
 from tests.checkpoints import Pair
+from tests.planner.tables import Blind
 from tests.server.conftest import EXACT_NAME, SMC_NAME
 
 
@@ -30,9 +31,11 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
         (SMC(branching=2.5), "smc-n8-k8-b2.5"),
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
-        (Rejection(tree=(2, 1)), "rejection-tree"),
+        (Rejection(tree=(2, 1)), "rejection-tree2x1"),
         (Rejection(verification="block"), "rejection-k4-block"),
         (Autoregressive(), "autoregressive"),
+        (Blind(gamma=4), "blind-gamma4"),
+        (Blind(gamma=8), "blind-gamma8"),
     ],
 )
 def test_labels(decoding: Decoding, label: str) -> None:
