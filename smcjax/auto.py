@@ -1,4 +1,8 @@
-"""A decoder chosen by what is asked for: `LLM(decoding="auto")`. Without JAX, as `smcjax.decoders`."""
+"""Which decoder answers where none is named, and what "auto" chooses. Without JAX, as `smcjax.decoders`.
+
+The rule of an `LLM`, a command and a server that are told no decoder is `Routed`; a server asks `left_to_exact` of each
+decoder that it serves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
 from smcjax.plain import use_plain_numbers
 from smcjax.planner import Planner, Profile, law_of
 from smcjax.sparse import SparseVerification
@@ -14,6 +18,68 @@ from smcjax.sparse import SparseVerification
 CONTROL = 0.1  # of a population that nothing else is said about
 CANDIDATES = 8  # of an exact answer where a cycle's time is that of its weights' stream
 NEGLIGIBLE = 0.02  # of a load's speed: what is gained by less is not worth programs of its own
+
+
+def gives_draft(model: object, draft_model: object, draft_drop_layers: object) -> bool:
+    """True where these arguments of `LLM` give a draft; the bundled pair, for None, has one."""
+    return model is None or draft_model is not None or draft_drop_layers is not None
+
+
+def left_to_exact(decoding: Decoding, params: Any) -> str | None:
+    """Why an exact decoder is to answer a request with these `SamplingParams` in place of this one, in a clause.
+
+    None: this one answers, or refuses what no exact decoder honours either, as a control.
+    """
+    try:
+        decoding.check(params)
+    except NeedsExact as error:
+        return error.why if params.control is None else None
+    except ValueError:
+        pass
+    return None
+
+
+def exact_beside(decoding: Decoding) -> Decoding:
+    """The exact decoder that answers, with the same draft, what this one leaves to it."""
+    sparse = decoding.speculation.sparse
+    is_approximate = sparse is not None and sparse.precision == "approximate"
+    return Autoregressive() if is_approximate else Rejection(sparse=sparse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """The decoders of an `LLM`, a command or a server that is told none.
+
+    there is a draft      `smc` for requests that it can honour, else the exact decoder beside it, with the same
+                          draft: at temperature 0, with top_k, top_p, penalties and biases
+    drafts are certain    that exact decoder for all, as "ngram" proposes what SMC cannot weigh
+    there is none         the target alone
+    """
+
+    name: ClassVar[str] = "smc"
+    drafts: ClassVar[bool] = True  # where there is a draft
+    weighted: ClassVar[bool] = True
+
+    smc: SMC = dataclasses.field(default_factory=SMC)
+
+    def choose(self, *, has_draft: bool, certain: bool = False) -> tuple[Decoding, ...]:
+        """The decoders: the first answers what it can, the second, if there is one, the rest."""
+        if not has_draft:
+            sparse = self.smc.speculation.sparse
+            return (Autoregressive(None if sparse is None else sparse.of_single_queries),)
+        exact = exact_beside(self.smc)
+        return (exact,) if certain else (self.smc, exact)
+
+    def settled(self, params: Sequence[Any], *, has_draft: bool) -> Routed | Decoding:
+        """The exact decoder alone where it answers requests with each of these `SamplingParams`, else the rule."""
+        if has_draft and all(left_to_exact(self.smc, one) is not None for one in params):
+            return exact_beside(self.smc)
+        return self
+
+    def check(self, params: Any) -> None:
+        """Raises ValueError for `SamplingParams` that neither decoder can honour."""
+        if left_to_exact(self.smc, params) is None:
+            self.smc.check(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +143,8 @@ class Auto:
         if self.wants_population:
             return self._population()
         if not has_draft:
+            if self.gamma is not None:
+                raise ValueError(f"gamma is {self.gamma} and there is no draft; give draft_model, or leave gamma out.")
             return Autoregressive(self.sparse)
         return Rejection(self.gamma, n_candidates=CANDIDATES if candidates_pay else 1, sparse=self.sparse)
 
@@ -130,4 +198,5 @@ class Auto:
         self.choose(has_draft=True, candidates_pay=False).check(params)
 
 
+Choice = Decoding | Auto | Routed  # as `LLM(decoding=…)` takes it, beside None
 CHOICES: dict[str, type[Decoding] | type[Auto]] = {**DECODINGS, Auto.name: Auto}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
-from smcjax.auto import CHOICES, CONTROL
+from smcjax.auto import CHOICES, CONTROL, Routed, left_to_exact
 from smcjax.decoders import DECODINGS
 from smcjax.planner import law_of
 from tests.checkpoints import write_pair
@@ -44,8 +44,51 @@ def test_one_plain_answer_is_exact(asked: dict[str, Any]) -> None:
     assert auto.choose(has_draft=True, candidates_pay=False) == Rejection(**asked)
     assert auto.choose(has_draft=True, candidates_pay=True) == Rejection(**asked, n_candidates=8)
     assert auto.choose(has_draft=True, candidates_pay=True).exact
-    if asked.get("sparse") is None:
+    if not asked:
         assert auto.choose(has_draft=False, candidates_pay=True) == Autoregressive()
+
+
+def test_the_rule_where_no_decoder_is_named() -> None:
+    """SMC first, an exact decoder beside it with the same way of reading blocks; certain drafts are the exact one's."""
+    rule, under_control = Routed(), Routed(SMC(4, 4, sparse=SPARSE))
+    assert rule.choose(has_draft=True) == (SMC(), Rejection())
+    assert rule.choose(has_draft=True, certain=True) == (Rejection(),)
+    assert rule.choose(has_draft=False) == under_control.choose(has_draft=False) == (Autoregressive(),)
+    assert under_control.choose(has_draft=True) == (SMC(4, 4, sparse=SPARSE), Rejection(sparse=SPARSE))
+    shared = SparseVerification("shared", schedule=2)
+    approximate = Routed(SMC(sparse=shared, approximate=True))
+    assert approximate.choose(has_draft=True)[1] == Autoregressive()
+    assert approximate.choose(has_draft=False) == (Autoregressive(SparseVerification(schedule=2)),)
+
+
+LEFT: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"logprobs": 3, "stop": "x", "min_tokens": 2}, None),
+    ({"temperature": 0}, "temperature is 0, which an exact decoder answers"),
+    ({"temperature": 0.005}, "temperature is 0.005, too low for weights, and an exact decoder has none"),
+    ({"top_p": 0.9}, "top_k or top_p cuts the distribution, which an exact decoder honours"),
+    ({"top_k": 3}, "top_k or top_p cuts the distribution, which an exact decoder honours"),
+    ({"frequency_penalty": 1.0}, "frequency_penalty changes the distribution, which an exact decoder honours"),
+    ({"logit_bias": {1: 1.0}}, "logit_bias changes the distribution, which an exact decoder honours"),
+    ({"temperature": 0, "control": 0.1}, None),
+]
+
+
+@pytest.mark.parametrize(("asked", "why"), LEFT, ids=str)
+def test_what_is_left_to_an_exact_decoder(asked: dict[str, Any], why: str | None) -> None:
+    """What SMC refuses and exact decoders honour, and nothing else; who asks for a control asks for SMC."""
+    params = SamplingParams(**asked)
+    assert left_to_exact(SMC(), params) == why
+    assert left_to_exact(Rejection(), params) is None
+    if why is not None:
+        Rejection().check(params)
+        Autoregressive().check(params)
+        Routed().check(params)
+        assert Routed().settled([params, params], has_draft=True) == Rejection()
+    assert Routed().settled([params, SamplingParams()], has_draft=True) == Routed()
+    assert Routed().settled([params], has_draft=False) == Routed()
+    with pytest.raises(ValueError, match=r"^temperature is 0, where every draft token"):
+        Routed().check(SamplingParams(temperature=0, control=0.1))
 
 
 def test_requests_are_checked_as_the_choice_checks_them() -> None:
@@ -54,6 +97,8 @@ def test_requests_are_checked_as_the_choice_checks_them() -> None:
         Auto(n_particles=4).check(SamplingParams(temperature=0))
     with pytest.raises(ValueError, match=r"^evidence must be True or False, got 1"):
         Auto(evidence=1)
+    with pytest.raises(ValueError, match=r"^gamma is 6 and there is no draft; give draft_model, or leave gamma out"):
+        Auto(gamma=6).choose(has_draft=False, candidates_pay=False)
     with pytest.raises(ValueError, match=r"^gamma must be a whole number from 1 to 64, got 0"):
         Auto(gamma=0)
 

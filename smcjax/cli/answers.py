@@ -72,6 +72,7 @@ def summary(output: RequestOutput) -> str:
     """One line of figures about an answer."""
     metrics, answer = output.metrics, output.outputs[0]
     parts = [
+        output.decoding,
         f"{metrics.generated_tokens} tokens ({answer.finish_reason})",
         f"{metrics.tokens_per_second:.1f} tokens/s",
         f"{metrics.cycles} cycles",

@@ -3,7 +3,8 @@
 A line of input is an object with "prompt" (text) or "messages" (a conversation, through the chat template), and
 optionally "id" and fields of `SamplingParams`, which go before the command's options. A line of output is
 
-    {"id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "log_evidence": …}
+    {"id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "decoding": …,
+     "log_evidence": …}
 
 with "id" the line's number where there was none, "log_evidence" where there is a population, and "error" where the
 request failed as it ran.
@@ -17,10 +18,9 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from smcjax.auto import Auto
+from smcjax.auto import Choice
 from smcjax.cli.failures import InputLineError, refuses
 from smcjax.cli.stdin import read_file, read_stdin
-from smcjax.decoders import Decoding
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.files import MIB
 from smcjax.plain import is_unicode, short
@@ -47,9 +47,7 @@ class Line:
     params: SamplingParams
 
 
-def read_lines(
-    path: str, params: SamplingParams, decoding: Decoding | Auto, *, option: str = "--input-file"
-) -> list[Line]:
+def read_lines(path: str, params: SamplingParams, decoding: Choice, *, option: str = "--input-file") -> list[Line]:
     """The requests of the file that `option` names, "-" for standard input, with `params` where a line says no more.
 
     Raises ValueError for a file that cannot be read or holds none, and its kind InputLineError, with the line's number,
@@ -68,7 +66,7 @@ def read_lines(
     return lines
 
 
-def _line(number: int, line: str, params: SamplingParams, decoding: Decoding | Auto) -> Line:
+def _line(number: int, line: str, params: SamplingParams, decoding: Choice) -> Line:
     try:
         asked = json.loads(line, parse_constant=_no_number)
     except json.JSONDecodeError as error:
@@ -150,6 +148,7 @@ def _result(line: Line, output: RequestOutput) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "generated_tokens": output.metrics.generated_tokens,
+        "decoding": output.decoding,
     }
     if output.smc is not None and output.error is None:
         result["log_evidence"] = output.smc.log_evidence

@@ -24,6 +24,7 @@ from smcjax.cli.options import (
     decoding_from,
     one_shot_arguments,
     sampling_from,
+    settled,
 )
 from smcjax.cli.parser import whole
 from smcjax.cli.stdin import edit_lines, read_line, require_stdin
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
+    decoding = settled(args, decoding, [params])
     with LLM(args.model, decoding=decoding, max_num_seqs=1, seed=args.seed, **one_shot_arguments(args)) as llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(

@@ -20,6 +20,7 @@ from smcjax.cli.options import (
     decoding_from,
     one_shot_arguments,
     sampling_from,
+    settled,
     shows_progress,
 )
 from smcjax.cli.parser import whole
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(
         args.model,
-        decoding=decoding,
+        decoding=settled(args, decoding, [params]),
         max_num_seqs=min(args.max_num_seqs, args.num_problems),
         seed=args.seed,
         **one_shot_arguments(args),

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from smcjax.auto import CHOICES, Auto
+from smcjax.auto import CHOICES, Choice
 from smcjax.cli.answers import Doubt, answer, summary
 from smcjax.cli.batch import answer_lines, read_lines, write_results
 from smcjax.cli.form_options import add_form_options, form_from
@@ -24,11 +24,11 @@ from smcjax.cli.options import (
     decoding_from,
     one_shot_arguments,
     sampling_from,
+    settled,
     shows_progress,
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
-from smcjax.decoders import Decoding
 from smcjax.engine.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.engine.llm import LLM
 
+    decoding = settled(args, decoding, [params])
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **one_shot_arguments(args)) as llm:
         _, output = answer(llm, prompt, params)
     assert output is not None  # nobody has stopped it
@@ -98,13 +99,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_lines(args: argparse.Namespace, decoding: Decoding | Auto, params: SamplingParams) -> int:
+def _run_lines(args: argparse.Namespace, decoding: Choice, params: SamplingParams) -> int:
     """Answers a file of requests. Returns 1 where one failed as it ran; the results say which."""
     lines = read_lines(args.input_file, params, decoding)
 
     from smcjax.engine.llm import LLM
 
     batch = min(args.max_num_seqs or 8, len(lines))
+    decoding = settled(args, decoding, [line.params for line in lines])
     with LLM(args.model, decoding=decoding, max_num_seqs=batch, seed=args.seed, **one_shot_arguments(args)) as llm:
         outputs = answer_lines(llm, args.input_file, lines, progress=shows_progress(args))
     write_results(args.output_file, lines, outputs)
@@ -143,8 +145,8 @@ def _prompt(args: argparse.Namespace) -> str:
     return read_prompt() if args.prompt in (None, "-") else args.prompt
 
 
-def _check_trace(path: str, decoding: str) -> None:
+def _check_trace(path: str, decoding: str | None) -> None:
     """Refuses what would fail only after the answer has been generated."""
-    if not CHOICES[decoding].weighted:
+    if decoding is not None and not CHOICES[decoding].weighted:
         raise ValueError(f"--trace needs a population, got --decoding {decoding}; leave one of them out.")
     check_output("--trace", path)

@@ -7,11 +7,12 @@ import dataclasses
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from smcjax.auto import CHOICES, Auto
+from smcjax.auto import CHOICES, Auto, Choice, Routed, gives_draft
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS, Decoding
+from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC, VERIFICATIONS
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.sparse import MODES, SparseVerification
@@ -85,10 +86,10 @@ def check_output(option: str, path: str) -> None:
 def check_models(args: argparse.Namespace) -> None:
     """Raises ValueError for half a pair, CheckpointError for a path that leads nowhere, before anything is loaded."""
     given = {"--model": args.model, "--draft-model": args.draft_model}
-    needed = [option for option in given if option == "--model" or CHOICES[args.decoding].drafts]
+    needed = [option for option in given if option == "--model" or CHOICES[args.decoding or "smc"].drafts]
     if args.draft_model == "ngram":  # which goes with any model
         needed = ["--model"]
-    if args.decoding == "auto" and args.draft_model is None:  # which may do without
+    if args.decoding in (None, "auto") and args.draft_model is None:  # which may do without
         needed = ["--model"]
     if args.draft_drop_layers is not None and args.draft_model is None:  # the draft is made of the target
         needed = ["--model"]
@@ -177,9 +178,9 @@ def add_decoding_options(
     group.add_argument(
         "--decoding",
         choices=CHOICES,
-        default="smc",
-        help="smc (default); exact: rejection, or the target alone; auto: exact, unless -N, --power, --select, "
-        "--control or --trace asks for a population",
+        help="default: smc where it can honour a request, else rejection, without a draft the target alone; one that "
+        "is named answers all or refuses; auto: exact, unless -N, --power, --select, --control or --trace asks for a "
+        "population",
     )
     group.add_argument("--profile", metavar="FILE", help=profile)
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
@@ -299,7 +300,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | N
 
 def sampling_from(
     args: argparse.Namespace,
-    decoding: Decoding | Auto,
+    decoding: Choice,
     *,
     seed: int | None = None,
     response_format: dict[str, Any] | None = None,
@@ -327,15 +328,22 @@ def sparse_from(args: argparse.Namespace) -> SparseVerification | None:
     return SparseVerification(**given) if given else None
 
 
-def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Decoding | Auto:
+def has_draft(args: argparse.Namespace) -> bool:
+    """True where the options give a draft."""
+    return gives_draft(args.model, args.draft_model, args.draft_drop_layers)
+
+
+def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profile: bool = False) -> Choice:
     """The decoder that the arguments describe; raises ValueError for values out of range, or without a use.
 
-    `beside_profile` says that a profile is for further decoders, so that it may go with any.
+    Where none is named it is `Routed`, but for a `trace`, which SMC alone has. `beside_profile` says that a profile is
+    for further decoders, so that it may go with any.
     """
-    fields = OPTIONS[args.decoding]
-    if args.profile is not None and args.decoding != Auto.name and not beside_profile:
-        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {args.decoding}; leave it out.")
-    given = {}
+    named = args.decoding or SMC.name
+    fields = OPTIONS[named]
+    if args.profile is not None and named != Auto.name and not beside_profile:
+        raise ValueError(f"--profile is an option of --decoding auto, got --decoding {named}; leave it out.")
+    given: dict[str, Any] = {}
     for name in {name: None for options in OPTIONS.values() for name in options}:
         value = getattr(args, name)
         if value is None:
@@ -343,19 +351,30 @@ def decoding_from(args: argparse.Namespace, *, trace: bool = False, beside_profi
         if name not in fields:
             others = " and ".join(decoding for decoding, options in OPTIONS.items() if name in options)
             raise ValueError(
-                f"--{name.replace('_', '-')} is an option of --decoding {others}, got --decoding {args.decoding}; "
-                "leave it out."
+                f"--{name.replace('_', '-')} is an option of --decoding {others}, got --decoding {named}; leave it out."
             )
         given[fields[name]] = value
     defaults = {name: value for name, value in args.smc_defaults.items() if name in fields.values()}
-    if args.decoding == "auto":  # to which every number says something
+    if named == Auto.name:  # to which every number says something
         defaults = {}
     if args.tree is not None:  # which says how deep it is
         defaults.pop("gamma", None)
+    if args.decoding is None and given and not has_draft(args):
+        option = next(name for name in given).replace("_", "-")
+        raise ValueError(
+            f"--{option} is an option of --decoding smc, which needs a draft; give --draft-model or "
+            "--draft-drop-layers, or leave it out."
+        )
     given = {**defaults, **given, "sparse": sparse_from(args)}
     if trace:
         given["trace"] = True
-    return CHOICES[args.decoding](**given)
+    made = CHOICES[named](**given)
+    return Routed(made) if args.decoding is None and isinstance(made, SMC) and not trace else made
+
+
+def settled(args: argparse.Namespace, decoding: Choice, params: Sequence[SamplingParams]) -> Choice:
+    """The decoder of these requests: where the rule leaves all of them to the exact one, that alone is loaded."""
+    return decoding.settled(params, has_draft=has_draft(args)) if isinstance(decoding, Routed) else decoding
 
 
 def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:

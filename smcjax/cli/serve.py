@@ -6,13 +6,14 @@ import argparse
 import os
 from typing import Any
 
-from smcjax.auto import Auto
+from smcjax.auto import Auto, Routed
 from smcjax.cli.options import (
     OPTIONS,
     add_decoding_options,
     add_model_options,
     check_models,
     decoding_from,
+    has_draft,
     llm_arguments,
 )
 from smcjax.cli.parser import text, whole
@@ -74,6 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Checks everything, takes the port, loads, and serves until a signal comes."""
     first = decoding_from(args, beside_profile=True)
+    if isinstance(first, Routed):
+        first = first.choose(has_draft=has_draft(args), certain=args.draft_model == "ngram")[0]
     if isinstance(first, Auto) and args.profile is None:
         raise ValueError(
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "

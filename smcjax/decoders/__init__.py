@@ -4,7 +4,7 @@
 """
 
 from smcjax.decoders.autoregressive import Autoregressive
-from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, Speculation
+from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, NeedsExact, Speculation
 from smcjax.decoders.rejection import SIBLINGS, VERIFICATIONS, Rejection
 from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, USUAL_RATE
 
@@ -24,6 +24,7 @@ __all__ = [
     "VERIFICATIONS",
     "Autoregressive",
     "Decoding",
+    "NeedsExact",
     "Rejection",
     "Speculation",
 ]

@@ -13,6 +13,14 @@ MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probab
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
 
 
+class NeedsExact(ValueError):
+    """A request that this decoder cannot honour, and an exact one can; `why` says so in a clause."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
 @dataclasses.dataclass(frozen=True)
 class Speculation:
     """The static numbers of a cycle.
@@ -127,7 +135,10 @@ class Decoding(abc.ABC):
         """A few words for a line of figures."""
 
     def check(self, params: Any) -> None:
-        """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead."""
+        """Raises ValueError for `SamplingParams` that this decoder cannot honour exactly, with what to use instead.
+
+        The error is its kind `NeedsExact` where an exact decoder with the same draft honours them.
+        """
         if params.control is not None:
             raise ValueError(
                 f"control is {params.control:g} and decides what SMC rejects, but decoding is {self.name}; leave it "

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
-from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
+from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
 from smcjax.plain import short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 
@@ -253,10 +253,11 @@ class SMC(Decoding):
         Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
         """
         if params.temperature == 0:
-            raise ValueError(
+            raise NeedsExact(
                 "temperature is 0, where every draft token that differs from the target's would weigh nothing; "
                 "use decoding=Rejection() or Autoregressive(), whose greedy decoding is exact, or a temperature "
-                "above 0."
+                "above 0.",
+                "temperature is 0, which an exact decoder answers",
             )
         sharpness = self.power / params.temperature
         if sharpness > SHARPEST:
@@ -265,21 +266,24 @@ class SMC(Decoding):
                 "than they may differ; lower power, or raise temperature."
             )
         if self.draft_temperature is None and params.temperature < COLDEST:
-            raise ValueError(
+            raise NeedsExact(
                 f"temperature is {params.temperature:g} for the draft too, and below {COLDEST:g} float32 rounds its "
                 "log-probabilities by more than weights may differ; raise it, set draft_temperature, or use "
-                "temperature=0 with decoding=Rejection() or Autoregressive()."
+                "temperature=0 with decoding=Rejection() or Autoregressive().",
+                f"temperature is {params.temperature:g}, too low for weights, and an exact decoder has none",
             )
         if params.truncates:
-            raise ValueError(
+            raise NeedsExact(
                 f"top_k is {params.top_k} and top_p {params.top_p:g}, and draft tokens outside the kept set would "
-                "weigh nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out."
+                "weigh nothing; use decoding=Rejection() or Autoregressive(), which honour them, or leave them out.",
+                "top_k or top_p cuts the distribution, which an exact decoder honours",
             )
         if params.adjusts:
             name = params.adjustments[0]
-            raise ValueError(
+            raise NeedsExact(
                 f"{name} is {short(getattr(params, name))}, and SMC's weights are not shown to be right for the laws "
-                "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out."
+                "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out.",
+                f"{name} changes the distribution, which an exact decoder honours",
             )
         if self.branching is not None and params.control is not None:
             raise ValueError(

@@ -75,11 +75,6 @@ def check_devices(size: object, of_draft: object, separate_draft: object) -> Non
         raise ValueError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size = {size}, got {of_draft}.")
 
 
-def gives_draft(model: object, draft_model: object, draft_drop_layers: object) -> bool:
-    """True where these arguments of `LLM` give a draft; the bundled pair, for None, has one."""
-    return model is None or draft_model is not None or draft_drop_layers is not None
-
-
 def compiles_at_start(asked: bool | None) -> bool:
     """True where all programs are compiled at once: as asked, and for None on a GPU alone."""
     return not on_cpu() if asked is None else asked

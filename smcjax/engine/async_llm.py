@@ -44,8 +44,11 @@ class AsyncLLM:
     def __init__(self, *args: Any, max_waiting: int | None = None, **kwargs: Any) -> None:
         if max_waiting is not None:
             check_range("max_waiting", max_waiting, 0, 1 << 30)
-        self._max_waiting = max_waiting
-        self.llm = LLM(*args, **kwargs)
+        self._begin(LLM(*args, **kwargs), max_waiting, {}, set())
+
+    def _begin(self, llm: LLM, max_waiting: int | None, named: dict[str, str], unwanted: set[str]) -> None:
+        self.llm, self._max_waiting = llm, max_waiting
+        self._beside: AsyncLLM | None = None  # of the LLM that answers what this one's decoder leaves to it
         self._arriving: deque[_Inbox] = deque()
         self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in
         self._busy = False  # whether the engine has more to do
@@ -53,8 +56,8 @@ class AsyncLLM:
         self._starting = threading.Lock()  # held for moments only
         self._thread: threading.Thread | None = None  # there while there is anything to do
         self._closed = self._draining = False
-        self._named: dict[str, str] = {}  # requests with a name of their caller's, by it
-        self._unwanted: set[str] = set()  # requests that are to end, though somebody reads them
+        self._named = named  # requests with a name of their caller's, by it
+        self._unwanted = unwanted  # requests that are to end, though somebody reads them
 
     @property
     def closed(self) -> bool:
@@ -80,9 +83,11 @@ class AsyncLLM:
 
         Any thread may call this, so that no event loop has to wait for a long text to be cut into tokens.
         """
-        self._require_room()
-        request = self.llm.request(prompt, params_for_each(sampling_params, 1)[0])
-        return ChunkStream(self, dataclasses.replace(request, trace=trace or request.trace), request_id)
+        params = params_for_each(sampling_params, 1)[0]
+        served = self._answering(params)
+        served._require_room()
+        request = self.llm.request(prompt, params)
+        return ChunkStream(served, dataclasses.replace(request, trace=trace or request.trace), request_id)
 
     def chat(
         self,
@@ -112,6 +117,8 @@ class AsyncLLM:
         self._draining = True
         while self._arriving or self._thread is not None:
             await asyncio.sleep(0.01)
+        if self._beside is not None:
+            await self._beside.drain()
 
     async def metrics(self) -> dict[str, float]:
         """`LLM.metrics`, with all that have come and left taken into account."""
@@ -130,6 +137,16 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def _answering(self, params: SamplingParams) -> AsyncLLM:
+        """The one whose LLM answers a request, of the same names; this one, where none can begin any more."""
+        if self._closed or self._draining or (llm := self.llm.answering(params)) is self.llm:
+            return self
+        with self._starting:
+            if self._beside is None:
+                self._beside = object.__new__(AsyncLLM)
+                self._beside._begin(llm, self._max_waiting, self._named, self._unwanted)
+            return self._beside
 
     def _require_room(self) -> None:
         """Raises what keeps a further request from coming."""
@@ -152,11 +169,16 @@ class AsyncLLM:
                 self._thread.start()
 
     def _metrics(self) -> dict[str, float]:
+        if self._beside is not None:
+            with self._beside.llm.turn:
+                self._beside._take_in()
         with self.llm.turn:
             self._take_in()
             return self.llm.metrics()
 
     def _close(self) -> None:
+        if self._beside is not None:
+            self._beside._stop()
         self._stop()
         self.llm.close()
 

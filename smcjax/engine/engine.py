@@ -478,10 +478,12 @@ class Engine:
         """The output of a request that was aborted while it waited, for the first time or since it was preempted."""
         running = self._preempted.pop(request.request_id, None)
         if running is None:
-            return aborted_in_the_queue(request)
+            return aborted_in_the_queue(request, self._decoder.decoding)
         running.times.ended = self._clock.at()
         text, token_ids = ("", []) if running.certain is None else (running.certain.text, running.certain.token_ids)
-        return aborted_in_the_queue(request, running.times, text, token_ids, running.preemptions)
+        return aborted_in_the_queue(
+            request, self._decoder.decoding, running.times, text, token_ids, running.preemptions
+        )
 
     def _end_stream(self, output: RequestOutput, text: str, token_ids: list[int]) -> None:
         """Adds the last chunk to the request's stream, if anybody reads it."""

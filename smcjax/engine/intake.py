@@ -34,6 +34,7 @@ class Intake:
         footprint: pages that a request may need.
         num_pages: KV pages that there are, the trash page included.
         seed: of requests that bring none, with their number.
+        automata: of forms, which another intake of the same tokenizer keeps; None: its own.
     """
 
     def __init__(
@@ -45,35 +46,38 @@ class Intake:
         footprint: Footprint,
         num_pages: int,
         seed: int,
+        automata: Automata | None = None,
     ) -> None:
         self._decoder, self._tokenizer, self._eos_token_ids = decoder, tokenizer, eos_token_ids
         self._vocab_size, self._footprint, self._num_pages = decoder.target.vocab_size, footprint, num_pages
-        self._automata = Automata(tokenizer, self._vocab_size)
+        self.automata = Automata(tokenizer, self._vocab_size) if automata is None else automata
         self._numbering = threading.Lock()
         self._seed = seed
         self.count = 0  # of requests so far
 
-    def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
-        """Checked requests of prompts with parameters each. Raises ValueError that names the first wrong one's index.
+    def requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], checked_by: Sequence[Intake]
+    ) -> list[Request]:
+        """Requests of prompts with parameters each, which the intake of the decoder that is to answer each checks.
 
-        Numbers are given to all of them or to none.
+        Raises ValueError that names the first wrong one's index. Numbers are given to all of them or to none.
         """
         requests = []
         for one in params:
             self._prepare(one)
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, one, intake) in enumerate(zip(prompts, params, checked_by, strict=True)):
             try:
-                requests.append(self._request(prompt, one))
+                requests.append(intake._request(prompt, one))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
         return self._numbered(requests)
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A checked request. Raises ValueError for one that cannot run."""
+    def request(self, prompt: Prompt, params: SamplingParams, checked_by: Intake) -> Request:
+        """A request, checked as by `requests`. Raises ValueError for one that cannot run."""
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         self._prepare(params)
-        return self._numbered([self._request(prompt, params)])[0]
+        return self._numbered([checked_by._request(prompt, params)])[0]
 
     def has_prepared(self, params: SamplingParams) -> bool:
         """True where the form that a request asks for is known already, as its automaton or by why it has none.
@@ -84,7 +88,7 @@ class Intake:
             return True
         params, named = told_apart(params, self._tokenizer, self._vocab_size)
         assert params.expression is not None
-        return self._automata.keeps(params.expression, self._stop_ids(params, named))
+        return self.automata.keeps(params.expression, self._stop_ids(params, named))
 
     def prepare(self, params: SamplingParams) -> None:
         """Makes the automaton of the form that a request asks for, which may take seconds, if it asks for one.
@@ -92,7 +96,7 @@ class Intake:
         Raises ValueError where there is none. Any thread may call this before others have to wait for it.
         """
         params, named = told_apart(params, self._tokenizer, self._vocab_size)
-        automaton_of(params, self._automata, self._stop_ids(params, named))
+        automaton_of(params, self.automata, self._stop_ids(params, named))
 
     def _prepare(self, params: SamplingParams) -> None:
         """Prepares a request. What is wrong with it for good is said when it is checked, in its turn."""
@@ -128,7 +132,7 @@ class Intake:
         if params.min_tokens > 0 and len(set(stop_ids)) >= vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens} and every token is a stop token; lower it to 0.")
         limit = limit_of(token_ids, params, self._decoder.max_model_len)
-        automaton = automaton_of(params, self._automata, stop_ids)
+        automaton = automaton_of(params, self.automata, stop_ids)
         if automaton is not None:
             check_room(automaton, limit - len(token_ids))
         pages = self._footprint.worst_case(len(token_ids), limit)

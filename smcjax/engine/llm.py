@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-from smcjax.auto import Auto
-from smcjax.decoders import SMC, Decoding
+from smcjax.auto import Auto, Choice, Routed, gives_draft, left_to_exact
+from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGRAM, NGram
+from smcjax.decoding.proposer import Proposer
 from smcjax.device import on_cpu
 from smcjax.engine.arguments import (
     check_choice,
@@ -26,7 +28,6 @@ from smcjax.engine.arguments import (
     check_revision,
     check_share,
     compiles_at_start,
-    gives_draft,
 )
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
@@ -62,6 +63,7 @@ from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.model.quantize import check_quantization
 from smcjax.plain import short
+from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
 
@@ -84,8 +86,10 @@ class LLM:
             the target's own hub id has the target's.
         draft_drop_layers: layers, counted from 0, that the draft does without; `draft_model` None then means the
             target, whose other weights are shared.
-        decoding: `SMC(...)` (the default), `Rejection(...)` or `Autoregressive()`; or "auto", `Auto(...)`, which
-            chooses one of them now by what is asked for.
+        decoding: `SMC(...)`, `Rejection(...)` or `Autoregressive()`, which then answers every request or refuses it; or
+            "auto", `Auto(...)`, which chooses one of them now by what is asked for. None: `SMC()` answers what it can,
+            and `Rejection()` with the same draft the rest (temperature 0, top_k, top_p, penalties, biases); without a
+            draft the target alone answers all. `RequestOutput.decoding` says which one did.
         profile: with "auto", a file of `smcjax profile` of this pair and device: exact decoders take turns by load.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
@@ -129,7 +133,7 @@ class LLM:
         revision: str | None = None,
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
-        decoding: Decoding | Auto | str | None = None,
+        decoding: Choice | str | None = None,
         profile: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
@@ -150,8 +154,8 @@ class LLM:
         share: LLM | None = None,
         kv_fraction: float = 1.0,
     ) -> None:
-        choice: Any = SMC() if decoding is None else Auto() if decoding == Auto.name else decoding
-        if type(choice) not in (*DECODERS, Auto):
+        choice: Any = Routed() if decoding is None else Auto() if decoding == Auto.name else decoding
+        if type(choice) not in (*DECODERS, Auto, Routed):
             raise ValueError(
                 f"decoding must be SMC(...), Rejection(...), Autoregressive(), Auto(...) or 'auto', got {decoding!r}."
             )
@@ -199,13 +203,23 @@ class LLM:
 
         enable_compilation_cache()
         self._planned: Planned | None = None
-        if isinstance(choice, Auto):
+        self._exact: Decoding | None = None  # of requests that `decoding` leaves to it
+        self._beside: LLM | None = None  # which decodes by that, once a request needs it
+        if isinstance(choice, Auto | Routed):
             require_devices()
             if share is not None:
                 has_draft = share.models.proposer is not None
             else:
                 has_draft = gives_draft(model, draft_model, draft_drop_layers)
-            if profile is not None:
+            if isinstance(choice, Routed):
+                choice, *beside = choice.choose(has_draft=has_draft, certain=draft_model == NGRAM)
+                self._exact = beside[0] if beside else None
+                if not has_draft:
+                    logger.warning(
+                        "There is no draft, so the target answers alone; SMC and Rejection need draft_model or "
+                        "draft_drop_layers, and Rejection takes draft_model='ngram' as well."
+                    )
+            elif profile is not None:
                 self._planned = Planned(profile, choice, has_draft=has_draft, max_num_seqs=max_num_seqs)
                 choice = self._planned.decoding
             else:
@@ -224,7 +238,7 @@ class LLM:
             "draft_tensor_parallel_size": draft_tensor_parallel_size,
         }
         if draft_model == NGRAM and drafts:
-            self.decoding.check_draft(NGram())
+            self._accept(NGram())
             of_drafts["draft_revision"] = draft_revision
             of_drafts["draft_temperature"] = self.decoding.speculation.draft_temperature
         for name, value in of_drafts.items():
@@ -234,13 +248,25 @@ class LLM:
         require_devices()
         require_settings()
         self._closed = False
+        self._making = threading.Lock()  # held while the LLM beside this one is made
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
         self.turn = Turnstile()  # of the engine, which one thread may use at a time
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
         self._implementation: str = implementation
         self.owns_models = share is None
-        self._kv_fraction = kv_fraction
+        # What answers the rest has memory of its own, by its rows.
+        rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)
+        self._kv_fraction = kv_fraction * (1 - rest)
+        self._of_beside: dict[str, Any] = {
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_num_seqs": max_num_seqs,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enable_prefix_caching": enable_prefix_caching,
+            "admission": admission,
+            "kv_fraction": kv_fraction * rest,
+        }
         self.max_num_seqs = max_num_seqs
         # Blocks that pages of 16 would cut are cut by 128 as well.
         checked_size = USUAL_PAGE_SIZE if page_size is None else page_size
@@ -261,7 +287,7 @@ class LLM:
                 draft_quantization=draft_quantization,
                 page_size=checked_size,
                 sparse=self.decoding.speculation.sparse,
-                accepts=self.decoding.check_draft,
+                accepts=self._accept,
                 parallel=parallel,
                 draft_divided=None if draft_tensor_parallel_size is None else draft_tensor_parallel_size > 1,
                 implementation=implementation,
@@ -279,7 +305,10 @@ class LLM:
             self.page_size = usual if page_size is None else page_size
             self.footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
-            self._set_up(max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed)
+            automata = None if share is None else share._intake.automata
+            self._set_up(
+                max_model_len, num_pages, gpu_memory_utilization, enable_prefix_caching, admission, seed, automata
+            )
             if compiles_at_start(compile_at_start):
                 self.warm_up()
         except BaseException:  # whose traceback may be kept, and with it whatever refers to memory of the device
@@ -294,6 +323,7 @@ class LLM:
         enable_prefix_caching: bool,
         admission: str,
         seed: int,
+        automata: Automata | None,
     ) -> None:
         """Takes memory for KV and makes the engine."""
         longest = self.models.max_position_embeddings
@@ -316,6 +346,7 @@ class LLM:
             footprint=self.footprint,
             num_pages=self.num_pages,
             seed=seed,
+            automata=automata,
         )
         params = PairParams(models.target_params, models.draft_params)
         runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread)
@@ -375,8 +406,14 @@ class LLM:
         before anything runs; one that fails while running ends with finish_reason "error" and costs no other anything.
         """
         checked = listed(prompts)
-        requests = self._intake.requests(checked, params_for_each(sampling_params, len(checked)))
-        return self._run(requests, use_tqdm)
+        each = params_for_each(sampling_params, len(checked))
+        by = [self.answering(one) for one in each]
+        requests = self._intake.requests(checked, each, [llm._intake for llm in by])
+        outputs: dict[str, RequestOutput] = {}
+        for llm in dict.fromkeys(by):
+            own = [request for request, its in zip(requests, by, strict=True) if its is llm]
+            outputs |= {output.request_id: output for output in llm._run(own, use_tqdm)}
+        return [outputs[request.request_id] for request in requests]
 
     def generate_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yields the answer to one prompt as it becomes certain; the chunks joined are what `generate` returns.
@@ -386,10 +423,11 @@ class LLM:
         chunk too. A reader who stops iterating aborts the request. Raises ValueError at once for a request that cannot
         run.
         """
-        request = self.request(prompt, params_for_each(sampling_params, 1)[0])
-        chunks = Chunks(self, request.request_id)
-        with self.turn:
-            self.engine.add_request(request, stream=True)
+        params = params_for_each(sampling_params, 1)[0]
+        request, llm = self.request(prompt, params), self.answering(params)
+        chunks = Chunks(llm, request.request_id)
+        with llm.turn:
+            llm.engine.add_request(request, stream=True)
         return chunks
 
     def chat(
@@ -431,7 +469,8 @@ class LLM:
     def batch_cycles(self) -> dict[str, int]:
         """Cycles of the whole batch since construction, by the decoder of `strategies` that had them, in its words."""
         engine = self.engine
-        return in_words({one: engine.batch_cycles[one] for one in engine.strategies})
+        beside = {} if self._beside is None else self._beside.batch_cycles
+        return in_words({one: engine.batch_cycles[one] for one in engine.strategies}) | beside
 
     @property
     def decodes_by_load(self) -> bool:
@@ -443,7 +482,11 @@ class LLM:
         with self.turn:
             engine = self.engine
             self.let_go()
-            return engine.metrics()
+            counts = engine.metrics()
+        if self._beside is None:
+            return counts
+        beside = self._beside.metrics()
+        return {name: count + beside.get(name, 0) for name, count in counts.items()}
 
     def close(self) -> None:
         """Frees the device memory. The object cannot be used afterwards, by those that wait for an answer neither.
@@ -451,6 +494,8 @@ class LLM:
         Closing again does nothing, but for what an interruption has left to do.
         """
         self._closed = True  # first, so that nobody else begins anything
+        if self._beside is not None:
+            self._beside.close()
         with self.turn:
             if self._engine is not None and self.owns_models:
                 self._engine.close()
@@ -474,8 +519,33 @@ class LLM:
         return self._engine
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A checked request for `engine.add_request`. Raises ValueError for one that cannot run."""
-        return self._intake.request(prompt, params)
+        """A checked request for `engine.add_request` of `answering`. Raises ValueError for one that cannot run."""
+        return self._intake.request(prompt, params, self.answering(params)._intake)
+
+    def answering(self, params: SamplingParams) -> LLM:
+        """The LLM on these models that answers a request: this one, or where no decoder was named an exact one."""
+        if self._exact is None or self._closed or left_to_exact(self.decoding, params) is None:
+            return self
+        with self._making:
+            if self._beside is None:
+                self._beside = LLM(
+                    share=self,
+                    decoding=self._exact,
+                    max_model_len=self.max_model_len,
+                    compile_at_start=False,
+                    **self._of_beside,
+                )
+            return self._beside
+
+    def _accept(self, draft: Proposer) -> None:
+        """Raises ValueError for drafts that the decoder cannot use, where no decoder was named but by an exact one."""
+        try:
+            self.decoding.check_draft(draft)
+        except ValueError:
+            if self._exact is None:
+                raise
+            self.decoding, self._exact = self._exact, None
+            self.decoding.check_draft(draft)
 
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles the programs of every batch size, which otherwise wait for the first batch of that size."""

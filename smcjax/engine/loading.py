@@ -341,9 +341,12 @@ def load_models(
     if draft_model == model and draft_revision is None:
         draft_revision = revision
     if needs_draft and draft_model != NGRAM and (model is None) != (draft_model is None):
-        missing, given = ("draft_model", "model") if draft_model is None else ("model", "draft_model")
-        alone = "" if given == "draft_model" else ", or decode by the target alone (Autoregressive)"
-        raise ValueError(f"{given} is set and {missing} is not; pass both, or neither for the bundled pair{alone}.")
+        if model is None:
+            raise ValueError("draft_model is set and model is not; pass both, or neither for the bundled pair.")
+        raise ValueError(
+            "model is set and draft_model is not, and this decoder drafts; give draft_model (for Rejection also "
+            f"{NGRAM!r}) or draft_drop_layers, or use decoding=Autoregressive(), the target alone."
+        )
 
     def as_stored(path: Path, quantization: str | None) -> str | None:
         return quantization if quantization is not None and stores_int8(path) else None

@@ -123,6 +123,7 @@ class RequestOutput:
     # log p of the prompt's tokens, and the likeliest ones at their places, when asked for; None for the first token.
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    decoding: str = ""  # the decoder that ran: "smc", "rejection" or "autoregressive"; "auto" where several took turns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool

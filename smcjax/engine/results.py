@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from smcjax.auto import Auto
 from smcjax.decoders import Decoding
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.sequences import Population
@@ -134,7 +135,14 @@ def assemble(
         ),
         smc=weighted,
         error=error,
+        decoding=_ran(decoder.decoding, cycles_by),
     )
+
+
+def _ran(decoding: Decoding, cycles_by: Mapping[Decoding, int]) -> str:
+    """The name of the decoder that ran, that of the LLM where there was no cycle; "auto" for several."""
+    names = {one.name for one, cycles in cycles_by.items() if cycles} or {decoding.name}
+    return names.pop() if len(names) == 1 else Auto.name
 
 
 def normalized(log_weights: np.ndarray) -> np.ndarray:
@@ -156,6 +164,7 @@ def in_words(cycles_by: Mapping[Decoding, int]) -> dict[str, int]:
 
 def aborted_in_the_queue(
     request: Request,
+    decoding: Decoding,
     times: Times | None = None,
     text: str = "",
     token_ids: Sequence[int] = (),
@@ -180,6 +189,7 @@ def aborted_in_the_queue(
             queue_seconds=0.0 if times is None else times.began - times.arrived,
             preemptions=preemptions,
         ),
+        decoding=decoding.name,
     )
 
 

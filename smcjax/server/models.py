@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from smcjax.auto import Auto
-from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.engine.arguments import compiles_at_start, gives_draft
+from smcjax.auto import Auto, exact_beside, gives_draft, left_to_exact
+from smcjax.decoders import SMC, Decoding, Rejection
+from smcjax.engine.arguments import compiles_at_start
 from smcjax.engine.async_llm import AsyncLLM
 from smcjax.engine.planned import Planned
 from smcjax.engine.sampling_params import SamplingParams
@@ -99,15 +99,9 @@ class Models:
 
     def answering(self, asked: VirtualModel, params: SamplingParams) -> tuple[VirtualModel, str | None]:
         """The model that answers in place of the one that was asked for, and why; (asked, None) where it does."""
-        if not asked.decoding.weighted or self.exact is None:
-            return asked, None
-        if params.temperature == 0:
-            return self.exact, "temperature is 0, which an exact decoder answers"
-        if params.truncates:
-            return self.exact, "top_k or top_p cuts the distribution, which an exact decoder honours"
-        if params.adjusts:
-            return self.exact, f"{params.adjustments[0]} changes the distribution, which an exact decoder honours"
-        return asked, None
+        exact = self.exact
+        why = None if exact is None else left_to_exact(asked.decoding, params)
+        return (asked, None) if exact is None or why is None else (exact, why)
 
     @property
     def names(self) -> list[str]:
@@ -165,11 +159,8 @@ def with_exact(decodings: Sequence[Decoding | Auto], *, by_load: bool = False) -
         return list(decodings)
     first = decodings[0]
     assert isinstance(first, Decoding)
-    sparse = first.speculation.sparse
-    is_approximate = sparse is not None and sparse.precision == "approximate"
-    if by_load:
-        return [*decodings, Auto(sparse=None if is_approximate else sparse)]
-    return [*decodings, Autoregressive() if is_approximate else Rejection(sparse=sparse)]
+    exact = exact_beside(first)
+    return [*decodings, Auto(sparse=exact.speculation.sparse) if by_load else exact]
 
 
 def base_name(model: str | os.PathLike[str] | None) -> str:

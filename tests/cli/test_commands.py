@@ -46,6 +46,19 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
     assert "ESS" not in greedy[0].err
 
 
+def test_where_no_decoder_is_named(smcjax: Command, models: list[str], tmp_path: Path) -> None:
+    """The rule of `LLM` holds: one request, requests of a file, and a model without a draft; the figures say who ran."""
+    without_draft = [word for at, word in enumerate(models) if "--draft-model" not in models[max(at - 1, 0) : at + 1]]
+    asked = ["generate", "hello", "--max-tokens", "4", "--temperature"]
+    for options, decoder in ((["0", *models], "rejection"), (["0.9", *without_draft], "autoregressive")):
+        assert f"[{decoder} · " in smcjax(*asked, *options).err
+    path = tmp_path / "in.jsonl"
+    lines = [{"prompt": "a", "top_k": 1}, {"prompt": "b"}]
+    path.write_text("".join(json.dumps({**line, "max_tokens": 4}) + "\n" for line in lines))
+    result = smcjax("generate", "--input-file", str(path), *models, "-q")
+    assert [json.loads(line)["decoding"] for line in result.out.splitlines()] == ["rejection", "smc"]
+
+
 STOP_IDS = ("--stop-token-ids", "7", "--stop-token-ids", "9")
 
 

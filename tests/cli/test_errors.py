@@ -51,7 +51,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--temperature", "hot"], "--temperature"),
     ([*GENERATE, "--temperature", "nan"], "error: --temperature must be 0 (greedy) or from 0.001 to 1000, got nan"),
     ([*GENERATE, "--temperature", "-1"], "error: --temperature must be"),
-    ([*GENERATE, "--temperature", "0"], "use --decoding rejection or autoregressive, whose"),
+    ([*GENERATE, "--decoding", "smc", "--temperature", "0"], "use --decoding rejection or autoregressive, whose"),
     ([*GENERATE, "--power", "inf"], "--power must be"),
     (
         [*GENERATE, "--draft-temperature", "0"],
@@ -224,9 +224,13 @@ def test_a_directory_that_cannot_be_used_is_1(
 
 def test_half_a_pair(smcjax: Command, pair: Pair) -> None:
     for option, other in (("--model", "--draft-model"), ("--draft-model", "--model")):
-        result = smcjax(*GENERATE, option, pair.target)
+        result = smcjax(*GENERATE, option, pair.target, "--decoding", "smc")
         assert result.code == 2
         assert f"{other} is not" in result.err
+    assert "--model is not" in smcjax(*GENERATE, "--draft-model", pair.target).err
+    few = smcjax(*GENERATE, "-N", "4", "--model", pair.target)
+    assert "--n-particles is an option of --decoding smc, which needs a draft; give --draft-model" in few.err
+    assert "this decoder drafts" in smcjax(*GENERATE, "--model", pair.target, "--trace", "t.json").err
 
 
 @pytest.mark.parametrize("argv", [["--debug", *GENERATE], [*GENERATE, "--debug"]])
@@ -334,7 +338,10 @@ def test_arguments_are_refused_before_jax_is_imported() -> None:
     of_target = [*GENERATE, "--refresh", "2"]  # what its layers are
     argvs = [argv for argv, _ in USAGE if argv[-1] != "a" * 5000 and not {*needs_jax} & {*argv} and argv != of_target]
     argvs += [[*GENERATE, "--model", path, "--draft-model", "/"] for path in NOWHERE]
-    argvs += [[*GENERATE, "--model", "org/name"], ["bench", "cycle", "--compare", "--decoding", "rejection"]]
+    argvs += [
+        [*GENERATE, "--decoding", "smc", "--model", "org/name"],
+        ["bench", "cycle", "--compare", "--decoding", "rejection"],
+    ]
     argvs += [["bench", "cycle", "--compare", "--attention", "nsa"]]
     assert len(argvs) > 70
     code = (

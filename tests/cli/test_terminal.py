@@ -41,7 +41,7 @@ class Chunks:
         )
         answer = types.SimpleNamespace(finish_reason="stop")
         smc = types.SimpleNamespace(particles=[1], log_evidence={evidence}, control=0.0)
-        return Chunk("", types.SimpleNamespace(error=None, metrics=metrics, outputs=[answer], smc=smc))
+        return Chunk("", types.SimpleNamespace(error=None, decoding="smc", metrics=metrics, outputs=[answer], smc=smc))
     def close(self):
         pass
 
@@ -174,7 +174,7 @@ def test_generate_shows_a_terminal_what_is_certain(terminal: Callable[..., Termi
     begin = generate.until("first ")
     assert begin == "to hi:\r\n"  # the terminal's own \r
     assert generate.process.poll() is None
-    generate.until("second\r\n[3 tokens")
+    generate.until("second\r\n[smc · 3 tokens")
     generate.until("warning: this prompt does not look like a word problem")
     assert generate.end() == 0
     generate = terminal("generate", "hi", "--quiet", delay="pass", evidence=-30.0)
