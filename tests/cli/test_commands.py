@@ -47,7 +47,7 @@ def test_generate_by_the_target_alone(smcjax: Command, models: list[str]) -> Non
 
 
 def test_where_no_decoder_is_named(smcjax: Command, models: list[str], tmp_path: Path) -> None:
-    """The rule of `LLM` holds: one request, requests of a file, and a model without a draft; the figures say who ran."""
+    """The rule of `LLM` holds: for one request, for those of a file, without a draft; the figures say who ran."""
     without_draft = [word for at, word in enumerate(models) if "--draft-model" not in models[max(at - 1, 0) : at + 1]]
     asked = ["generate", "hello", "--max-tokens", "4", "--temperature"]
     for options, decoder in ((["0", *models], "rejection"), (["0.9", *without_draft], "autoregressive")):

@@ -212,7 +212,7 @@ def test_what_is_missing(plain: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert SamplingParams(response_format={"type": "text"}, stop="x").expression is None
     with pytest.raises(ValueError, match="watchdog is 1, and under a response_format evidence falls by itself"):
         SMC(watchdog=1.0).check(SamplingParams(response_format=OBJECT))
-    monkeypatch.setattr(plain._intake._automata, "_tokenizer", None)
+    monkeypatch.setattr(plain._intake.automata, "_tokenizer", None)
     with pytest.raises(ValueError, match="request 0: response_format needs a tokenizer"):
         plain.generate(PROMPT, SamplingParams(response_format=OBJECT))
     find = importlib.util.find_spec

@@ -138,7 +138,7 @@ def test_llm(name: str, value: Any, pair: Pair) -> None:
 
 def test_two_parameters_that_contradict_each_other(pair: Pair) -> None:
     assert complaint(lambda: SamplingParams(max_tokens=3, min_tokens=4)).startswith("min_tokens must not exceed")
-    assert "draft_model is not" in complaint(lambda: LLM(pair.target))
+    assert "draft_model is not" in complaint(lambda: LLM(pair.target, decoding=SMC()))
     assert "model is not" in complaint(lambda: LLM(draft_model=pair.draft))
     assert "evidence falls by itself" in complaint(lambda: SMC(watchdog=0.5, power=2.0))
     assert "never falls as fast" in complaint(lambda: SMC(watchdog=0.5, control=0.7))
