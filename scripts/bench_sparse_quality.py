@@ -28,7 +28,7 @@ from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.cli.options import check_output, refresh_schedule
 from smcjax.decoders import Decoding
 from smcjax.markdown import table
-from smcjax.sparse import MODES
+from smcjax.sparse import MODES, Mode
 from smcjax.tasks.questions import LONGEST_ANSWER, Question, questions
 
 TRAINED = Path(__file__).parent.parent / "tests" / "data" / "recall"
@@ -36,7 +36,7 @@ THIRDS = 3
 
 
 def contenders(
-    modes: Sequence[str], groups: Sequence[int], schedules: Sequence[int | tuple[bool, ...]], gamma: int
+    modes: Sequence[Mode], groups: Sequence[int], schedules: Sequence[int | tuple[bool, ...]], gamma: int
 ) -> list[tuple[Decoding, Decoding]]:
     """Decoders, each with its measure: the target alone, with the same schedule."""
     found: list[tuple[Decoding, Decoding]] = []

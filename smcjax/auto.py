@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
-from smcjax.plain import use_plain_numbers
+from smcjax.decoders.smc import Selection
+from smcjax.plain import names_unknown, use_plain_numbers
 from smcjax.planner import Planner, Profile, law_of
 from smcjax.sparse import SparseVerification
 
@@ -82,6 +83,7 @@ class Routed:
             self.smc.check(params)
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True)
 class Auto:
     """The decoder that suits what is asked for. An `LLM` chooses when it is made, and `LLM.decoding` is the choice:
@@ -117,7 +119,7 @@ class Auto:
     power: float = 1.0
     evidence: bool = False
     trace: bool = False
-    select: str | None = None
+    select: Selection | None = None
     control: float | None = None
     sparse: SparseVerification | None = None
 

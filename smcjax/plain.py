@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: "; did you mean gamma?", or nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def names_unknown[K: type](kind: K) -> K:
+    """Decorates a class, which then refuses an unknown keyword by a TypeError that names the nearest known one."""
+    made = kind.__init__  # type: ignore[misc]
+    known = [name for name in inspect.signature(made).parameters if name != "self"]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{kind.__name__} has no argument {name}{did_you_mean(name, known) or '.'}")
+        made(self, *args, **kwargs)
+
+    kind.__init__ = init  # type: ignore[misc]
+    return kind
 
 
 def use_plain_numbers(options: Any) -> None:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, get_args
 
-from smcjax.plain import plain_numbers, short, use_plain_numbers
-from smcjax.trees import ORDERS
+from smcjax.plain import names_unknown, plain_numbers, short, use_plain_numbers
+from smcjax.trees import ORDERS, Order
 
-MODES = ("per_query", "merged", "shared", "shared_forced")
+Mode = Literal["per_query", "merged", "shared", "shared_forced"]
+MODES = get_args(Mode)
 SHARED = ("shared", "shared_forced")
 GROUP, MOST_QUERIES = 4, 128  # queries of a group: usually, and at most
 KERNEL_GROUP = 16  # by kernels: what fills their tile where four heads share keys; 32 take longer (dev/LOG.md)
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True)
 class SparseVerification:
     """How the queries of a target's forward behind the prompt read selected blocks, and which layers select.
@@ -41,9 +43,9 @@ class SparseVerification:
             select; None: all do.
     """
 
-    mode: str = "per_query"
+    mode: Mode = "per_query"
     group: int | None = None
-    order: str = "bfs"
+    order: Order = "bfs"
     schedule: int | tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:

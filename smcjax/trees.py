@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 from smcjax.plain import short
 
 MOST_NODES = 64  # of a tree, the frontier among them
-ORDERS = ("bfs", "dfs", "position")
+Order = Literal["bfs", "dfs", "position"]
+ORDERS = get_args(Order)
 
 
 @dataclasses.dataclass(frozen=True)

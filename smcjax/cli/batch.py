@@ -23,7 +23,7 @@ from smcjax.cli.failures import InputLineError, refuses
 from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.files import MIB
-from smcjax.plain import is_unicode, short
+from smcjax.plain import did_you_mean, is_unicode, short
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
@@ -77,7 +77,9 @@ def _line(number: int, line: str, params: SamplingParams, decoding: Choice) -> L
         raise ValueError(f"it must be an object, got {short(asked)}.")
     unknown = sorted({*asked} - {"prompt", "messages", "id", *FIELDS})
     if unknown:
-        raise ValueError(f"it has {short(unknown[0])}, and prompt, messages, id, {', '.join(FIELDS)} are known.")
+        known = ("prompt", "messages", "id", *FIELDS)
+        listed = did_you_mean(unknown[0], known) or f", and {', '.join(known)} are known."
+        raise ValueError(f"it has the unknown field {short(unknown[0])}{listed}")
     if ("prompt" in asked) == ("messages" in asked):
         raise ValueError("it must have one of prompt and messages; give one, and only one.")
     name = asked.get("id", number)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+from smcjax.plain import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 break  # what follows are values, or another parser's
             name = word.partition("=")[0]
             if name.startswith("--") and " " not in name and name not in self._option_string_actions:
-                self.error(f"unrecognized option {name}{_nearest(name, self._option_string_actions)}")
+                self.error(f"unrecognized option {name}{did_you_mean(name, self._option_string_actions)}")
         namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(
-                action, f"{value!r} is not one of {', '.join(choices)}{_nearest(str(value), choices)}"
+                action, f"{value!r} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
             )
 
 
@@ -68,11 +69,6 @@ class _StoreOnce(argparse._StoreAction):
             raise argparse.ArgumentError(self, "given twice; give it once")
         given.add(self.dest)
         super().__call__(parser, namespace, values, option_string)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

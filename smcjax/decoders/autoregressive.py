@@ -6,9 +6,11 @@ import dataclasses
 
 from smcjax.checks import check_sparse
 from smcjax.decoders.base import Decoding, Speculation, in_words
+from smcjax.plain import names_unknown
 from smcjax.sparse import SparseVerification
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True)
 class Autoregressive(Decoding):
     """Decoding by the target model alone.

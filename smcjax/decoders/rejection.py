@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
-from smcjax.plain import plain_numbers, use_plain_numbers
+from smcjax.plain import names_unknown, plain_numbers, use_plain_numbers
 from smcjax.sparse import SparseVerification
-from smcjax.trees import ORDERS, DraftTree
+from smcjax.trees import ORDERS, DraftTree, Order
 
-VERIFICATIONS = ("token", "block")  # of drafts that can be rejected
-SIBLINGS = ("sampled", "top")  # of a draft tree
+Verification = Literal["token", "block"]  # of drafts that can be rejected
+Siblings = Literal["sampled", "top"]  # of a draft tree
+VERIFICATIONS, SIBLINGS = get_args(Verification), get_args(Siblings)
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True)
 class Rejection(Decoding):
     """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
@@ -43,12 +46,12 @@ class Rejection(Decoding):
     agrees = True
 
     gamma: int | None = None
-    verification: str = "token"
+    verification: Verification = "token"
     n_candidates: int = 1
     draft_temperature: float | None = None
     tree: tuple[int, ...] | None = None
-    siblings: str = "sampled"
-    order: str = "bfs"
+    siblings: Siblings = "sampled"
+    order: Order = "bfs"
     sparse: SparseVerification | None = None
 
     def __post_init__(self) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
-from smcjax.plain import short, use_plain_numbers
+from smcjax.plain import names_unknown, short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 
-SCHEMES = ("systematic", "stratified", "multinomial", "residual")  # of resampling
-SELECTIONS = ("sample", "best")  # of the answer
+Scheme = Literal["systematic", "stratified", "multinomial", "residual"]  # of resampling
+Selection = Literal["sample", "best"]  # of the answer
+SCHEMES, SELECTIONS = get_args(Scheme), get_args(Selection)
 
 # Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
@@ -20,6 +21,7 @@ ALARM = 3.0  # nats by which evidence falls short of a rate before a control is 
 USUAL_RATE = 0.5  # nats a token: SMC without a watchdog says where evidence falls faster (docs/usage.md, "Control")
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True)
 class SMC(Decoding):
     """Sequential Monte Carlo speculative decoding (arXiv 2604.15672).
@@ -71,8 +73,8 @@ class SMC(Decoding):
     draft_temperature: float | None = None
     power: float = 1.0
     ess_threshold: float = 0.5
-    resampling: str = "systematic"
-    select: str = "sample"
+    resampling: Scheme = "systematic"
+    select: Selection = "sample"
     bonus: bool = True
     defer_bonus: bool | None = None
     trace: bool = False

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -62,7 +62,7 @@ from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.model.quantize import check_quantization
-from smcjax.plain import short
+from smcjax.plain import names_unknown, short
 from smcjax.structured.automaton import Automata
 
 logger = logging.getLogger("smcjax")
@@ -70,6 +70,7 @@ logger = logging.getLogger("smcjax")
 DEFAULT_MAX_MODEL_LEN = 2048
 
 
+@names_unknown
 class LLM:
     """A target model, a draft where the decoder needs one, and the programs that run them.
 
@@ -133,19 +134,19 @@ class LLM:
         revision: str | None = None,
         draft_revision: str | None = None,
         draft_drop_layers: Sequence[int] | None = None,
-        decoding: Choice | str | None = None,
+        decoding: Choice | Literal["auto"] | None = None,
         profile: str | os.PathLike[str] | None = None,
-        dtype: str = "auto",
-        quantization: str | None = None,
-        draft_quantization: str | None = None,
+        dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+        quantization: Literal["int8"] | None = None,
+        draft_quantization: Literal["int8"] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         page_size: int | None = None,
-        implementation: str = "auto",
+        implementation: Literal["auto", "xla"] = "auto",
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.85,
         enable_prefix_caching: bool = True,
-        admission: str = "worst_case",
+        admission: Literal["worst_case", "optimistic"] = "worst_case",
         compile_at_start: bool | None = None,
         tensor_parallel_size: int = 1,
         draft_tensor_parallel_size: int | None = None,
@@ -247,13 +248,16 @@ class LLM:
                 raise ValueError(f"{name} is {value!r} and {without} has no draft; omit it.")
         require_devices()
         require_settings()
+        self._name: str = (
+            share._name if share is not None else "the bundled pair" if model is None else repr(str(model))
+        )
         self._closed = False
         self._making = threading.Lock()  # held while the LLM beside this one is made
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
         self.turn = Turnstile()  # of the engine, which one thread may use at a time
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
-        self._implementation: str = implementation
+        self._implementation: Literal["auto", "xla"] = implementation
         self.owns_models = share is None
         # What answers the rest has memory of its own, by its rows.
         rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)
@@ -339,7 +343,7 @@ class LLM:
         )
         workspace = 0 if models.spread is None else models.spread.workspace_bytes(decoder.implementation)
         self.num_pages = self._num_pages(decoder.page_bytes, workspace, num_pages, gpu_memory_utilization)
-        self._intake = Intake(
+        self._intake: Intake = Intake(
             decoder,
             tokenizer=self.tokenizer,
             eos_token_ids=models.eos_token_ids,
@@ -504,6 +508,10 @@ class LLM:
             self._engine = None
             if self.owns_models:
                 delete((self.models.target_params, self.models.draft_params))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.max_model_len} tokens, {self.num_pages} KV pages"
+        return f"LLM({self._name}, {self.decoding}, {state})"
 
     def __enter__(self) -> LLM:
         return self

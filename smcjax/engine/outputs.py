@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from smcjax.plain import short
+
 
 class TokenLogprob(NamedTuple):
     """A token that might stand at a position, with its log-probability there."""
@@ -124,6 +126,15 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[TokenLogprob] | None] | None = None
     decoding: str = ""  # the decoder that ran: "smc", "rejection" or "autoregressive"; "auto" where several took turns
+
+    def __repr__(self) -> str:
+        """A line: the request, how it was answered, and the text as far as 80 characters go."""
+        answer = self.outputs[0]
+        said = f"error={short(self.error)}" if self.error is not None else f"text={short(answer.text)}"
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, decoding={self.decoding!r}, {said}, "
+            f"finish_reason={answer.finish_reason!r}, {len(answer.token_ids)} tokens)"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool

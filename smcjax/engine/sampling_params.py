@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from smcjax.decoders import MOST_ALTERNATIVES
-from smcjax.plain import short, use_plain_numbers
+from smcjax.plain import names_unknown, short, use_plain_numbers
 from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1
 MOST_BIASED = 1024  # tokens of a request's logit_bias
 
 
+@names_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Per-request sampling. Nothing here recompiles a program, but for extras, once each.

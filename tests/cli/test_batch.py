@@ -75,7 +75,8 @@ BAD = [
     (json.dumps({"prompt": ""}), "prompt must be valid Unicode of at least one character, got ''."),
     ('{"prompt": "\\ud800"}', "prompt must be valid Unicode"),
     (json.dumps({"messages": ["hi"]}), "messages must be objects with role and content, got 'hi'."),
-    (json.dumps({"prompt": "a", "max_token": 3}), "it has 'max_token', and prompt, messages, id, max_tokens,"),
+    (json.dumps({"prompt": "a", "max_token": 3}), "it has the unknown field 'max_token'; did you mean max_tokens?"),
+    (json.dumps({"prompt": "a", "best_of": 3}), "it has the unknown field 'best_of', and prompt, messages, id, max"),
     (json.dumps({"prompt": "a", "max_tokens": 0}), "max_tokens must be a whole number of at least 1"),
     (json.dumps({"prompt": "a", "temperature": "hot"}), "temperature must be 0 (greedy)"),
     (json.dumps({"prompt": "a", "top_k": 3, "control": 0.1}), "top_k is 3 and top_p 1"),  # which SMC does not decode

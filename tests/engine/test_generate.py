@@ -39,6 +39,15 @@ def seed_where(llm: LLM, wanted: str, params: dict[str, object]) -> tuple[Reques
     raise AssertionError(f"no seed ends with {wanted}")
 
 
+def test_reprs_are_a_line(llm: LLM, pair: Pair) -> None:
+    """A notebook shows them whenever a cell ends with one."""
+    [output] = llm.generate("ab", SamplingParams(max_tokens=30, seed=1, ignore_eos=True), use_tqdm=False)
+    assert repr(output).startswith(f"RequestOutput(request_id={output.request_id!r}, decoding='smc', text=")
+    assert repr(output).endswith("finish_reason='length', 30 tokens)")
+    assert len(repr(output)) < 200
+    assert repr(llm) == f"LLM({pair.target!r}, SMC, N=4, K=3, {MAX_MODEL_LEN} tokens, {llm.num_pages} KV pages)"
+
+
 @pytest.mark.slow
 def test_prompts_in_every_form(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, seed=3)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams
+from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
+from smcjax.cli.options import ADMISSIONS, DTYPES, QUANTIZATIONS
+from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS
+from smcjax.sparse import MODES
+from smcjax.trees import ORDERS
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -157,6 +162,51 @@ def test_unknown_arguments_are_refused_by_name(pair: Pair, llm: LLM) -> None:
     for call in calls:
         with pytest.raises(TypeError, match="best_of"):
             call()
+
+
+def test_a_mistyped_argument_is_told_its_name(pair: Pair) -> None:
+    kinds: dict[Callable[..., Any], tuple[str, str]] = {
+        SamplingParams: ("max_token", "max_tokens"),
+        SMC: ("num_particles", "n_particles"),
+        Rejection: ("candidates", "n_candidates"),
+        Autoregressive: ("sparsity", "sparse"),
+        Auto: ("particles", "n_particles"),
+        SparseVerification: ("groups", "group"),
+        LLM: ("draftmodel", "draft_model"),
+    }
+    for kind, (wrong, right) in kinds.items():
+        with pytest.raises(TypeError) as caught:
+            kind(**{wrong: 1})
+        assert str(caught.value) == f"{kind.__name__} has no argument {wrong}; did you mean {right}?"
+    with pytest.raises(TypeError, match=r"^SMC has no argument best_of\.$"):
+        SMC(best_of=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^SMC has no argument sekect; did you mean select\?$"):
+        dataclasses.replace(SMC(), sekect="best")  # type: ignore[call-arg]
+
+
+def test_choices_are_known_to_type_checkers() -> None:
+    """As literals, which editors complete: the values that are taken, and no others."""
+    choices = {
+        SMC: {"resampling": SCHEMES, "select": SELECTIONS},
+        Rejection: {"verification": VERIFICATIONS, "siblings": SIBLINGS, "order": ORDERS},
+        SparseVerification: {"mode": MODES, "order": ORDERS},
+        LLM.__init__: {
+            "dtype": DTYPES,
+            "quantization": (*QUANTIZATIONS, None),
+            "draft_quantization": (*QUANTIZATIONS, None),
+            "admission": ADMISSIONS,
+            "implementation": ("auto", "xla"),
+        },
+    }
+    for kind, fields in choices.items():
+        hints = typing.get_type_hints(kind)
+        for name, values in fields.items():
+            kinds = [one for one in (hints[name], *typing.get_args(hints[name])) if typing.get_origin(one) is Literal]
+            assert typing.get_args(kinds[0]) == tuple(value for value in values if value is not None), name
+    assert "auto" in str(typing.get_type_hints(LLM.__init__)["decoding"])
+    for name in ("dtype", "admission", "implementation", "quantization"):
+        with pytest.raises(ValueError, match=name):
+            LLM(**{name: "any"})
 
 
 PROMPTS: list[tuple[Any, str]] = [

@@ -132,7 +132,7 @@ def test_under_asyncio(pair: Pair, by_name: dict[str, LLM]) -> None:
             llm.generate("ab", KEPT, request_id="long")
         await anext(long)
         assert llm.abort("long")
-        assert [chunk async for chunk in long][-1].output.outputs[0].finish_reason == "abort"  # type: ignore[union-attr]
+        assert [chunk async for chunk in long][-1].output.outputs[0].finish_reason == "abort"
         await llm.drain()
         with pytest.raises(RuntimeError, match="draining"):
             llm.generate("ab", left(0))
