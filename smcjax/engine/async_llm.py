@@ -140,7 +140,7 @@ class AsyncLLM:
 
     def _answering(self, params: SamplingParams) -> AsyncLLM:
         """The one whose LLM answers a request, of the same names; this one, where none can begin any more."""
-        if self._closed or self._draining or (llm := self.llm.answering(params)) is self.llm:
+        if self._closed or self._draining or (llm := self.llm._answering(params)) is self.llm:
             return self
         with self._starting:
             if self._beside is None:
@@ -170,9 +170,9 @@ class AsyncLLM:
 
     def _metrics(self) -> dict[str, float]:
         if self._beside is not None:
-            with self._beside.llm.turn:
+            with self._beside.llm._turn:
                 self._beside._take_in()
-        with self.llm.turn:
+        with self.llm._turn:
             self._take_in()
             return self.llm.metrics()
 
@@ -218,13 +218,13 @@ class AsyncLLM:
         """Takes one step, in which readers get what there is from the last one."""
         self._busy = False  # also where what follows fails: nothing is in flight then
         ended = False
-        with self.llm.turn:
+        with self.llm._turn:
             self._take_in()
             if self._closed:
                 raise _closed()
             engine = self.llm.engine
             if engine.busy:
-                self.llm.advance(engine, self._hand_out)
+                self.llm._advance(engine, self._hand_out)
             self._busy = engine.busy
             for name, inbox in list(self._inboxes.items()):
                 chunks = engine.chunks(name)
@@ -238,7 +238,7 @@ class AsyncLLM:
                     continue
                 ended = True
                 del self._inboxes[name]
-            if ended or not self._busy or self.llm.turn.wanted:
+            if ended or not self._busy or self.llm._turn.wanted:
                 self._hand_out()
 
     def _hand_out(self) -> None:
@@ -251,10 +251,10 @@ class AsyncLLM:
             try:
                 loop.call_soon_threadsafe(_take, its)
             except RuntimeError:  # the loop is closed: nobody reads there any more
-                self.llm.give_up([inbox.request.request_id for inbox, _ in its])
+                self.llm._give_up([inbox.request.request_id for inbox, _ in its])
 
     def _take_in(self) -> None:
-        """Hands requests that have come to the engine. The caller has the `turn`."""
+        """Hands requests that have come to the engine. The caller has the `_turn`."""
         while self._arriving:
             inbox = self._arriving.popleft()
             if not inbox.left:
@@ -268,7 +268,7 @@ class AsyncLLM:
     def _end_all(self, error: BaseException) -> None:
         while self._inboxes:
             name, inbox = self._inboxes.popitem()
-            self.llm.give_up([name])  # should the engine still have it
+            self.llm._give_up([name])  # should the engine still have it
             inbox.put(_told(error, name))
 
 

@@ -15,16 +15,16 @@ class Served(Protocol):
     """Names the parts of an `LLM` that a claim needs; its own methods say more."""
 
     @property
-    def turn(self) -> AbstractContextManager[Any, Any]: ...
+    def _turn(self) -> AbstractContextManager[Any, Any]: ...
 
     @property
     def engine(self) -> Engine: ...
 
-    def give_up(self, request_ids: Sequence[str]) -> None: ...
+    def _give_up(self, request_ids: Sequence[str]) -> None: ...
 
-    def let_go(self) -> None: ...
+    def _let_go(self) -> None: ...
 
-    def advance_for(self, engine: Engine, awaited: set[str]) -> None: ...
+    def _advance_for(self, engine: Engine, awaited: set[str]) -> None: ...
 
 
 class Claim:
@@ -40,13 +40,13 @@ class Claim:
         """Aborts the requests that have not ended, once it has the turn."""
         if self.held:
             self.give_up()
-            with self._llm.turn:
-                self._llm.let_go()
+            with self._llm._turn:
+                self._llm._let_go()
 
     def give_up(self) -> None:
         """Notes, without waiting for the turn, that nobody waits: who has it next aborts the requests."""
         if self.held:
-            self._llm.give_up(self._request_ids)
+            self._llm._give_up(self._request_ids)
             self.held = False
 
     def __del__(self) -> None:
@@ -66,11 +66,11 @@ class Chunks(Claim, Iterator[StreamChunk]):
         (request_id,) = self._request_ids
         try:
             while not self._ready:
-                with self._llm.turn:
+                with self._llm._turn:
                     engine = self._llm.engine
                     self._ready += engine.chunks(request_id)
                     if not self._ready:
-                        self._llm.advance_for(engine, {request_id})
+                        self._llm._advance_for(engine, {request_id})
         except BaseException:
             self.close()
             raise

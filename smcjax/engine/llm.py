@@ -255,10 +255,10 @@ class LLM:
         self._making = threading.Lock()  # held while the LLM beside this one is made
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
-        self.turn = Turnstile()  # of the engine, which one thread may use at a time
+        self._turn = Turnstile()  # of the engine, which one thread may use at a time
         self._given_up: deque[str] = deque()  # requests that nobody waits for any more
         self._implementation: Literal["auto", "xla"] = implementation
-        self.owns_models = share is None
+        self._owns_models = share is None
         # What answers the rest has memory of its own, by its rows.
         rest = 0 if self._exact is None else self._exact.rows / (self._exact.rows + self.decoding.rows)
         self._kv_fraction = kv_fraction * (1 - rest)
@@ -307,7 +307,7 @@ class LLM:
             decodings = (self.decoding,) if self._planned is None else self._planned.strategies
             usual = usual_page_size(decodings, self.models, implementation)
             self.page_size = usual if page_size is None else page_size
-            self.footprint = Footprint.of(self.decoding, self.page_size)
+            self._footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
             automata = None if share is None else share._intake.automata
             self._set_up(
@@ -347,7 +347,7 @@ class LLM:
             decoder,
             tokenizer=self.tokenizer,
             eos_token_ids=models.eos_token_ids,
-            footprint=self.footprint,
+            footprint=self._footprint,
             num_pages=self.num_pages,
             seed=seed,
             automata=automata,
@@ -383,7 +383,7 @@ class LLM:
         chosen = choose_num_pages(
             num_pages,
             page_bytes=page_bytes,
-            largest_request=self.footprint.worst_case(1, self.max_model_len),
+            largest_request=self._footprint.worst_case(1, self.max_model_len),
             max_num_seqs=self.max_num_seqs,
             weight_bytes=sum(weights.values()),
             gpu_memory_utilization=gpu_memory_utilization,
@@ -411,7 +411,7 @@ class LLM:
         """
         checked = listed(prompts)
         each = params_for_each(sampling_params, len(checked))
-        by = [self.answering(one) for one in each]
+        by = [self._answering(one) for one in each]
         requests = self._intake.requests(checked, each, [llm._intake for llm in by])
         outputs: dict[str, RequestOutput] = {}
         for llm in dict.fromkeys(by):
@@ -428,9 +428,9 @@ class LLM:
         run.
         """
         params = params_for_each(sampling_params, 1)[0]
-        request, llm = self.request(prompt, params), self.answering(params)
+        request, llm = self.request(prompt, params), self._answering(params)
         chunks = Chunks(llm, request.request_id)
-        with llm.turn:
+        with llm._turn:
             llm.engine.add_request(request, stream=True)
         return chunks
 
@@ -483,9 +483,9 @@ class LLM:
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""
-        with self.turn:
+        with self._turn:
             engine = self.engine
-            self.let_go()
+            self._let_go()
             counts = engine.metrics()
         if self._beside is None:
             return counts
@@ -500,13 +500,13 @@ class LLM:
         self._closed = True  # first, so that nobody else begins anything
         if self._beside is not None:
             self._beside.close()
-        with self.turn:
-            if self._engine is not None and self.owns_models:
+        with self._turn:
+            if self._engine is not None and self._owns_models:
                 self._engine.close()
             elif self._engine is not None:
                 self._engine.reset()
             self._engine = None
-            if self.owns_models:
+            if self._owns_models:
                 delete((self.models.target_params, self.models.draft_params))
 
     def __repr__(self) -> str:
@@ -527,10 +527,10 @@ class LLM:
         return self._engine
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A checked request for `engine.add_request` of `answering`. Raises ValueError for one that cannot run."""
-        return self._intake.request(prompt, params, self.answering(params)._intake)
+        """A checked request for `engine.add_request` of `_answering`. Raises ValueError for one that cannot run."""
+        return self._intake.request(prompt, params, self._answering(params)._intake)
 
-    def answering(self, params: SamplingParams) -> LLM:
+    def _answering(self, params: SamplingParams) -> LLM:
         """The LLM on these models that answers a request: this one, or where no decoder was named an exact one."""
         if self._exact is None or self._closed or left_to_exact(self.decoding, params) is None:
             return self
@@ -557,7 +557,7 @@ class LLM:
 
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles the programs of every batch size, which otherwise wait for the first batch of that size."""
-        with self.turn:
+        with self._turn:
             self.engine.warm_up(use_tqdm=use_tqdm)
 
     def has_prepared(self, params: SamplingParams) -> bool:
@@ -579,44 +579,44 @@ class LLM:
         ids = [request.request_id for request in requests]
         claim = Claim(self, ids)
         try:
-            with self.turn:
+            with self._turn:
                 engine = self.engine
                 for request in requests:
                     self._awaited[request.request_id] = None
                     engine.add_request(request)
             with tqdm(total=len(ids), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while missing := {request_id for request_id in ids if self._awaited[request_id] is None}:
-                    with self.turn:
+                    with self._turn:
                         if all(self._awaited[request_id] is None for request_id in missing):
-                            self.advance_for(self.engine, missing)
+                            self._advance_for(self.engine, missing)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
         finally:  # also of an interruption, after which nobody waits for them
             claim.close()
 
-    def advance(self, engine: Engine, meanwhile: Callable[[], None] | None = None) -> None:
-        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `turn`.
+    def _advance(self, engine: Engine, meanwhile: Callable[[], None] | None = None) -> None:
+        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `_turn`.
 
         `meanwhile`: see `Engine.step`.
         """
-        self.let_go()
+        self._let_go()
         for output in engine.step(meanwhile):
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
 
-    def advance_for(self, engine: Engine, awaited: set[str]) -> None:
+    def _advance_for(self, engine: Engine, awaited: set[str]) -> None:
         """Steps for whoever awaits these requests. Raises RequestsLost if an error has ended some of them."""
         lost = {request_id for request_id in awaited if not engine.holds(request_id)}
         if lost:
             raise RequestsLost(lost)
-        self.advance(engine)
+        self._advance(engine)
 
-    def give_up(self, request_ids: Iterable[str]) -> None:
+    def _give_up(self, request_ids: Iterable[str]) -> None:
         """Notes that nobody waits for these any more. At any time, and in any thread."""
         self._given_up.extend(request_ids)
 
-    def let_go(self) -> None:
-        """Aborts requests that nobody waits for any more. The caller has the `turn`, and no step is in progress."""
+    def _let_go(self) -> None:
+        """Aborts requests that nobody waits for any more. The caller has the `_turn`, and no step is in progress."""
         while self._given_up:
             request_id = self._given_up[0]
             self._awaited.pop(request_id, None)

@@ -115,7 +115,7 @@ class Models:
 
     async def close(self) -> None:
         """Closes all, those that share another's weights before it."""
-        for model in sorted(self.all, key=lambda model: model.llm.llm.owns_models):
+        for model in sorted(self.all, key=lambda model: model.llm.llm._owns_models):
             with contextlib.suppress(asyncio.CancelledError):
                 await model.llm.close()
 

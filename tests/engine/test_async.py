@@ -46,7 +46,7 @@ def test_a_request_waits_from_the_moment_that_it_comes(pair: Pair) -> None:
     async def session() -> tuple[RequestOutput, float]:
         async with make(pair) as served:
             await read(served, 1)  # compiled from here on
-            with served.llm.turn:
+            with served.llm._turn:
                 reader = asyncio.create_task(read(served, 2))
                 await asyncio.sleep(0.05)  # and it has come
                 since = time.perf_counter()
@@ -130,7 +130,7 @@ def test_others_get_their_turn_while_it_serves(pair: Pair, monkeypatch: pytest.M
         happened.append("step")
         if len(happened) == 3:
             asked.set()
-            while not served.llm.turn.wanted:
+            while not served.llm._turn.wanted:
                 time.sleep(0)
         return collect(engine, last)
 

@@ -53,8 +53,8 @@ def test_an_error_in_another_threads_step_reaches_the_readers(pair: Pair, monkey
             before = await read(served, 2)
 
             def beside() -> None:
-                with served.llm.turn, pytest.raises(RuntimeError, match="broken"):
-                    served.llm.advance(served.llm.engine)
+                with served.llm._turn, pytest.raises(RuntimeError, match="broken"):
+                    served.llm._advance(served.llm.engine)
 
             reader = asyncio.create_task(read(served, 15))
             monkeypatch.setattr(Engine, "_collect", fail_beside)

@@ -83,7 +83,7 @@ def test_news_wake_each_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None
     loops[2].close()
     given_up: list[str] = []
     news: Any = [(one, [one.request.request_id]) for one in inboxes]
-    served: Any = SimpleNamespace(llm=SimpleNamespace(give_up=given_up.extend), _news=news)
+    served: Any = SimpleNamespace(llm=SimpleNamespace(_give_up=given_up.extend), _news=news)
     AsyncLLM._hand_out(served)
     AsyncLLM._hand_out(served)  # what has been handed out is gone
     assert woken == loops
@@ -149,7 +149,7 @@ def test_an_end_is_handed_out_at_once(llm: LLM, overlap: bool, monkeypatch: pyte
     served = AsyncLLM()
 
     async def session() -> None:
-        with served.llm.turn:  # so that both begin together
+        with served.llm._turn:  # so that both begin together
             reading = [asyncio.create_task(read(served, seed)) for seed in (1, 9)]
             await all_come(served, 2)
         await asyncio.gather(*reading)
@@ -187,7 +187,7 @@ def test_nothing_is_kept_while_programs_are_compiled(pair: Pair, monkeypatch: py
 
     async def session() -> None:
         async with served:
-            with served.llm.turn:
+            with served.llm._turn:
                 reading = [asyncio.create_task(read(served, seed)) for seed in (9, 1)]
                 await all_come(served, 2)
                 waiting = served.generate("ab", SamplingParams(seed=1, max_tokens=3, top_k=3))

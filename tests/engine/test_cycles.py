@@ -17,7 +17,7 @@ def follow(llm: LLM, params: SamplingParams, *, trace: bool = True) -> tuple[lis
     """A request's cycles, and its output."""
     request = dataclasses.replace(llm.request("ab", params), trace=trace)
     cycles = []
-    with llm.turn:
+    with llm._turn:
         llm.engine.add_request(request, stream=True)
         while True:
             llm.engine.step()

@@ -39,6 +39,15 @@ def seed_where(llm: LLM, wanted: str, params: dict[str, object]) -> tuple[Reques
     raise AssertionError(f"no seed ends with {wanted}")
 
 
+def test_what_completion_shows(llm: LLM) -> None:
+    """What a user has a use for; what engines and servers share has an underscore."""
+    assert [name for name in dir(llm) if not name.startswith("_")] == [
+        *("batch_cycles", "chat", "chat_prompt", "close", "decodes_by_load", "decoding", "engine", "generate"),
+        *("generate_stream", "has_prepared", "max_model_len", "max_num_seqs", "metrics", "models", "num_pages"),
+        *("page_size", "prepare", "request", "strategies", "tokenizer", "warm_up"),
+    ]
+
+
 def test_reprs_are_a_line(llm: LLM, pair: Pair) -> None:
     """A notebook shows them whenever a cell ends with one."""
     [output] = llm.generate("ab", SamplingParams(max_tokens=30, seed=1, ignore_eos=True), use_tqdm=False)

@@ -280,7 +280,7 @@ def test_closing_tells_whoever_waits_for_a_turn(pair: Pair) -> None:
                 said.append(f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=wait, args=(use,)) for use in uses]
-        with llm.turn:
+        with llm._turn:
             for thread in threads:
                 thread.start()
             time.sleep(0.3)  # and they wait
@@ -313,7 +313,7 @@ def test_what_one_loses_by_anothers_interruption_is_said(ready: LLM) -> None:
         ready.engine.step()
     assert ready.engine.busy
     with pytest.raises(RequestsLost, match=f"request {request.request_id} is gone"):
-        ready.advance_for(ready.engine, {request.request_id})
+        ready._advance_for(ready.engine, {request.request_id})
     assert list(stream)[-1].finished
 
 

@@ -72,7 +72,7 @@ def test_a_cancelled_task_frees_its_pages_at_the_next_step(
         while not served.llm.engine._running:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
-        with served.llm.turn:  # so that no step begins between the two
+        with served.llm._turn:  # so that no step begins between the two
             assert served.llm.engine.metrics()["num_running"] == 1, "control"
             steps = served.llm.engine._round
             task.cancel()
@@ -91,7 +91,7 @@ def test_an_abandoned_stream_frees_its_pages_at_the_next_step(served: AsyncLLM, 
     async def session() -> None:
         chunks = served.generate("ab", LONG)
         await anext(chunks)
-        with served.llm.turn:
+        with served.llm._turn:
             assert served.llm.engine.metrics()["num_running"] == 1, "control"
             steps = served.llm.engine._round
             if close:
