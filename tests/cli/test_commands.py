@@ -102,7 +102,7 @@ def test_the_prompt_may_come_from_standard_input(
 def test_smc_refuses_to_cut_off_before_anything_is_loaded(
     smcjax: Command, models: list[str], command: list[str]
 ) -> None:
-    result = smcjax(*command, *models, *SMALL, "--top-p", "0.9")
+    result = smcjax(*command, *models, *SMALL, "--decoding", "smc", "--top-p", "0.9")
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("smcjax: error: --top-k is 0 and --top-p 0.9")
     assert "use --decoding rejection or autoregressive, which honour" in result.err
