@@ -6,9 +6,12 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+_SHORT = 80  # characters of a value in an error message
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -65,5 +68,20 @@ def is_unicode(text: str) -> bool:
 
 def short(value: object) -> str:
     """repr of a value for an error message, cut to 78 characters where it is longer than 80."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    text = repr(_beginning(value, [_SHORT]))
+    return text if len(text) <= _SHORT else text[: _SHORT - 3] + "…"
+
+
+def _beginning(value: object, left: list[int]) -> object:
+    """A value of JSON without what stands behind its first `left` items, of which nothing would be shown."""
+    left[0] -= 1
+    if type(value) is str:
+        return value[:_SHORT]
+    if type(value) is list:
+        return [_beginning(one, left) for one in itertools.islice(value, max(left[0], 0))]
+    if type(value) is dict:
+        return {
+            _beginning(name, left): _beginning(one, left)
+            for name, one in itertools.islice(value.items(), max(left[0], 0))
+        }
+    return value

@@ -20,6 +20,9 @@ from smcjax.tokenizer_files import load_tokenizer
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FILES = (*_CONTENTS, "tokenizer_config.json")
+# A text is long with more characters than `PIECE`, and than `USUAL` for each token that it may have. It is then counted
+# by its pieces first, each of which has fewer tokens by `CUT` within the whole, for it may begin and end amid a word.
+PIECE, USUAL, CUT = 1 << 16, 8, 64
 
 
 @contextlib.contextmanager
@@ -118,11 +121,13 @@ class Tokenizer:
         decoder = None if self._backend is None else self._backend.decoder
         return None if decoder is None else json.loads(decoder.__getstate__())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a prompt, with the BOS where the tokenizer's own rule adds one.
 
-        A text that already begins with the BOS token, as a rendered chat does, gets no second one.
+        A text that already begins with the BOS token, as a rendered chat does, gets no second one. Raises ValueError
+        for one that is long, as soon as it is clear that it has more than `most` tokens.
         """
+        self._require_no_more(text, most)
         with _quiet():
             ids: list[int] = self._inner(text)["input_ids"]
         bos = self.bos_token_id
@@ -140,12 +145,29 @@ class Tokenizer:
             return self._backend.decode(shown)
         return self._inner.decode(shown, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: Any, variables: Mapping[str, Any] | None = None) -> list[int]:
+    def _require_no_more(self, text: str, most: int | None) -> None:
+        """Raises ValueError for a long text of more tokens, by the pieces that it begins with."""
+        if most is None or len(text) <= max(PIECE, USUAL * most):
+            return
+        tokens = 0
+        for begin in range(0, len(text), PIECE):
+            with _quiet():
+                ids = self._inner(text[begin : begin + PIECE], add_special_tokens=False)["input_ids"]
+            tokens += max(len(ids) - CUT, 0)
+            if tokens > most:
+                raise ValueError(
+                    f"the prompt has more than {most} tokens and max_model_len is {most}; shorten the prompt or raise "
+                    "max_model_len."
+                )
+
+    def apply_chat_template(
+        self, messages: Any, variables: Mapping[str, Any] | None = None, most: int | None = None
+    ) -> list[int]:
         """Token ids of a conversation, a list of {"role", "content"} dicts, up to where the assistant is to speak.
 
         A content is a string or a list of {"type": "text", "text"} parts, which are joined. The template alone decides
         on the BOS. Further `variables` are for it, plain data. Raises ValueError where there is no template, it rejects
-        `messages`, or it does not end in time, and for variables that are set already.
+        `messages`, or it does not end in time, for variables that are set already, and as `encode` does.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -166,6 +188,7 @@ class Tokenizer:
             if name in known:
                 raise ValueError(f"the chat template's variable {short(name)} is set already; leave it out")
         text = RENDERER.render(template, {**known, **(variables or {})})
+        self._require_no_more(text, most)
         with _quiet():
             ids: list[int] = self._inner(text, add_special_tokens=False)["input_ids"]
         return ids

@@ -17,12 +17,15 @@ from smcjax.cli.options import (
     llm_arguments,
 )
 from smcjax.cli.parser import text, whole
+from smcjax.cli.stdin import read_file
 from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.files import MIB
 from smcjax.plain import short
 
 KEY_VARIABLE = "SMCJAX_API_KEY"
 SHORTEST_KEY = 8
+KEY_BYTES = MIB  # of a file of keys
 _SHORT = {"n": "n_particles", "k": "gamma"}
 
 
@@ -49,6 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="ORIGIN",
         help="an origin whose pages may ask from a browser; repeatable (default: none)",
     )
+    group.add_argument(
+        "--allowed-host",
+        type=text,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name to ask the server by, beside those of loopback; repeatable (default: any where there are keys)",
+    )
     group.add_argument("--served-model-name", type=text, metavar="NAME", help="(the directory's)")
     group.add_argument(
         "--also",
@@ -61,6 +72,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     group.add_argument("--max-num-seqs", type=whole(1, 4096), default=8, metavar="G", help="requests at once (8)")
     group.add_argument("--max-waiting", type=whole(0, 1 << 20), default=256, help="further ones that may wait (256)")
     group.add_argument("--max-body", type=whole(1024, 1 << 30), default=8 << 20, help="bytes of a request (8 MiB)")
+    group.add_argument(
+        "--drain-seconds",
+        type=whole(0, 86_400),
+        default=30,
+        metavar="S",
+        help="that answers have to end after SIGTERM or Ctrl-C; what has not is cut (30)",
+    )
     group.add_argument("--seed", type=whole(0, MAX_SEED), default=0, help="of requests that bring none (0)")
     group.add_argument(
         "--compile-at-start",
@@ -84,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         )
     decodings = [first, *map(decoding_of, args.also)]
     check_models(args)
-    keys = _keys(args)
+    keys = keys_of(args)
     try:
         from smcjax.server import models, process, state
     except ModuleNotFoundError as error:
@@ -94,7 +112,13 @@ def run(args: argparse.Namespace) -> int:
 
     process.check_address(args.host, keys)
     listening = process.bound(args.host, args.port)
-    settings = state.Settings(keys=keys, origins=tuple(args.allow_origin), max_body=args.max_body)
+    settings = state.Settings(
+        keys=keys,
+        hosts=tuple(args.allowed_host),
+        origins=tuple(args.allow_origin),
+        max_body=args.max_body,
+        drain_seconds=args.drain_seconds,
+    )
     with listening:
         loaded = models.load(
             args.model,
@@ -144,16 +168,11 @@ def _plain(value: str) -> bool | int | float | str:
     return value
 
 
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+def keys_of(args: Any) -> tuple[str, ...]:
     """All keys that are given. Raises ValueError for a file without any, and for keys that can be guessed."""
     keys = [*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if args.api_key_file is not None:
-        try:
-            with open(args.api_key_file, encoding="utf-8") as file:
-                lines = [line.strip() for line in file]
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ValueError(f"--api-key-file {args.api_key_file} cannot be read ({why}); name another.") from None
+        lines = [line.strip() for line in read_file("--api-key-file", args.api_key_file, KEY_BYTES).splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
             raise ValueError(f"--api-key-file {args.api_key_file} holds no key; write one a line.")

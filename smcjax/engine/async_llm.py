@@ -84,10 +84,29 @@ class AsyncLLM:
         Any thread may call this, so that no event loop has to wait for a long text to be cut into tokens.
         """
         params = params_for_each(sampling_params, 1)[0]
+        return self._streams(prompt, params, [params.seed], trace, request_id)[0]
+
+    def choices(
+        self, prompt: Prompt, sampling_params: SamplingParams, seeds: Sequence[int | None], *, trace: bool = False
+    ) -> list[ChunkStream]:
+        """An answer to one prompt for each of `seeds`, in place of the parameters' own seed.
+
+        Each is what `generate` gives, and all are checked as one. Raises what `generate` raises.
+        """
+        return self._streams(prompt, sampling_params, seeds, trace)
+
+    def _streams(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seeds: Sequence[int | None],
+        trace: bool,
+        request_id: str | None = None,
+    ) -> list[ChunkStream]:
         served = self._answering(params)
         served._require_room()
-        request = self.llm.request(prompt, params)
-        return ChunkStream(served, dataclasses.replace(request, trace=trace or request.trace), request_id)
+        requests = self.llm.choices(prompt, params, seeds)
+        return [ChunkStream(served, dataclasses.replace(one, trace=trace or one.trace), request_id) for one in requests]
 
     def chat(
         self,
@@ -323,6 +342,11 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
     def prompt(self) -> str | None:
         """The prompt's text; None where it came as token ids."""
         return self._request.prompt
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end the answer, which are no content of it."""
+        return self._request.stop_ids
 
     def start(self) -> None:
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.

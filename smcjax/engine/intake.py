@@ -70,14 +70,19 @@ class Intake:
                 requests.append(intake._request(prompt, one))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from None
-        return self._numbered(requests)
+        return self._numbered(requests, [one.seed for one in params])
 
-    def request(self, prompt: Prompt, params: SamplingParams, checked_by: Intake) -> Request:
-        """A request, checked as by `requests`. Raises ValueError for one that cannot run."""
+    def choices(
+        self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None], checked_by: Intake
+    ) -> list[Request]:
+        """A request for each of `seeds`, all of one prompt and one `params`, whose own seed is left aside.
+
+        They are checked as by `requests`. Raises ValueError for what cannot run.
+        """
         if not isinstance(prompt, str | Mapping):
             raise ValueError(f"prompt must be text or {{'prompt_token_ids': [...]}}, got {short(prompt)}.")
         self._prepare(params)
-        return self._numbered([checked_by._request(prompt, params)])[0]
+        return self._numbered([checked_by._request(prompt, params)] * len(seeds), seeds)
 
     def has_prepared(self, params: SamplingParams) -> bool:
         """True where the form that a request asks for is known already, as its automaton or by why it has none.
@@ -110,21 +115,21 @@ class Intake:
     def _stop_ids(self, params: SamplingParams, named: tuple[int, ...]) -> tuple[int, ...]:
         return named if params.ignore_eos else (*self._eos_token_ids, *named)
 
-    def _numbered(self, requests: Sequence[Request]) -> list[Request]:
-        """The checked requests with the next numbers, and seeds by these where they bring none."""
+    def _numbered(self, requests: Sequence[Request], seeds: Sequence[int | None]) -> list[Request]:
+        """The checked requests with the next numbers and these seeds, by the numbers where there is none."""
         with self._numbering:
             first = self.count
             self.count += len(requests)
         numbered = []
-        for number, request in enumerate(requests, first):
-            seed = request.params.seed if request.params.seed is not None else (self._seed + number) & MAX_SEED
+        for number, (request, own) in enumerate(zip(requests, seeds, strict=True), first):
+            seed = own if own is not None else (self._seed + number) & MAX_SEED
             numbered.append(dataclasses.replace(request, request_id=str(number), seed=seed))
         return numbered
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request without a number. No thread waits for another's long text to be cut into tokens."""
         vocab_size, most = self._vocab_size, self._num_pages - 1
-        text, token_ids = tokenize(prompt, self._tokenizer, vocab_size)
+        text, token_ids = tokenize(prompt, self._tokenizer, vocab_size, self._decoder.max_model_len)
         params, named = told_apart(params, self._tokenizer, vocab_size)
         check_token_ids(params, vocab_size)
         self._decoder.check(params)

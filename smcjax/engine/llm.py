@@ -462,7 +462,9 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer, and chat needs its chat template; use generate.")
-        return {"prompt_token_ids": self.tokenizer.apply_chat_template(messages, template_variables)}
+        return {
+            "prompt_token_ids": self.tokenizer.apply_chat_template(messages, template_variables, self.max_model_len)
+        }
 
     @property
     def strategies(self) -> tuple[Decoding, ...]:
@@ -528,7 +530,11 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request` of `_answering`. Raises ValueError for one that cannot run."""
-        return self._intake.request(prompt, params, self._answering(params)._intake)
+        return self.choices(prompt, params, [params.seed])[0]
+
+    def choices(self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None]) -> list[Request]:
+        """Likewise one for each of `seeds`, which stand in place of the parameters' own."""
+        return self._intake.choices(prompt, params, seeds, self._answering(params)._intake)
 
     def _answering(self, params: SamplingParams) -> LLM:
         """The LLM on these models that answers a request: this one, or where no decoder was named an exact one."""

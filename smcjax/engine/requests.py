@@ -57,8 +57,13 @@ def params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, co
     return list(params)
 
 
-def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
-    """Text and token ids of a prompt. Raises ValueError (one sentence) for what cannot be one."""
+def tokenize(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
+) -> tuple[str | None, list[int]]:
+    """Text and token ids of a prompt. Raises ValueError (one sentence) for what cannot be one.
+
+    One that is far too long is refused early, by its length or its beginning.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the model directory has no tokenizer; pass {'prompt_token_ids': [...]} instead of text.")
@@ -67,7 +72,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
         if not is_unicode(prompt):
             raise ValueError(f"the prompt must be valid Unicode, got {short(prompt)}; decode it from its own encoding.")
         text: str | None = prompt
-        token_ids = tokenizer.encode(prompt)
+        token_ids = tokenizer.encode(prompt, max_model_len)
     else:
         if set(prompt) != {"prompt_token_ids"}:
             raise ValueError(f"a prompt mapping has the one key 'prompt_token_ids', got {sorted(map(str, prompt))}.")
@@ -78,6 +83,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
             isinstance(token, int | np.integer) and not isinstance(token, bool) for token in token_ids
         ):
             raise ValueError(f"prompt_token_ids must be a list of whole numbers, got {short(token_ids)}.")
+        check_length(len(token_ids), max_model_len)
         token_ids = [int(token) for token in token_ids]
     if not token_ids:
         raise ValueError("the prompt has no tokens; give at least one.")
@@ -85,6 +91,15 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
         if not 0 <= token < vocab_size:
             raise ValueError(f"prompt_token_ids holds {token}; ids of this model are 0 to {vocab_size - 1}.")
     return text, token_ids
+
+
+def check_length(tokens: int, max_model_len: int) -> None:
+    """Raises ValueError for prompts that leave no room for an answer."""
+    if tokens >= max_model_len:
+        raise ValueError(
+            f"the prompt has {tokens} tokens and max_model_len is {max_model_len}; "
+            "shorten the prompt or raise max_model_len."
+        )
 
 
 def told_apart(
@@ -95,7 +110,7 @@ def told_apart(
     A stop string that is a special token means that token, which never becomes text. Raises ValueError for one that
     holds a special token among other text, so that it could never be found, and for ids that the model lacks.
     """
-    named = tuple(params.stop_token_ids or ())
+    named = tuple(dict.fromkeys(params.stop_token_ids or ()))
     if any(token >= vocab_size for token in named):
         raise ValueError(f"stop_token_ids holds {max(named)}; ids of this model are 0 to {vocab_size - 1}.")
     if not params.stop_strings:
@@ -124,11 +139,7 @@ def told_apart(
 
 def limit_of(token_ids: list[int], params: SamplingParams, max_model_len: int) -> int:
     """Length at which the request's sequences are cut. Raises ValueError if nothing can be generated."""
-    if len(token_ids) >= max_model_len:
-        raise ValueError(
-            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}; "
-            "shorten the prompt or raise max_model_len."
-        )
+    check_length(len(token_ids), max_model_len)
     longest = max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
     limit = min(longest, max_model_len)
     if params.min_tokens > limit - len(token_ids):

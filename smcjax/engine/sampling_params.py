@@ -13,6 +13,7 @@ from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1
 MOST_BIASED = 1024  # tokens of a request's logit_bias
+MOST_STOPS, LONGEST_STOP = 64, 1024  # stop strings of a request, which are looked for with each token, and characters
 
 
 @names_unknown
@@ -29,8 +30,9 @@ class SamplingParams:
         top_p: keep the smallest set of tokens of at least this total probability, and all that are as likely as the
             least likely of them; 1 keeps all.
         top_k: keep this many most probable tokens, and all that are as likely as the last of them; 0 or −1 keeps all.
-        stop: strings that end the text, themselves not part of it; one that is a special token ends the sequence as
-            `stop_token_ids` does. The work ends a cycle after every row that may still answer has one.
+        stop: strings that end the text, themselves not part of it, at most 64 of up to 1,024 characters; one that is a
+            special token ends the sequence as `stop_token_ids` does. The work ends a cycle after every row that may
+            still answer has one.
         stop_token_ids: token ids that end a sequence, besides EOS.
         ignore_eos: treat EOS, as configs and tokenizer name it, as an ordinary token.
         seed: of this request's own randomness; None takes one from the engine's seed and a request counter.
@@ -94,11 +96,16 @@ class SamplingParams:
         if not isinstance(self.stop, str | list | tuple | None) or not all(
             isinstance(text, str) and text for text in self.stop_strings
         ):
-            raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}.")
+            raise ValueError(f"stop must be a non-empty string or a list of them, got {short(self.stop)}.")
+        if len(self.stop_strings) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in self.stop_strings):
+            raise ValueError(
+                f"stop must have at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each, got "
+                f"{len(self.stop_strings)} of up to {max(map(len, self.stop_strings))}; leave some out."
+            )
         if not isinstance(self.stop_token_ids, list | tuple | None) or not all(
             _is_int(token, 0) for token in self.stop_token_ids or ()
         ):
-            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}.")
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {short(self.stop_token_ids)}.")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):

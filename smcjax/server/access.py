@@ -1,17 +1,20 @@
-"""Around all routes: a request's id, its key, and an answer in the server's shape whatever is raised inside."""
+"""Around all routes: a request's id, its host, its key, and an answer in the server's shape whatever is raised."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import re
 import uuid
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from smcjax.server.errors import APIError, refusal
-from smcjax.server.state import Served
+from smcjax.plain import short
+from smcjax.server.errors import CLOSE, APIError, refusal, unavailable
+from smcjax.server.state import MOST_HELD, Served
 
 ID = b"x-request-id"
 _ID_LENGTH = 128
@@ -19,7 +22,10 @@ PUBLIC = re.compile(r"/(health|page(/.*)?)?")  # paths that need no key
 
 
 class RequestIds:
-    """Echoes the client's id of a request, as far as it is one, or makes one; counts requests; answers errors."""
+    """Echoes the client's id of a request, as far as it is one, or makes one; answers errors.
+
+    Counts requests that are under way, and the bytes of their bodies, of which all together have `MOST_HELD` at most.
+    """
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
         self._app, self._served = app, served
@@ -29,7 +35,18 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         own = request_id(next((value for name, value in scope["headers"] if name == ID), b""))
-        begun = False
+        begun, held, served = False, 0, self._served
+        most = max(MOST_HELD, served.settings.max_body)
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            size = len(message.get("body", b""))
+            if served.held_bytes + size > most:
+                raise unavailable(f"the server holds {most} bytes of requests, the most it may; ask again.", CLOSE)
+            held += size
+            served.held_bytes += size
+            return message
 
         async def named(message: Message) -> None:
             nonlocal begun
@@ -39,15 +56,16 @@ class RequestIds:
             await send(message)
 
         counts = scope["path"] not in ("/health", "/metrics")
-        self._served.in_flight += counts
+        served.in_flight += counts
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, counted, named)
         except Exception as error:
             answer = refusal(error).response()
             if not begun:
                 await answer(scope, receive, named)
         finally:
-            self._served.in_flight -= counts
+            served.in_flight -= counts
+            served.held_bytes -= held
 
 
 def request_id(given: bytes) -> str:
@@ -82,6 +100,43 @@ class Keys:
         digest = _digest(key.strip())
         found = [hmac.compare_digest(digest, one) for one in self._digests]
         return kind.lower() == b"bearer" and any(found)
+
+
+class Hosts:
+    """Lets requests pass that ask the server by a name of its own: one of this machine's loopback, or of `names`.
+
+    A page of the web can give its own name the address 127.0.0.1, and then a browser takes the server for the page's
+    own ("DNS rebinding"); but it tells the name that it asked for.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app, self._names = app, {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for header, value in scope["headers"]:
+                if header == b"host" and not self._is_own(value.decode("latin-1")):
+                    refused = APIError(
+                        403,
+                        f"this server is not known as {short(value.decode('latin-1'))}; ask it as 127.0.0.1 or "
+                        "localhost, or start it with that --allowed-host.",
+                        code="host_not_allowed",
+                    )
+                    await refused.response()(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        """True for a name or an address of this server's, whatever port stands behind it."""
+        name = re.sub(r":\d*$", "", host).strip("[]").lower()
+        return is_loopback(name) or name in self._names
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses of this machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _digest(key: bytes) -> bytes:

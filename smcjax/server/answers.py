@@ -9,22 +9,21 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from smcjax.engine.async_llm import AsyncLLM, ChunkStream
+from fastapi import Response
+
+from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.engine.requests import Prompt
-from smcjax.engine.sampling_params import SamplingParams
-from smcjax.server.errors import APIError, refusal, unavailable
+from smcjax.server.errors import APIError, dumps, refusal, unavailable
 from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel
 from smcjax.server.population import Cycles, end_of, population_of
-from smcjax.server.sampling import by_own_field, sampling_params, seed_of
-from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk, StreamOptions
+from smcjax.server.schemas import Ask, StreamOptions
 from smcjax.server.shapes import Shapes, Told
 from smcjax.server.state import Served
 
 
 class Answers:
-    """n answers to each prompt of a request, choice p·n + i being the i-th of prompt p; `begin` makes them."""
+    """n answers to each prompt of a request, choice p·n + i being the i-th of prompt p."""
 
     def __init__(
         self,
@@ -34,6 +33,7 @@ class Answers:
         model: VirtualModel,
         routed: str | None,
         streams: list[ChunkStream],
+        echoes: list[str | None],
         *,
         has_form: bool,
     ) -> None:
@@ -42,34 +42,30 @@ class Answers:
         self._ask, self._shapes, self._model = ask, shapes, model
         self._routed, self._streams, self._has_form = routed, streams, has_form
         self._metrics = served.metrics
+        self._served = served
         self._tokenizer = model.llm.llm.tokenizer
         self._began = time.perf_counter()
         self._generated = [0] * len(streams)  # tokens that have come, by choice
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
         traced = ask.smc is not None and (ask.smc.trace or ask.smc.events)
         self._record: Record | None = served.records.open(self.id) if traced else None
-        texts, echo = served.token_texts(model), isinstance(ask, CompletionAsk) and ask.echo
+        texts, ends = served.token_texts(model), frozenset(streams[0].stop_ids)
         self._told_of = [
             Told(
                 index,
                 texts,
                 stream.prompt_token_ids,
-                echo=self._prompt_text(stream) if echo else None,
+                ends=ends,
+                echo=echo,
                 prompt_logprobs=ask.prompt_logprobs is not None,
             )
-            for index, stream in enumerate(streams)
+            for index, (stream, echo) in enumerate(zip(streams, echoes, strict=True))
         ]
         self._cycles = [Cycles(self._tokenizer, stream.prompt_token_ids) for stream in streams]
 
     def __len__(self) -> int:
         """The number of choices."""
         return len(self._streams)
-
-    def _prompt_text(self, stream: ChunkStream) -> str:
-        """The prompt's own text, or the tokenizer's of its tokens."""
-        if stream.prompt is not None or self._tokenizer is None:
-            return stream.prompt or ""
-        return self._tokenizer.decode(stream.prompt_token_ids)
 
     async def close(self) -> None:
         """Gives up what has not ended."""
@@ -78,7 +74,7 @@ class Answers:
         if self._record is not None:
             self._record.end()
 
-    async def reply(self) -> dict[str, Any]:
+    async def reply(self) -> Response:
         """The whole reply. Raises APIError where an answer fails, which ends the others."""
         try:
             async with aclosing(self._chunks()) as chunks:
@@ -86,10 +82,15 @@ class Answers:
                     pass
         finally:
             await self.close()
+        return await self._served.beside(0, self._whole)
+
+    def _whole(self) -> Response:
         outputs = [output for output in self._outputs if output is not None]
         choices = [self._shapes.choice(*one) for one in zip(self._told_of, outputs, strict=True)]
-        head = self._head(self._shapes.reply_object)
-        return {**head, "choices": choices, "usage": self._usage(), **self._smc(*outputs)}
+        head, rest = self._head(self._shapes.reply_object), {"usage": self._usage(), **self._smc(*outputs)}
+        # One by one, for no thread goes on while one of them is written.
+        text = f'{dumps(head)[:-1]},"choices":[{",".join(map(dumps, choices))}],{dumps(rest)[1:]}'
+        return Response(text, media_type="application/json")
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, StreamChunk, dict[str, Any] | None]]:
         """Chunks of all choices as they come: the choice, the chunk, and the event of its cycle if there is one."""
@@ -197,7 +198,10 @@ class Answers:
             async with aclosing(self._chunks()) as chunks:
                 async for choice, chunk, event in chunks:
                     told = self._told_of[choice]
-                    pieces = self._shapes.pieces(told, chunk)
+                    if chunk.prompt_logprobs is not None:  # as many as the prompt has tokens
+                        pieces = await self._served.beside(0, self._shapes.pieces, told, chunk)
+                    else:
+                        pieces = self._shapes.pieces(told, chunk)
                     told.first = False
                     for piece in pieces:
                         reply = {**head, "choices": [piece]}
@@ -217,68 +221,6 @@ class Answers:
             return self._smc(chunk.output)
         wanted = self._ask.smc is not None and self._ask.smc.events
         return {"smc": {"cycle": event}} if wanted and event is not None else {}
-
-
-async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes) -> Answers:
-    """Starts all answers of a request, or none. Raises APIError where it cannot run now or ever.
-
-    A form is compiled, and the text is cut into tokens, in threads, so that no other request waits for it.
-    """
-    if served.draining:
-        raise unavailable("the server is shutting down and takes no further requests; ask another one.")
-    asked = served.models.named(ask.model)
-    known = frozenset(type(ask).model_fields)
-    streams: list[ChunkStream] = []
-    try:
-        params = [sampling_params(ask, seed_of(ask.seed, choice)) for choice in range(ask.choices)]
-        model, routed = served.models.answering(asked, params[0])
-        await served.forms.prepare(model.llm.llm, params[0])
-        if isinstance(ask, CompletionAsk):
-            streams = await asyncio.to_thread(_to_prompts, model.llm, ask, params)
-        else:
-            streams = await asyncio.to_thread(_to_conversation, model.llm, ask, params)
-        for stream in streams:
-            stream.start()
-        has_form = params[0].expression is not None
-        return Answers(served, ask, shapes, model, routed, streams, has_form=has_form)
-    except Exception as error:
-        for stream in streams:
-            await stream.aclose()
-        if isinstance(error, RuntimeError) and served.stopping:
-            raise unavailable(str(error)) from None
-        raise refusal(by_own_field(error, ask), known) from error
-
-
-def _to_prompts(llm: AsyncLLM, ask: CompletionAsk, params: list[SamplingParams]) -> list[ChunkStream]:
-    prompts, streams = ask.prompts(), []
-    if len(prompts) * len(params) > MOST_CHOICES:
-        raise ValueError(
-            f"prompt asks for {len(prompts)} times {len(params)} answers and {MOST_CHOICES} are the most of a request; "
-            "send several."
-        )
-    for index, prompt in enumerate(prompts):
-        try:
-            streams += _answers_to(llm, prompt, params, ask)
-        except ValueError as error:
-            if len(prompts) == 1:
-                raise
-            raise APIError(400, f"prompt {index}: {error}", param="prompt") from None
-    return streams
-
-
-def _to_conversation(llm: AsyncLLM, ask: ChatAsk, params: list[SamplingParams]) -> list[ChunkStream]:
-    try:
-        prompt = llm.llm.chat_prompt(ask.conversation(), ask.chat_template_kwargs)
-    except ValueError as error:
-        raise APIError(400, str(error), param="messages") from None
-    return _answers_to(llm, prompt, params, ask)
-
-
-def _answers_to(llm: AsyncLLM, prompt: Prompt, params: list[SamplingParams], ask: Ask) -> list[ChunkStream]:
-    """An answer to the prompt for each of `params`; the prompt is cut into tokens once."""
-    first = llm.generate(prompt, params[0], trace=ask.smc is not None)
-    again: Prompt = {"prompt_token_ids": first.prompt_token_ids}
-    return [first, *(llm.generate(again, one, trace=ask.smc is not None) for one in params[1:])]
 
 
 def _require_answer(output: RequestOutput) -> None:

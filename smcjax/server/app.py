@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from smcjax import __version__
-from smcjax.server.access import ID, Keys, RequestIds
+from smcjax.server.access import ID, Hosts, Keys, RequestIds
 from smcjax.server.errors import add_handlers, json_response, unavailable
 from smcjax.server.models import VirtualModel
 from smcjax.server.openapi import EVENTS, PLAIN, add_document
@@ -51,6 +51,8 @@ def make_app(served: Served) -> FastAPI:
             allow_headers=headers,
             expose_headers=[ID.decode()],
         )
+    if settings.hosts or not settings.keys:
+        app.add_middleware(Hosts, names=settings.hosts)
     app.add_middleware(RequestIds, served=served)
     return app
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.server.logprobs import as_objects, scored, scored_prompt
+from smcjax.server.logprobs import Scored, as_objects, scored, scored_prompt
 from smcjax.server.schemas import ChatAsk
 from smcjax.server.shapes import Shapes, Told
 
 
 class ChatShapes(Shapes):
-    """A message, with an object a token for log-probabilities; in streams the role, then text, then why it ends."""
+    """A message, with an object a token for log-probabilities; in streams the role, then text, then why it ends.
+
+    OpenAI's specification has "message content tokens" there, so the token that ends the turn is none of them.
+    """
 
     path = "/v1/chat/completions"
     ask = ChatAsk
@@ -22,7 +25,7 @@ class ChatShapes(Shapes):
     def choice(self, told: Told, output: RequestOutput) -> dict[str, Any]:
         """A whole answer."""
         answer = output.outputs[0]
-        tokens, prompt = scored(answer), scored_prompt(output, output.prompt_token_ids)
+        tokens, prompt = _content(scored(answer), told), scored_prompt(output, output.prompt_token_ids)
         return {
             "index": told.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
@@ -36,7 +39,7 @@ class ChatShapes(Shapes):
 
         The prompt's log-probabilities are in the first piece of the chunk that brings them.
         """
-        pieces, tokens, prompt = [], scored(chunk), scored_prompt(chunk, told.prompt_token_ids)
+        pieces, tokens, prompt = [], _content(scored(chunk), told), scored_prompt(chunk, told.prompt_token_ids)
         if told.first:
             pieces.append(_piece(told.index, {"role": "assistant", "content": ""}))
         if chunk.text or tokens:
@@ -47,6 +50,11 @@ class ChatShapes(Shapes):
         pieces = pieces or [_piece(told.index, {})]
         pieces[0] |= told.prompt_field(prompt)
         return pieces
+
+
+def _content(tokens: list[Scored] | None, told: Told) -> list[Scored] | None:
+    """The tokens without the one that ends them."""
+    return None if tokens is None else [one for one in tokens if one.token not in told.ends]
 
 
 def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from smcjax.plain import short
 logger = logging.getLogger("smcjax")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+CLOSE = {"connection": "close"}  # what is left of the body is not waited for
 RETRY_SECONDS = 1  # after which a client that was turned away may come again
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # one for all: `json.dumps` makes one each time
 OBJECTS = ("smc", "stream_options")  # fields of a request that are objects
@@ -89,19 +90,23 @@ def queue_full(why: str) -> APIError:
     return APIError(429, why, code="queue_full", headers={"retry-after": str(RETRY_SECONDS)})
 
 
-def unavailable(why: str) -> APIError:
+def unavailable(why: str, headers: Mapping[str, str] | None = None) -> APIError:
     """The error of a server that takes no requests."""
-    return APIError(503, why, code="unavailable", headers={"retry-after": str(RETRY_SECONDS)})
+    return APIError(503, why, code="unavailable", headers={"retry-after": str(RETRY_SECONDS), **(headers or {})})
 
 
 def _of_sentence(message: str, known: frozenset[str]) -> APIError:
     """A sentence of the engine's, with the field that it begins with."""
-    overlong = re.match(r"the prompt has \d+ tokens and max_model_len", message) is not None
     first = re.match(r"[a-z_]*", message)
     param = first.group() if first is not None and first.group() in known else None
     if param is None and message.startswith(("the prompt", "prompt_token_ids", "a prompt")):
         param = "messages" if "messages" in known else "prompt"
-    return APIError(400, message, param=param, code="context_length_exceeded" if overlong else None)
+    return APIError(400, message, param=param, code="context_length_exceeded" if is_overlong(message) else None)
+
+
+def is_overlong(message: str) -> bool:
+    """True for the engine's sentence about a prompt that is too long."""
+    return re.match(r"the prompt has (more than )?\d+ tokens and max_model_len", message) is not None
 
 
 def _of_fields(error: ValidationError) -> APIError:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import gc
-import ipaddress
+import math
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
+from smcjax.server.access import is_loopback
 from smcjax.server.app import make_app
+from smcjax.server.connections import Connection
 from smcjax.server.state import Served
 
-LAST_WRITES = 5.0  # seconds that readers have, at the end, for what is answered already
+LAST_WRITES = 2.0  # seconds that readers have, at the end, for what is answered already
+LAST_STEPS = 4.0  # seconds behind the deadline of a drain after which the process ends, whatever is under way
 
 
 def check_address(host: str, keys: tuple[str, ...]) -> None:
@@ -28,13 +33,6 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
             f"--host is {host}, which other machines can reach, and there is no key; add --api-key-file, or use "
             "--host 127.0.0.1."
         )
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses of this machine alone."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -59,7 +57,7 @@ def uvicorn_config(served: Served) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(served),
         loop="uvloop",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -73,24 +71,48 @@ def uvicorn_config(served: Served) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """A server that a first SIGTERM or SIGINT drains, and a second one ends at once.
 
-    While it drains it still listens: /health says 503, and so do further requests.
+    While it drains it still listens: /health says 503, and so do further requests. What has not ended by the deadline
+    is cut.
     """
 
     def __init__(self, served: Served) -> None:
         super().__init__(uvicorn_config(served))
         self._served = served
+        self._deadline = math.inf  # of the drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal."""
         if self._served.draining:
             os._exit(128 + sig)
         self._served.draining = True
-        print("smcjax: draining; a second signal ends at once", file=sys.stderr)
+        seconds = self._served.settings.drain_seconds
+        self._deadline = time.monotonic() + seconds
+        last = threading.Timer(seconds + LAST_STEPS, _end_anyway)  # even amid a compilation
+        last.daemon = True
+        last.start()
+        print(f"smcjax: draining, for {seconds:g} s at most; a second signal ends at once", file=sys.stderr)
 
     async def on_tick(self, counter: int) -> bool:
-        """Says, ten times a second, whether it is over."""
+        """Looks after the connections, and says, ten times a second, whether it is over."""
         over = await super().on_tick(counter)
-        return over or (self._served.draining and not self._served.in_flight)
+        now, connections = time.monotonic(), cast(set[Connection], self.server_state.connections)
+        for connection in list(connections):
+            connection.check(now)
+        if not self._served.draining or not self._served.in_flight:
+            return over or self._served.draining
+        if now > self._deadline:
+            seconds = self._served.settings.drain_seconds
+            print(f"smcjax: {self._served.in_flight} requests were cut after {seconds:g} s", file=sys.stderr)
+            for connection in [one for one in connections if not one.idle]:
+                connection.cut()
+            return True
+        return over
+
+
+def _end_anyway() -> None:
+    """Ends the process in order, without what cannot be ended."""
+    print("smcjax: what still ran on the device or in threads was cut", file=sys.stderr, flush=True)
+    os._exit(0)
 
 
 def keep_what_is_loaded() -> None:
@@ -104,6 +126,7 @@ def serve(served: Served, listening: socket.socket) -> None:
     signal.set_wakeup_fd(-1)  # `smcjax.cli.process` ends others at a Ctrl-C
     keep_what_is_loaded()
     print(f"smcjax: serving {', '.join(served.models.names)} at {address_of(listening)}/v1", file=sys.stderr)
+    print(f"smcjax: open {address_of(listening)} in a browser", file=sys.stderr)
     Server(served).run(sockets=[listening])
-    served.forms.close()
+    served.close()
     asyncio.run(served.models.close())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from smcjax.server.answers import begin
-from smcjax.server.body import read_body
+from smcjax.server.begin import begin
+from smcjax.server.body import parse, read_body
 from smcjax.server.chat import ChatShapes
 from smcjax.server.completions import CompletionShapes
-from smcjax.server.errors import json_response
 from smcjax.server.openapi import JSON_OR_EVENTS, body_of
 from smcjax.server.shapes import Shapes
 from smcjax.server.sse import EventStream, whole, with_end
@@ -35,13 +34,16 @@ def _add(router: APIRouter, served: Served, shapes: Shapes) -> None:
     )
     async def answer(request: Request) -> Response:
         # The body is read here, so that whatever is wrong with it is said in the server's own shape.
-        ask = await read_body(request, shapes.ask, limit=settings.max_body, seconds=settings.body_seconds)
+        data = await read_body(request, limit=settings.max_body, seconds=settings.body_seconds)
+        size = len(data)
+        ask = await served.beside(size, lambda: shapes.ask.model_validate(parse(data)))
+        del data
 
         async def reply() -> Response:
-            answers = await begin(served, ask, shapes)
-            return json_response(await answers.reply())
+            answers = await begin(served, ask, shapes, size)
+            return await answers.reply()
 
         if not ask.stream:
             return await whole(request, reply())
-        answers = await begin(served, ask, shapes)
+        answers = await begin(served, ask, shapes, size)
         return EventStream(with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds)

@@ -1,7 +1,4 @@
-"""From a request's fields to `SamplingParams`: what is passed on, what is refused by name, and seeds of choices.
-
-What the engine does not know is refused by name (`_NOT_YET`).
-"""
+"""From a request's fields to `SamplingParams`, which all its choices share, and the seeds of these."""
 
 from __future__ import annotations
 
@@ -22,32 +19,9 @@ _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "gramma
 _GUIDED = {f"guided_{name}": kind for name, kind in _OUTPUTS.items()}
 _OUTPUTS["json_object"] = "json_object"
 
-# Fields that are refused, by the values that ask for nothing.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "min_p": (None, 0),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "store": (None, False),
-    "no_stop_trim": (None, False),
-    "skip_special_tokens": (None, True),
-    "return_hidden_states": (None, False),
-    "continue_final_message": (None, False),
-}
 
-
-def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
-    """The parameters of one answer. Raises APIError for fields that cannot be honoured, ValueError for values."""
-    for name, values in _NOT_YET.items():
-        value = getattr(ask, name, values[0])
-        if value not in values:
-            message = f"{name} is not supported by this server; leave it out."
-            raise APIError(400, message, param=name, code="unsupported")
+def sampling_params(ask: Ask) -> SamplingParams:
+    """The parameters of all answers but for their seeds. Raises APIError for fields, ValueError for values."""
     logprobs = _logprobs(ask)
     given: dict[str, Any] = {
         "temperature": ask.temperature,
@@ -67,7 +41,6 @@ def sampling_params(ask: Ask, seed: int | None) -> SamplingParams:
         max_tokens=_max_tokens(ask),
         min_tokens=ask.min_tokens,
         ignore_eos=ask.ignore_eos,
-        seed=seed,
         logprobs=logprobs,
         prompt_logprobs=logprobs if isinstance(ask, CompletionAsk) and ask.echo else ask.prompt_logprobs,
     )
@@ -150,6 +123,11 @@ def _max_tokens(ask: Ask) -> int | None:
     if isinstance(ask, ChatAsk):
         return ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
     return COMPLETION_TOKENS if ask.max_tokens is None else ask.max_tokens
+
+
+def seeds_of(ask: Ask) -> list[int | None]:
+    """The seeds of a prompt's answers."""
+    return [seed_of(ask.seed, choice) for choice in range(ask.choices)]
 
 
 def seed_of(seed: int | None, choice: int) -> int | None:

@@ -1,20 +1,34 @@
-"""Requests as clients write them: OpenAI's fields, vLLM's further ones, and `smc`. An unknown field is refused.
+"""Requests as clients write them: OpenAI's fields, vLLM's further ones, and `smc`.
 
-Fields that this server cannot honour yet are here too, so that the refusal names them (`smcjax.server.sampling`).
+A field that is null is not given. A field of other servers is taken with the values that ask for what is done here in
+any case (`smcjax.server.defaults`), and an unknown one is refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from smcjax.server.defaults import CHAT, COMMON, COMPLETION, Defaults, given
 
 MOST_CHOICES = 128  # of a request, over all its prompts
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# The first wrong item of a list is told; an error for each of millions would take seconds and gigabytes.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    defaults: ClassVar[Defaults] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: Any) -> Any:
+        """Leaves out what asks for nothing: null, and `defaults`. Raises APIError for what only other servers do."""
+        return given(fields, cls.defaults) if isinstance(fields, dict) else fields
 
 
 class StreamOptions(_Fields):
@@ -37,6 +51,8 @@ class SMCAsk(_Fields):
 class Ask(_Fields):
     """The fields that both kinds of requests have."""
 
+    defaults: ClassVar[Defaults] = COMMON
+
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: int | None = None
@@ -45,8 +61,8 @@ class Ask(_Fields):
     top_k: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -67,18 +83,8 @@ class Ask(_Fields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    # Refused but for the values that ask for nothing, which sglang-router puts into every request.
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    return_hidden_states: bool | None = None
-    continue_final_message: bool | None = None
-    # No text of a model is told apart as reasoning.
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    # Refused but for the values that ask for nothing.
-    min_p: Number | None = None
 
     @property
     def choices(self) -> int:
@@ -89,11 +95,11 @@ class Ask(_Fields):
 class CompletionAsk(Ask):
     """A request to /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    defaults: ClassVar[Defaults] = COMMON | COMPLETION
+
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = None
 
     def prompts(self) -> list[str | dict[str, list[int]]]:
         """The prompts, as `AsyncLLM.generate` takes them. Raises ValueError where there are none."""
@@ -110,19 +116,13 @@ class CompletionAsk(Ask):
 class ChatAsk(Ask):
     """A request to /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    defaults: ClassVar[Defaults] = COMMON | CHAT
+
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    store: bool | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages without what is null; a content that is becomes empty."""

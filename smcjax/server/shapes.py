@@ -21,6 +21,7 @@ class Told:
         index: its place in the reply.
         texts: looks tokens up.
         prompt_token_ids: of its prompt.
+        ends: tokens that end an answer, and are no content of it.
         echo: the prompt's text where the request wants it in front of the answer's, else None.
         prompt_logprobs: whether the request asks for these by that name.
         first: whether nothing has been told yet.
@@ -31,6 +32,7 @@ class Told:
     index: int
     texts: TokenTexts
     prompt_token_ids: list[int]
+    ends: frozenset[int] = frozenset()
     echo: str | None = None
     prompt_logprobs: bool = False
     first: bool = True

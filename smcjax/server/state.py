@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from smcjax.server.events import Records
 from smcjax.server.forms import Forms
 from smcjax.server.metrics import Metrics
 from smcjax.server.models import Models, VirtualModel
 from smcjax.server.tokens import TokenTexts
+
+LARGE_BODY = 1 << 16  # bytes; what grows with larger ones is done for one of them at a time
+MOST_HELD = 64 << 20  # bytes of all bodies whose requests are under way
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,17 +24,22 @@ class Settings:
 
     Attributes:
         keys: those that open it; without any, everybody may ask.
+        hosts: names of the server beside those of this machine's loopback; with any, or without keys, no others are
+            answered to.
         origins: of pages in browsers that may ask; "*" is any.
         max_body: bytes of a request.
         body_seconds: within which it must have come.
         ping_seconds: after which a stream that has nothing to say says so.
+        drain_seconds: that answers have to end after the signal to stop.
     """
 
     keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body: int = 8 << 20
     body_seconds: float = 30.0
     ping_seconds: float = 15.0
+    drain_seconds: float = 30.0
 
 
 class Served:
@@ -40,12 +52,25 @@ class Served:
         self.metrics = Metrics(models)
         self.draining = False  # no further requests are taken
         self.in_flight = 0  # HTTP requests that are being answered
+        self.held_bytes = 0  # of their bodies
+        self._small, self._large = ThreadPoolExecutor(4, "requests"), ThreadPoolExecutor(1, "large requests")
         self._token_texts: dict[str, TokenTexts] = {}
 
     @property
     def stopping(self) -> bool:
         """True where errors of the engine are those of its end."""
         return self.draining or self.models.closed
+
+    async def beside[**P, T](self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does what grows with a body of `size` bytes beside the event loop, which answers others meanwhile."""
+        threads = self._large if size > LARGE_BODY else self._small
+        return await asyncio.get_running_loop().run_in_executor(threads, functools.partial(work, *args, **kwargs))
+
+    def close(self) -> None:
+        """Gives up what waits for a thread."""
+        self.forms.close()
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def token_texts(self, model: VirtualModel) -> TokenTexts:
         """The texts of the model's tokens."""

@@ -8,8 +8,9 @@ import httpx
 import openai
 import pytest
 
+from smcjax.server.access import is_loopback
 from smcjax.server.models import Models
-from smcjax.server.process import check_address, is_loopback
+from smcjax.server.process import check_address
 from tests.server.conftest import Running, running
 
 KEYS = ("first-key-1", "schlüssel-2")
@@ -89,3 +90,35 @@ def test_other_addresses_need_a_key(host: str) -> None:
     with pytest.raises(ValueError, match="which other machines can reach, and there is no key"):
         check_address(host, ())
     check_address(host, KEYS)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:80", "LOCALHOST", "[::1]:8000", "box.example", "Box.example:1"]
+)
+def test_own_names(models: Models, host: str) -> None:
+    with running(models, hosts=("box.example",)) as server, server.http(host=host) as http:
+        assert http.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/", "/health", "/v1/completions"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", ""]
+)
+def test_other_names_are_those_of_pages_elsewhere(server: Running, http: httpx.Client, path: str, host: str) -> None:
+    """Which give themselves this machine's address: their requests look like the server's own."""
+    headers = {"host": host, "origin": f"http://{host}"}
+    refused = (
+        http.post(path, json={"prompt": "a"}, headers=headers) if "comp" in path else http.get(path, headers=headers)
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+def test_any_name_where_there_are_keys(locked: Running) -> None:
+    """Unless some are given."""
+    with locked.http(host="box.example", authorization=f"Bearer {KEYS[0]}") as http:
+        assert http.get("/v1/models").status_code == 200
+    with (
+        running(locked.served.models, keys=KEYS, hosts=("other.example",)) as server,
+        server.http(host="box.example", authorization=f"Bearer {KEYS[0]}") as http,
+    ):
+        assert http.get("/v1/models").status_code == 403

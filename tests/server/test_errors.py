@@ -83,7 +83,8 @@ def test_a_slow_body_is_closed(strict: Running) -> None:
     host, port = strict.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as slow:
         slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )
         answer = b""
         while piece := slow.recv(4096):  # until the server closes

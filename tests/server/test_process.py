@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -19,10 +20,10 @@ import httpx
 import pytest
 
 from smcjax.cli.main import main
-from smcjax.cli.serve import decoding_of
+from smcjax.cli.serve import KEY_VARIABLE, decoding_of, keys_of
 from smcjax.decoders import SMC, Autoregressive, Rejection
 from smcjax.server import process as process_module
-from smcjax.server.process import keep_what_is_loaded
+from smcjax.server.process import LAST_STEPS, keep_what_is_loaded
 from tests.checkpoints import Pair, write_pair
 
 ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -47,9 +48,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture
-def process(pair: Pair) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of the target alone, and its URL."""
+def process(pair: Pair, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the target alone, by further options where a test has some, and its URL."""
     options = ["--model", pair.target, "--decoding", "autoregressive", "--port", "0", "--max-model-len", "1024"]
+    options += getattr(request, "param", [])
     command = [sys.executable, "-c", SLOW, "serve", *options, "--page-size", "4", "--max-num-seqs", "1"]
     settings = {**os.environ, "NPROC": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings) as process:
@@ -90,7 +92,27 @@ def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str])
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.wait(10) == 0
     assert server.stderr is not None
-    assert server.stderr.read().strip().split("\n")[-1] == "smcjax: draining; a second signal ends at once"
+    first, *_, last = server.stderr.read().strip().split("\n")
+    assert first == f"smcjax: open {url} in a browser"
+    assert last == "smcjax: draining, for 30 s at most; a second signal ends at once"
+
+
+@pytest.mark.parametrize("process", [["--drain-seconds", "1"]], indirect=True)
+def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> None:
+    """A reader that reads nothing keeps nobody from stopping, and neither does an engine that is busy for long."""
+    server, url = process
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({**ASK, "n": 20, "logprobs": 20}).encode()
+    with socket.create_connection((host, int(port)), timeout=60) as stalled:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        stalled.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert stalled.recv(100)
+        server.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.wait(30) == 0
+        assert time.monotonic() - began < 1 + LAST_STEPS + 5
+    assert server.stderr is not None
+    assert "smcjax: 1 requests were cut after 1 s" in server.stderr.read()
 
 
 def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
@@ -124,9 +146,7 @@ def test_serving_begins_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "keep_what_is_loaded", lambda: happened.append("keep"))
     monkeypatch.setattr(process_module.Server, "__init__", lambda *_: None)
     monkeypatch.setattr(process_module.Server, "run", lambda *_, **__: happened.append("run"))
-    served: Any = SimpleNamespace(
-        models=SimpleNamespace(names=["a"], close=close), forms=SimpleNamespace(close=lambda: None)
-    )
+    served: Any = SimpleNamespace(models=SimpleNamespace(names=["a"], close=close), close=lambda: None)
     wakeup = signal.set_wakeup_fd(-1)
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -147,11 +167,13 @@ def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
 def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     empty = tmp_path / "keys"
     empty.write_text("# none\n\n")
+    endless = "--api-key-file /dev/zero is longer than 1 MiB"
     for options, says in (
         (["--host", "0.0.0.0"], "--host is 0.0.0.0, which other machines can reach, and there is no key"),
         (["--api-key", "short"], "a key must have at least 8 characters"),
         (["--api-key-file", str(tmp_path / "no")], "cannot be read (No such file or directory)"),
         (["--api-key-file", str(empty)], "holds no key"),
+        (["--api-key-file", "/dev/zero"], endless),
         (["--also", "beam:n=3"], "--also must begin with smc, rejection, autoregressive, got 'beam:n=3'"),
         (["--also", "smc:x=3"], "--also has 'x=3', and the options of smc are"),
         (
@@ -164,6 +186,14 @@ def test_what_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[
         code, said = refused(capfd, *options)
         assert code == 2
         assert says in said
+
+
+def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark of byte order that editors write is no part of the first key."""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    path = tmp_path / "keys"
+    path.write_text("first-key-1\n# a remark\nsecond-key-2\n", encoding="utf-8-sig")
+    assert keys_of(SimpleNamespace(api_key=[], api_key_file=str(path))) == ("first-key-1", "second-key-2")
 
 
 def test_further_decoders() -> None:

@@ -1,0 +1,113 @@
+"""Connections of clients: how many, how long they may be silent, and how much they may send that is no body.
+
+All of it holds before a request has a key. uvicorn itself bounds none of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from smcjax.server.errors import CLOSE, APIError, dumps, unavailable
+
+MOST_CONNECTIONS = 512  # half of the descriptors that a process has by default
+HEAD_BYTES, HEADERS = 1 << 16, 128  # of a head: a URL and headers, or what stands around the pieces of a body
+HEAD_SECONDS = 10.0  # from a connection, or the last answer in it, to the whole of the next head
+WRITE_SECONDS = 60.0  # within which a reader takes `WRITE_BYTES` of what is there for it
+WRITE_BYTES = 1 << 16
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with limits, which `check` watches over; once there are too many, the one longest idle goes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._idle_since = time.monotonic()
+        self._loose = 0  # bytes that have come since the last head, or the last piece of a body
+        self._refusal: APIError | None = None
+        self._waits: tuple[float, int] | None = None  # since when the reader has been awaited, for how many bytes
+
+    @property
+    def idle(self) -> bool:
+        """True while no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Makes room where there is none."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            others = cast(set[Connection], self.connections - {self})
+            longest = min((one for one in others if one.idle), key=lambda one: one._idle_since, default=None)
+            if longest is None:
+                self._refuse(unavailable(f"{MOST_CONNECTIONS} requests are under way, the most that may be."))
+            else:
+                longest.cut()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what comes, as long as it is a request."""
+        self._loose += len(data)
+        super().data_received(data)
+        if self._loose > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_too_large())
+
+    def on_headers_complete(self) -> None:
+        """Begins a request. What is raised here becomes `send_400_response`."""
+        self._loose = 0
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > HEAD_BYTES or len(self.headers) > HEADERS:
+            self._refusal = _too_large()
+            raise ValueError
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a piece of a body."""
+        self._loose = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request."""
+        self._idle_since = time.monotonic()
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        """Goes on with a reader that has taken most of what was there."""
+        self._waits = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Says, in the server's own shape, what is wrong with a head."""
+        self._refuse(self._refusal or APIError(400, "this is no request of HTTP/1.1; mend it.", code="invalid_http"))
+
+    def check(self, now: float) -> None:
+        """Closes the connection where a head is late, and cuts it where its reader is."""
+        if self.idle and now - self._idle_since > HEAD_SECONDS and not self.transport.is_closing():
+            self._refuse(APIError(408, f"no request came within {HEAD_SECONDS:g} s; send it faster.", code="timeout"))
+        left = self.transport.get_write_buffer_size()
+        if not left:
+            self._waits = None
+        elif self._waits is None or left <= self._waits[1] - WRITE_BYTES:
+            self._waits = now, left
+        elif now - self._waits[0] > WRITE_SECONDS:
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends the connection at once, whatever is under way in it."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _refuse(self, error: APIError) -> None:
+        body = dumps(error.body())
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers, **CLOSE}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", body]).encode())
+        self.transport.close()
+
+
+def _too_large() -> APIError:
+    said = f"the head of the request has more than {HEAD_BYTES} bytes or {HEADERS} headers; send a smaller one."
+    return APIError(431, said, code="too_large")
