@@ -29,8 +29,11 @@ PATIENCE = 60.0  # seconds by the clock, on a machine that is busy with other th
 CHILD = Path(__file__).with_name("chat_template_child.py")
 
 
-def plain_messages(messages: Any) -> list[dict[str, str]]:
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages as mappings of strings to strings, the parts of a content joined.
+
+    `tool_calls` of an assistant are mappings, as templates expect them, with their arguments as data; such a message
+    needs no content.
 
     Raises ValueError (which message, the value seen, the mend) for anything that is no such conversation.
     """
@@ -43,7 +46,11 @@ def plain_messages(messages: Any) -> list[dict[str, str]]:
     return [_plain_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, str]:
+def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, Any]:
+    if message.get("tool_calls"):
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        plain = _plain_message(where, {"content": "", **others})
+        return {**plain, "tool_calls": _plain_calls(f"{where}['tool_calls']", message["tool_calls"])}
     for name in ("role", "content"):
         if name not in message:
             raise ValueError(f"{where} is {short(dict(message))} and has no {name!r}; add it")
@@ -59,6 +66,26 @@ def _plain_message(where: str, message: Mapping[Any, Any]) -> dict[str, str]:
             if not is_unicode(text):
                 raise ValueError(f"{where}[{short(name)}] must be valid Unicode, got {short(text)}; decode it anew")
         plain[str(name)] = str(value)
+    return plain
+
+
+def _plain_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls of functions in OpenAI's form. Raises ValueError for anything else."""
+    plain = []
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        texts = function and [call.get("id", ""), function.get("name"), function.get("arguments")]
+        if not isinstance(texts, list) or not all(isinstance(text, str) and is_unicode(text) for text in texts):
+            raise ValueError(
+                f"{where} holds {short(call)} and must hold {{'id': …, 'type': 'function', 'function': {{'name': …, "
+                "'arguments': …}}, all of them strings; mend it"
+            )
+        name, arguments = texts[1:]
+        try:
+            data = json.loads(arguments)
+        except (ValueError, RecursionError):  # a model may have written no JSON: it is shown as it is
+            data = arguments
+        plain.append({"id": texts[0], "type": "function", "function": {"name": name, "arguments": data}})
     return plain
 
 

@@ -191,7 +191,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     ([{"role": "user", "content": [{"type": "text"}]}], r"\[0\] has the text None, which must be a string"),
     ([{"role": "user", "content": [{"type": "text", "text": b"a"}]}], r"\[0\] has the text b'a', which must be"),
-    ([{"role": "user", "content": "a", "tool_calls": [{}]}], r"messages\[0\]\['tool_calls'\] is \[{}\] and must be"),
+    ([{"role": "user", "content": "a", "tool_calls": [{}]}], r"messages\[0\]\['tool_calls'\] holds {} and must hold"),
     ([{"role": "user", "content": "a", 5: "b"}], r"a key of messages\[0\] is 5 and must be a string"),
     ([{"role": "user", "content": "a\udce9"}], r"messages\[0\]\['content'\] must be valid Unicode"),
 ]

@@ -142,6 +142,8 @@ def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages", "'tool_calls'] holds"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"messages": []}, "messages", "messages is empty"),
@@ -158,3 +160,94 @@ def test_what_cannot_be_honoured_is_refused(http: httpx.Client, body: dict[str, 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert says in response.json()["error"]["message"]
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLED: list[Any] = [
+    *HELLO,
+    {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+]
+
+
+def test_histories_with_tool_calls(http: httpx.Client, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the template, arguments as data."""
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    template = (
+        "{% for message in messages %}{{ message.role }}{% for call in message.tool_calls %}"
+        "{{ call.function.name }}{{ call.function.arguments.a + 1 }}{% endfor %}{{ message.tool_call_id }}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer._inner, "chat_template", template)
+    for messages in (CALLED, [CALLED[0], {"role": "assistant", "tool_calls": [CALL]}, CALLED[2]]):
+        reply = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2}).json()
+        assert reply["usage"]["prompt_tokens"] == len("userassistantadd2toolcall_1")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"add_generation_prompt": True, "add_special_tokens": False, "use_beam_search": False, "verbosity": "medium"},
+        {"min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": True, "mirostat": 0, "truncate_prompt_tokens": None},
+    ],
+)
+def test_what_asks_for_nothing(http: httpx.Client, asked: dict[str, Any]) -> None:
+    def answer(**fields: Any) -> Any:
+        reply = http.post("/v1/chat/completions", json={"messages": HELLO, "seed": 1, "max_tokens": 8, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"]
+
+    assert answer(**asked) == answer()
+
+
+# Of the official specification.
+NULLABLE = """
+    messages.audio messages.content messages.refusal audio frequency_penalty logit_bias logprobs max_completion_tokens
+    max_tokens metadata modalities moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
+    prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store stream
+    stream_options stream_options.include_usage temperature tool_choice tools top_logprobs top_p user verbosity
+    web_search_options best_of echo suffix
+"""
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("name", NULLABLE.split())
+def test_null_is_not_given(http: httpx.Client, path: str, name: str) -> None:
+    body: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "ab"}
+    outer, _, inner = name.partition(".")
+    if outer == "messages":
+        body = {"messages": [*HELLO, {"role": "assistant", "content": "a", inner: None}], "seed": 1}
+        path = "chat/completions"
+    elif inner:
+        body |= {outer: {inner: None}, "stream": True}
+    else:
+        body |= {outer: None}
+    assert http.post(f"/v1/{path}", json={**body, "max_tokens": 1}).status_code == 200
+
+
+def test_the_end_of_a_turn_is_no_content(http: httpx.Client, server: Running) -> None:
+    """OpenAI's specification has log-probabilities of "message content tokens"; `usage` counts the end too."""
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    end = tokenizer.vocab["k"]
+    body = {
+        "model": EXACT_NAME,
+        "messages": HELLO,
+        "max_tokens": 8,
+        "logprobs": True,
+        "logit_bias": {str(end): 100},
+        "stop_token_ids": [end],
+    }
+    reply = http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["choices"][0]["message"]["content"] == ""
+    assert reply["choices"][0]["logprobs"]["content"] == []
+    assert reply["usage"]["completion_tokens"] == 1
+    streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    assert '"logprobs":{' not in streamed
+    del body["stop_token_ids"]
+    tokens = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in tokens] == ["k"] * 8, "a control"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.server import ServerState
 
 from smcjax.server import connections
 from smcjax.server.models import Models
@@ -33,13 +37,6 @@ def answer(client: socket.socket) -> bytes:
     with contextlib.suppress(ConnectionResetError):
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
     return b""
-
-
-def status(client: socket.socket) -> tuple[int, str | None]:
-    """The status and the error's code of the answer behind which the server closes."""
-    head, _, body = answer(client).partition(b"\r\n\r\n")
-    assert b"connection: close" in head
-    return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
 @pytest.mark.parametrize(
@@ -96,27 +93,25 @@ def test_silent_connections_make_room(locked: Running, monkeypatch: pytest.Monke
         for _ in range(3):
             with locked.http() as http:
                 assert http.get("/health").status_code == 200
-        assert answer(silent[0]) == b""
-        assert answer(silent[20]) == b""
+        assert answer(silent[0]) == answer(silent[20]) == b""
 
 
-def test_a_reader_that_reads_nothing_is_cut(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while, and its request is over; one that reads slowly is not."""
-    monkeypatch.setattr(connections, "WRITE_SECONDS", 1.0)
-    monkeypatch.setattr(connections, "WRITE_BYTES", 1)
-    fields = {"prompt": "ab", "n": 30, "max_tokens": 90, "logprobs": 20, "ignore_eos": True, "smc": {"trace": True}}
-    body = json.dumps(fields).encode()
-    sent = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    sent += b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
-    with running(models) as server, connect(server) as stalled, connect(server) as slow:
-        for client in (stalled, slow):
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.sendall(sent)
-        whole = b""
-        while piece := slow.recv(1 << 17):
-            whole += piece
-            time.sleep(0.02)
-        length = int(whole.partition(b"content-length: ")[2].split()[0])
-        assert len(whole.partition(b"\r\n\r\n")[2]) == length > 10**6
-        time.sleep(2.5)
-        assert len(answer(stalled)) < length
+def test_a_reader_that_takes_nothing_is_cut() -> None:
+    """One that takes `WRITE_BYTES` a minute, or all that is there, is not."""
+    seconds, some = connections.WRITE_SECONDS, connections.WRITE_BYTES
+
+    async def cuts(lengths: list[int]) -> bool:
+        config = uvicorn.Config(FastAPI(), http=connections.Connection, log_config=None)
+        connection = connections.Connection(config, ServerState(), {}, asyncio.get_running_loop())
+        transport = MagicMock()
+        connection.connection_made(transport)
+        connection.cycle = MagicMock(response_complete=False)
+        for number, length in enumerate(lengths):
+            transport.get_write_buffer_size.return_value = length
+            connection.check(number * seconds * 0.6)
+        return bool(transport.abort.called)
+
+    assert asyncio.run(cuts([9 * some] * 3))
+    assert asyncio.run(cuts([9 * some, 9 * some - 1, 9 * some - 2]))
+    assert not asyncio.run(cuts([9 * some - number * some for number in range(9)]))
+    assert not asyncio.run(cuts([1, 0] * 9))
