@@ -117,7 +117,7 @@ def test_a_panic_on_some_input_costs_that_request_only(tmp_path: Path) -> None:
     before = tokenizer.encode("plain text")
     for _ in range(2):
         with within(5), pytest.raises(ValueError, match="the tokenizer fails on this input") as caught:
-            tokenize("q" * 64 + "!", tokenizer, 272)
+            tokenize("q" * 64 + "!", tokenizer, 272, 1024)
         assert "\n" not in str(caught.value)
         assert tokenizer.encode("plain text") == before
 

@@ -29,12 +29,12 @@ from tests.checkpoints import Pair, write_pair
 ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 # Steps that take a while, so that signals come in the middle of an answer.
 SLOW = """
-import sys, time
+import os, sys, time
 from smcjax.cli import process
 from smcjax.engine.engine import Engine
 step = Engine.step
 def slow(engine, *args):
-    time.sleep(0.01)
+    time.sleep(float(os.environ["STEP_SECONDS"]))
     return step(engine, *args)
 Engine.step = slow
 sys.argv = ["smcjax", *sys.argv[1:]]
@@ -51,9 +51,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def process(pair: Pair, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of the target alone, by further options where a test has some, and its URL."""
     options = ["--model", pair.target, "--decoding", "autoregressive", "--port", "0", "--max-model-len", "1024"]
-    options += getattr(request, "param", [])
+    more, seconds = getattr(request, "param", ([], 0.01))
+    options += more
     command = [sys.executable, "-c", SLOW, "serve", *options, "--page-size", "4", "--max-num-seqs", "1"]
-    settings = {**os.environ, "NPROC": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    settings = {**os.environ, "NPROC": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "STEP_SECONDS": str(seconds)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings) as process:
         assert process.stderr is not None
         found = None
@@ -97,9 +98,9 @@ def test_one_signal_ends_it_in_order(process: tuple[subprocess.Popen[str], str])
     assert last == "smcjax: draining, for 30 s at most; a second signal ends at once"
 
 
-@pytest.mark.parametrize("process", [["--drain-seconds", "1"]], indirect=True)
+@pytest.mark.parametrize("process", [(["--drain-seconds", "1"], 0.01)], indirect=True)
 def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> None:
-    """A reader that reads nothing keeps nobody from stopping, and neither does an engine that is busy for long."""
+    """A reader that reads nothing does not keep the server."""
     server, url = process
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({**ASK, "n": 20, "logprobs": 20}).encode()
@@ -113,6 +114,20 @@ def test_a_drain_has_a_deadline(process: tuple[subprocess.Popen[str], str]) -> N
         assert time.monotonic() - began < 1 + LAST_STEPS + 5
     assert server.stderr is not None
     assert "smcjax: 1 requests were cut after 1 s" in server.stderr.read()
+
+
+@pytest.mark.parametrize("process", [(["--drain-seconds", "0"], 600)], indirect=True)
+def test_an_engine_that_is_busy_for_long_does_not_keep_it(process: tuple[subprocess.Popen[str], str]) -> None:
+    """Neither a step nor a compilation that takes minutes."""
+    server, url = process
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{url}/v1/completions", json=ASK, timeout=0.5)
+    server.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert server.wait(30) == 0
+    assert time.monotonic() - began < LAST_STEPS + 5
+    assert server.stderr is not None
+    assert "smcjax: what still ran on the device or in threads was cut" in server.stderr.read()
 
 
 def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
