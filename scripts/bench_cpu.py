@@ -2,9 +2,10 @@
 
     uv run python scripts/bench_cpu.py model.gguf --torch-python path/to/python
 
-`model.gguf` is a GGUF file of the Llama architecture. The other Python needs torch, transformers and gguf, which this
-package does not (`scripts/peers/torch_generate.py`). Every process times every case once a round, and the processes
-take turns; a figure is the median over rounds. Decoding is greedy, prompts are random tokens, nothing is cached.
+`model.gguf` is a GGUF file of the Llama architecture. The other Python needs torch, transformers, accelerate and gguf,
+which this package does not (`scripts/peers/torch_generate.py`). Every process times every case once a round, and the
+processes take turns; a figure is the median over rounds. Decoding is greedy, prompts are random tokens, nothing is
+cached.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main() -> None:
     """Runs all processes by turns and prints a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--torch-python", help="a Python that has torch, transformers and gguf (default: no peer)")
+    parser.add_argument("--torch-python", help="the Python of the peer (default: no peer)")
     parser.add_argument("--rounds", type=int, default=5, help="after one that is not counted (5)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -104,7 +104,7 @@ def tiny_logits(raw: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
             return model(torch.tensor(tokens[None])).logits[0, POSITIONS].numpy()
 
 
-def real_goldens(path: Path) -> dict[str, np.ndarray]:
+def real_goldens(path: Path) -> dict[str, Any]:
     """Logits and greedy tokens of the file as transformers reads it, in float32."""
     import torch
     import transformers
@@ -141,7 +141,7 @@ def main() -> None:
     args = parser.parse_args()
 
     tokens = np.random.default_rng(7).integers(0, 96, LENGTH)
-    logits = {name: tiny_logits(raw, tokens) for name, raw in TINY.items()}
+    logits: dict[str, Any] = {name: tiny_logits(raw, tokens) for name, raw in TINY.items()}
     np.savez_compressed(args.out / "tiny.npz", tokens=tokens, positions=np.array(POSITIONS), **logits)
     (args.out / "tiny.json").write_text(json.dumps(TINY, indent=1) + "\n")
     if args.gguf:

@@ -1,10 +1,8 @@
 """The peer: the cycle that `smcjax bench cycle` times, in PyTorch with torch.compile and one CUDA graph.
 
-    PYTHONPATH=. python scripts/peers/torch_cycle.py                                  # Llama-3.2-1B / 3.1-8B, N=8, K=8
-    PYTHONPATH=. python scripts/peers/torch_cycle.py --mode max-autotune-no-cudagraphs
-    PYTHONPATH=. python scripts/peers/torch_cycle.py --mode eager                     # PyTorch's own kernels
-    PYTHONPATH=. python scripts/peers/torch_cycle.py --decoding autoregressive
-    smcjax bench cycle --compare                                                      # beside ours, in one run
+    smcjax bench cycle --compare                                      # beside ours, in one run, at the same shapes
+    smcjax bench cycle --compare --torch-python env/bin/python        # where torch has an environment of its own
+    python scripts/peers/torch_cycle.py --mode eager <shapes.json     # alone, with PyTorch's own kernels
 
 The same work on the same shapes, random weights and random KV: draft head over [prev, frontier], K − 1 draft steps,
 one target forward of K + 1 tokens, weights, ESS, systematic resampling, fork of the KV. Choices are those that make
@@ -13,7 +11,8 @@ the layer before inside it, so that nothing is lost at the seam; dense KV per ro
 generated, only in rows that are replaced, by one Triton kernel a model; the whole cycle replayed as one graph, without
 the host. Attention reads all `--max-model-len` slots under a mask, as dense caches do.
 
-Needs torch, and triton on a GPU; on a CPU it runs the same code without a graph. The last line is JSON.
+Needs torch, triton on a GPU, and nothing of smcjax; on a CPU it runs the same code without a graph. Standard input is
+JSON, `{"target": {...}, "draft": {...}}` with the fields of `Shape`; the last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from smcjax.bench.roofline import autoregressive_phases, cycle_phases
-from smcjax.bench.shapes import SHAPES
-from smcjax.device import KNOWN
-from smcjax.model.config import ModelConfig
-from smcjax.smc import SMC
+from torch import Tensor
 
 try:
     import triton
@@ -42,7 +37,22 @@ except ImportError:  # torch for CPUs comes without it
     triton = None
 
 WARMUP = 4  # cycles before every timed window, as in `smcjax bench cycle`
-Tensor = torch.Tensor
+
+
+class Shape(NamedTuple):
+    """The sizes of a Llama, as `smcjax.bench.compare` writes them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    rms_norm_eps: float
+    dtype: str
+    rope_frequencies: list[float]  # [head_dim / 2]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -178,17 +188,17 @@ if triton is not None:
 
     @triton.jit
     def fork_kernel(
-        pointers,  # of the caches, [rows, heads, slots, DIM]
-        source,
-        end,
-        first,
-        heads,
-        slots,
-        n,
+        pointers: Any,  # of the caches, [rows, heads, slots, DIM]
+        source: Any,
+        end: Any,
+        first: Any,
+        heads: Any,
+        slots: Any,
+        n: Any,
         N: tl.constexpr,
         DIM: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """A program owns one (cache, group, head, block of slots) in all rows of the group: it reads, then writes."""
         begin = first + tl.program_id(2) * BLOCK
         last = tl.load(end)
@@ -211,7 +221,7 @@ if triton is not None:
 class Model:
     """Random weights, and random KV of every slot."""
 
-    def __init__(self, config: ModelConfig, rows: int, slots: int, device: str) -> None:
+    def __init__(self, config: Shape, rows: int, slots: int, device: str) -> None:
         self.config, self.slots = config, slots
         dtype = getattr(torch, config.dtype)
 
@@ -242,18 +252,16 @@ class Model:
             for _ in range(config.num_layers)
         ]
         self.rows = torch.arange(rows, device=device)[:, None]
-        self.frequencies = torch.tensor(
-            config.layer(0).rope.frequencies(config.head_dim), dtype=torch.float32, device=device
-        )
+        self.frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
 
 
 class Cycle:
     """State in fixed buffers, and `__call__`, which advances it by one cycle without asking the host anything."""
 
-    def __init__(self, args: argparse.Namespace, device: str) -> None:
-        target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
+    def __init__(self, args: argparse.Namespace, target: Shape, draft: Shape, device: str) -> None:
         self.alone = args.decoding == "autoregressive"
-        self.n, self.k = (1, 0) if self.alone else (args.n_particles, args.gamma)
+        self.n: int = 1 if self.alone else args.n_particles
+        self.k: int = 0 if self.alone else args.gamma
         self.groups, self.context, self.attention = args.requests, args.context, args.attention
         rows = self.groups * self.n
         self.target = Model(target, rows, args.max_model_len, device)
@@ -396,8 +404,6 @@ def time_window(cycle: Cycle, replay: Callable[[], None], cycles: int) -> float:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of `smcjax bench cycle` that make sense here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-shape", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
     parser.add_argument("--decoding", choices=("smc", "autoregressive"), default="smc")
     parser.add_argument("-N", "--n-particles", type=int, default=8)
     parser.add_argument("-K", "--gamma", type=int, default=8)
@@ -408,13 +414,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("sdpa", "matmul"), default="sdpa")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=16, help="cycles a window (16)")
-    parser.add_argument("--bandwidth", type=float, help="GB/s of the roofline; default: the datasheet's")
     args = parser.parse_args(argv)
     advance = 1 if args.decoding == "autoregressive" else args.gamma + 1
     if args.context + 1 + (WARMUP + max(args.cycles, 3)) * advance > args.max_model_len:
         parser.error(f"--max-model-len {args.max_model_len} is too short for the windows; raise it")
-    if args.target_shape not in SHAPES or SHAPES[args.target_shape].vocab_size != SHAPES[args.draft_shape].vocab_size:
-        parser.error("--target-shape and --draft-shape must have one vocabulary")
     return args
 
 
@@ -422,26 +425,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Times and prints."""
     args = arguments()
+    shapes = {name: Shape(**fields) for name, fields in json.load(sys.stdin).items()}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     began = time.perf_counter()
-    cycle = Cycle(args, device)
+    cycle = Cycle(args, shapes["target"], shapes["draft"], device)
     replay = captured(cycle)
     synchronize()
     ready = time.perf_counter() - began
     windows = [time_window(cycle, replay, args.cycles) for _ in range(args.windows)]
     ms = statistics.median(windows)
-
-    target, draft = SHAPES[args.target_shape], SHAPES[args.draft_shape]
-    if cycle.alone:
-        phases = autoregressive_phases(target, groups=args.requests, context=args.context)
-    else:
-        smc = SMC(n_particles=args.n_particles, gamma=args.gamma)
-        phases = cycle_phases(target, draft, smc.speculation, groups=args.requests, context=args.context)
-    weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
-    known = KNOWN[name].bandwidth if name in KNOWN else 0.0
-    bandwidth = args.bandwidth * 1e9 if args.bandwidth else known
-    roofline = weight_bytes / bandwidth * 1e3 if bandwidth else None
     result = {
         "implementation": f"torch {torch.__version__} {args.mode} {args.attention}",
         "device": name,
@@ -451,19 +444,12 @@ def main() -> None:
         "gamma": cycle.k,
         "context": args.context,
         "max_model_len": args.max_model_len,
-        "weight_bytes": weight_bytes,
-        "bandwidth": bandwidth,
-        "weight_roofline_ms": roofline,
         "ms": ms,
         "ms_windows": windows,
         "tokens_per_second": args.requests * (cycle.k + 1) / ms * 1e3,
-        "weight_roofline_fraction": None if roofline is None else roofline / ms,
         "compile_seconds": ready,
     }
-    share = "" if roofline is None else f", {100 * roofline / ms:.1f}% of the weight roofline ({roofline:.2f} ms)"
-    print(
-        f"{name}, {result['implementation']}: {ms:.2f} ms a cycle, {result['tokens_per_second']:,.0f} tokens/s{share}"
-    )
+    print(f"{name}, {result['implementation']}: {ms:.2f} ms a cycle, {result['tokens_per_second']:,.0f} tokens/s")
     print(f"windows {', '.join(f'{each:.2f}' for each in windows)}; ready after {ready:.1f} s")
     print(json.dumps(result))
 

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import smcjax
+from smcjax.bench.roofline import cycle_phases
+from smcjax.bench.shapes import SHAPES
+from smcjax.decoders import Speculation
 from smcjax.markdown import table
+from smcjax.model.config import ModelConfig
 
 ROOT = Path(smcjax.__file__).parents[1]
 PEER = ROOT / "scripts" / "peers" / "torch_cycle.py"
@@ -32,10 +36,18 @@ class Contender:
     reason: str = ""
 
 
-def contenders(own: Sequence[str], peer: Sequence[str], peer_script: Path = PEER) -> list[Contender]:
-    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script but for the shapes.
+def contenders(
+    own: Sequence[str],
+    peer: Sequence[str],
+    speculation: Speculation,
+    *,
+    peer_script: Path = PEER,
+    torch_python: str | None = None,
+) -> list[Contender]:
+    """Runs all three. `own` are options of `smcjax bench cycle`, `peer` those of the peer's script.
 
     The peer takes the shapes that ours took: which those are depends on the device, which this process leaves alone.
+    Its roofline is that of a cycle of `speculation` in unquantised weights, at the bandwidth of ours.
     """
     ours = [*OWN, "bench", "cycle", *own, "--json"]
     ran = [
@@ -43,22 +55,39 @@ def contenders(own: Sequence[str], peer: Sequence[str], peer_script: Path = PEER
         _run("this package, plain XLA", [*ours, "--implementation", "xla"]),
     ]
     name = "PyTorch, torch.compile and one CUDA graph"
-    if importlib.util.find_spec("torch") is None:
-        return [*ran, Contender(name, None, "torch is not installed")]
+    if torch_python is None and importlib.util.find_spec("torch") is None:
+        return [*ran, Contender(name, None, "torch is not installed; name a Python that has it by --torch-python")]
     if not peer_script.exists():
         return [*ran, Contender(name, None, f"{peer_script} does not exist: the peer is part of the repository only")]
     took = next((each.result for each in ran if each.result is not None), None)
     if took is None:
         return [*ran, Contender(name, None, "neither of ours ran")]
-    shapes = ["--target-shape", took["target"], "--draft-shape", took["draft"]]
-    return [*ran, _run(name, [sys.executable, str(peer_script), *peer, *shapes])]
+    target, draft = SHAPES[took["target"]], SHAPES[took["draft"]]
+    shapes = json.dumps({"target": peer_shape(target), "draft": peer_shape(draft)})
+    done = _run(name, [torch_python or sys.executable, str(peer_script), *peer], shapes)
+    if done.result is None:
+        return [*ran, done]
+    phases = cycle_phases(target, draft, speculation, groups=took["groups"], context=took["context"])
+    weight_bytes = sum(phase.times * phase.weight_bytes for phase in phases)
+    roofline = weight_bytes / took["bandwidth"] * 1e3
+    bound = {"weight_bytes": weight_bytes, "bandwidth": took["bandwidth"], "weight_roofline_ms": roofline}
+    share = {"weight_roofline_fraction": roofline / done.result["ms"]}
+    return [*ran, Contender(name, {**done.result, **bound, **share})]
 
 
-def _run(name: str, command: Sequence[str]) -> Contender:
+def peer_shape(config: ModelConfig) -> dict[str, Any]:
+    """The peer's `Shape`: what it must know of a model."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    fields = {name: getattr(config, name) for name in (*names, "tie_embeddings", "rms_norm_eps", "dtype")}
+    return {**fields, "rope_frequencies": config.layer(0).rope.frequencies(config.head_dim).tolist()}
+
+
+def _run(name: str, command: Sequence[str], given: str = "") -> Contender:
     """The last line of the command's output as JSON. Its stderr is ours."""
     print(f"{name} …", file=sys.stderr, flush=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, input=given)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         return Contender(name, None, f"it ended with exit code {done.returncode}; its message is above")
@@ -73,7 +102,6 @@ def markdown(ran: Sequence[Contender]) -> str:
         if result is None:
             rows.append((each.name, f"not run: {each.reason}", "–", "–"))
             continue
-        share = result["weight_roofline_fraction"]
-        percent = "–" if share is None else f"{100 * share:.1f}%"
-        rows.append((each.name, f"{result['ms']:.2f}", f"{result['tokens_per_second']:,.0f}", percent))
+        share = f"{100 * result['weight_roofline_fraction']:.1f}%"
+        rows.append((each.name, f"{result['ms']:.2f}", f"{result['tokens_per_second']:,.0f}", share))
     return table(["implementation", "ms a cycle", "tokens/s", "of the weight roofline"], rows)

@@ -35,6 +35,7 @@ from smcjax.decoders import DECODINGS
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult
     from smcjax.bench.models import Models
+    from smcjax.decoders import Speculation
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -58,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     cycle.add_argument(
         "--compare", action="store_true", help="this, the same in plain XLA, and the PyTorch peer, one after the other"
     )
+    cycle.add_argument("--torch-python", metavar="FILE", help="of --compare: a Python that has torch (this one)")
     cycle.set_defaults(run=run_cycle)
 
     table = benchmarks.add_parser(
@@ -133,6 +135,8 @@ def run_cycle(args: argparse.Namespace) -> int:
         raise ValueError("--compare has no peer for --separate-draft; leave one of them out.")
     if args.compare and args.target_layers is not None:
         raise ValueError(f"--compare has no peer for --target-layers {args.target_layers}; leave one of them out.")
+    if args.torch_python is not None and not args.compare:
+        raise ValueError("--torch-python is the peer's of --compare; leave it out, or add --compare.")
     from smcjax.bench.cycle import Case, bench_cycle
 
     decoding = shape_decoding(args)
@@ -149,7 +153,7 @@ def run_cycle(args: argparse.Namespace) -> int:
         cycles_per_window=args.cycles,
     )
     if args.compare:
-        return _compare(args)
+        return _compare(args, decoding.speculation)
     models = shape_models(args)
     result = bench_cycle(models, case, bandwidth=_bandwidth(args))
     print(table(result, models.target, models.draft))
@@ -158,7 +162,7 @@ def run_cycle(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace, speculation: Speculation) -> int:
     """All implementations on one case; this process leaves the device alone."""
     from smcjax.bench.compare import contenders, markdown
 
@@ -167,15 +171,15 @@ def _compare(args: argparse.Namespace) -> int:
         *("--n-particles", str(args.n_particles), "--gamma", str(args.gamma), "--requests", str(args.requests)),
         *("--context", str(args.context), "--max-model-len", str(args.max_model_len)),
         *("--windows", str(args.windows), "--cycles", str(args.cycles)),
-        *(() if args.bandwidth is None else ("--bandwidth", str(args.bandwidth))),
     ]
     own = ["--page-size", str(args.page_size), "--private", str(args.private)]
     for option, shape in (("--target-shape", args.target_shape), ("--draft-shape", args.draft_shape)):
         own += [] if shape is None else [option, shape]
+    own += [] if args.bandwidth is None else ["--bandwidth", str(args.bandwidth)]
     own += ["--synthetic-kv"] if args.synthetic_kv else []
     own += [] if args.quantization is None else ["--quantization", args.quantization]
     own += [] if args.draft_quantization is None else ["--draft-quantization", args.draft_quantization]
-    ran = contenders([*both, *own], both)
+    ran = contenders([*both, *own], both, speculation, torch_python=args.torch_python)
     print(markdown(ran))
     if args.json:
         print(json.dumps({each.name: each.result for each in ran}))

@@ -5,18 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smcjax.bench.compare import PEER, Contender, contenders, markdown
+from smcjax import SMC
+from smcjax.bench.compare import PEER, contenders, markdown
 from tests.cli.conftest import Command, smcjax
 
 __all__ = ["smcjax"]
 
 SHAPES = {"target": "tiny-target", "draft": "tiny-draft"}
-FIGURES = {**SHAPES, "ms": 12.345, "tokens_per_second": 1234.5, "weight_roofline_fraction": 0.4567}
+FIGURES = {
+    **SHAPES,
+    "groups": 1,
+    "context": 8,
+    "bandwidth": 1e9,
+    "ms": 12.345,
+    "tokens_per_second": 1234.5,
+    "weight_roofline_fraction": 0.4567,
+}
+SPECULATION = SMC(n_particles=2, gamma=3).speculation
 
 
 @pytest.fixture
@@ -40,26 +51,28 @@ def has_torch(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
 
 def test_all_three_run_in_turn(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     has_torch(monkeypatch, True)
-    ran = contenders(["--context", "8"], ["--gamma", "3"])
-    assert [each.result for each in ran] == [FIGURES, None, FIGURES]
+    ran = contenders(["--context", "8"], ["--gamma", "3"], SPECULATION)
+    assert [each.result for each in ran[:2]] == [FIGURES, None]
+    assert ran[2].result is not None
+    # A draft has 69,632 weights that a token goes through, the target 360,448; f32, at 1 GB/s.
+    assert ran[2].result["weight_bytes"] == 4 * (3 * 69_632 + 360_448)
+    assert ran[2].result["weight_roofline_fraction"] == pytest.approx(2.277376 / 12.345)
     assert "exit code 1" in ran[1].reason
     assert commands[0][-6:] == ["cycle", "--context", "8", "--json", "--implementation", "auto"]
-    shapes = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]  # those that ours took
-    assert commands[2][1:] == [str(PEER), "--gamma", "3", *shapes]
+    assert commands[2] == [sys.executable, str(PEER), "--gamma", "3"]
     assert PEER.exists()
     lines = markdown(ran).splitlines()
     assert lines[2] == "| this package | 12.35 | 1,234 | 45.7% |"
     assert lines[3].startswith("| this package, plain XLA | not run: it ended with exit code 1")
-    assert lines[4].startswith("| PyTorch, torch.compile and one CUDA graph | 12.35")
+    assert lines[4] == "| PyTorch, torch.compile and one CUDA graph | 12.35 | 1,234 | 18.4% |"
 
 
 def test_no_peer(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     has_torch(monkeypatch, False)
-    assert contenders([], [])[2].reason == "torch is not installed"
+    assert contenders([], [], SPECULATION)[2].reason.startswith("torch is not installed")
     has_torch(monkeypatch, True)
-    assert "does not exist" in contenders([], [], tmp_path / "none.py")[2].reason
+    assert "does not exist" in contenders([], [], SPECULATION, peer_script=tmp_path / "none.py")[2].reason
     assert len(commands) == 4
-    assert "| – |" in markdown([Contender("x", {**FIGURES, "weight_roofline_fraction": None})])
 
 
 def test_the_command(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, smcjax: Command) -> None:
@@ -83,7 +96,7 @@ def test_the_command(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch,
 def test_the_peer_needs_the_shapes_of_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     has_torch(monkeypatch, True)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, ""))
-    assert [each.reason[:15] for each in contenders([], [])] == [
+    assert [each.reason[:15] for each in contenders([], [], SPECULATION)] == [
         "it ended with e",
         "it ended with e",
         "neither of ours",
