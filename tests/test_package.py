@@ -50,6 +50,22 @@ def test_what_a_user_chooses_needs_no_jax() -> None:
     assert result.stdout == "[]\n"
 
 
+def test_a_cpu_imports_no_kernel_language() -> None:
+    """Mosaic and MLIR's dialects for GPUs are a second of a processor's work; the second line asks for them."""
+    code = """if True:
+        import sys
+        from smcjax import LLM
+        from smcjax.pallas import compat
+        pallas, dialects = "jax.experimental.pallas", "jaxlib.mlir.dialects."
+        heavy = {pallas, "jax.experimental.mosaic.gpu", dialects + "llvm", dialects + "nvvm"}
+        print(sorted(heavy & sys.modules.keys()))
+        compat.plgpu.Layout, compat.llvm.inline_asm, compat.nvvm.shfl_sync
+        print(len(heavy & sys.modules.keys()))
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "[]\n4\n"
+
+
 def test_the_distribution_is_not_the_strangers_of_that_name() -> None:
     """On PyPI `smcjax` is somebody else's: nothing that we say may fetch it."""
     assert metadata.version("smc-sd-jax") == smcjax.__version__

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.simt import WARPGROUP, Ref, Threads, Word
 
 MOST_PARTICLES = 32
@@ -123,7 +123,7 @@ def ancestors_mosaic(
         ],
         grid=(-(-groups // WARPGROUP),),
         grid_names=("block",),
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="ancestors",
     )(log_weight, positions, running.astype(jnp.int32))

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
@@ -100,7 +100,7 @@ def best_blocks_mosaic(
             "tops": plgpu.SMEM((2, WARPS), jnp.float32),
             "places": plgpu.SMEM((2, WARPS), jnp.int32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="best_blocks",
     )(ranks.reshape(rows, blocks))

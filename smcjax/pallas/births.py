@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 from smcjax.pallas.simt_tiles import prefetch
 from smcjax.pallas.tile_products import (
@@ -370,7 +369,7 @@ def bear(
         cluster=(sizes.blocks,),
         cluster_names=("block",),
         scratch_types=scratch,
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="compress",
     )(any_born, *operands)

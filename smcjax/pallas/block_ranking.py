@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import padded
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
@@ -265,7 +265,7 @@ def ranked_blocks(
             "tops": plgpu.SMEM((WARPS * ranking.free,), jnp.int32),
             "at": plgpu.SMEM((WARPS * ranking.free,), jnp.int32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="ranked_blocks",
     )(kept.products, kept.lse, jnp.stack(fields, axis=-1).reshape(requests * queries, len(fields)))

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.noise import fold_in, gumbel, uniform
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates
 from smcjax.pallas.products import MASKED
 from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
@@ -312,7 +312,7 @@ def commit_mosaic(
         grid=(groups, blocks),
         grid_names=("request", "block"),
         scratch_types={"noise": plgpu.SMEM(TILE, jnp.float32), **parts(columns * WARPS)},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="certain_laws",
     )(
@@ -356,7 +356,7 @@ def commit_mosaic(
             "accepts": plgpu.SMEM((columns,), jnp.int32),
             "ends": plgpu.SMEM((columns,), jnp.int32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="certain_commit",
     )(

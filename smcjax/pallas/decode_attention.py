@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, lanes, online_softmax
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.decode_operands import BlockPart
 from smcjax.pallas.decode_shape import CHUNK, StageIndex
 from smcjax.pallas.online_softmax import Piece, Softmax
@@ -192,12 +191,12 @@ class Attention(BlockPart):
             # signal would open a barrier, or its share be cleared, before blocks that are still at work.
             when_idle()
             nothing = jnp.full((QUERIES,), -jnp.inf, jnp.float32)
-            g.partial_lse[self._block] = plgpu.layout_cast(nothing, online_softmax.ROWS)
+            g.partial_lse[self._block] = plgpu.layout_cast(nothing, online_softmax.row_layout())
 
         @pl.when(active & (own + packed > 0))
         def _some() -> None:
             now = self._step * shape.groups + group
-            limits = plgpu.load(g.limits.at[now], layout=online_softmax.ROWS, optimized=False)
+            limits = plgpu.load(g.limits.at[now], layout=online_softmax.row_layout(), optimized=False)
             lengths = [g.lengths[now * shape.rows + r] for r in range(shape.rows)]
             first = self._members(unit, jnp.int32(0)) if shape.prefetches else []
             pieces = self._pieces(unit, jnp.int32(0))
@@ -271,7 +270,7 @@ class Attention(BlockPart):
             both = number + 1 < own
             at, other = places(number), places(number + both.astype(jnp.int32))
             upper = plgpu.broadcasted_iota(jnp.int32, (QUERIES, CHUNK), 0, layout=plgpu.Layout.WGMMA) < HALF
-            upper_row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.ROWS) < HALF
+            upper_row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.row_layout()) < HALF
             wait(at)
             scores = self._product(None, (s["q_smem"], keys(at)))
             pl.when(both)(lambda: wait(other))

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.matmul import matrix
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.decode_shape import padded_tokens
 from smcjax.pallas.gumbel_max import NO_ID, Candidates, reduce_candidates
 from smcjax.pallas.products import MASKED, Ref

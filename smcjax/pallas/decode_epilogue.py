@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.decode_operands import BlockPart
 from smcjax.pallas.decode_shape import TILE, StageIndex, when
 from smcjax.pallas.gumbel_max import Candidates, Draw, initial, update

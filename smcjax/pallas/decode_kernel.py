@@ -38,16 +38,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, lanes
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.decode_attention import Attention
 from smcjax.pallas.decode_epilogue import Epilogue
 from smcjax.pallas.decode_operands import Operands
 from smcjax.pallas.decode_products import Products
 from smcjax.pallas.decode_shape import CHUNK, DEPTH, TILE, Shape, StageIndex, StagePair, when
-from smcjax.pallas.products import QUERIES, SWIZZLED, SWIZZLED_INT8, Ref
+from smcjax.pallas.products import QUERIES, Ref, swizzled, swizzled_int8
 
 LAUNCHED = 128  # registers of each thread of four warpgroups: all that there are
 REGISTERS = (80, 104, 192, 136)  # what threads of each role, in the order above, have of them with int8 weights
@@ -394,10 +393,10 @@ def _scratch(shape: Shape) -> dict[str, Any]:
     kv = (shape.kv_ring, CHUNK, shape.dim)
     x_slots = shape.x_rows // (2 * shape.tokens)
     bf16 = jnp.bfloat16
-    dtype, transforms = (jnp.int8, SWIZZLED_INT8) if shape.int8 else (bf16, SWIZZLED)
+    dtype, transforms = (jnp.int8, swizzled_int8()) if shape.int8 else (bf16, swizzled())
     ring = plgpu.SMEM((shape.ring, 64, shape.tile_columns), dtype, transforms=transforms)
     if shape.prefetches:
-        chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=SWIZZLED)
+        chunks = plgpu.SMEM((shape.ring, 2 // shape.tiles_per_chunk, CHUNK, shape.dim), bf16, transforms=swizzled())
         ring = plgpu.RefUnion(ring, chunks)
     of_int8 = {"half_full": plgpu.Barrier(), "half_empty": plgpu.Barrier()} if shape.int8 else {}
     return {
@@ -405,14 +404,14 @@ def _scratch(shape: Shape) -> dict[str, Any]:
         "ring_smem": ring,
         "turns_smem": plgpu.RefUnion(
             (
-                plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=SWIZZLED),
+                plgpu.SMEM((shape.x_rows, DEPTH), bf16, transforms=swizzled()),
                 plgpu.SMEM((TILE, shape.tokens), jnp.float32),
                 *(plgpu.SMEM((64, shape.tokens), jnp.float32) for _ in range(shape.x_tiles)),
             ),
             (
-                plgpu.SMEM(kv, bf16, transforms=SWIZZLED),
-                plgpu.SMEM(kv, bf16, transforms=SWIZZLED),
-                plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=SWIZZLED),
+                plgpu.SMEM(kv, bf16, transforms=swizzled()),
+                plgpu.SMEM(kv, bf16, transforms=swizzled()),
+                plgpu.SMEM((QUERIES, shape.dim), bf16, transforms=swizzled()),
             ),
         ),
         "w_full": plgpu.Barrier(num_arrivals=shape.tile_arrivals, num_barriers=shape.ring),

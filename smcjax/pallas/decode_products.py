@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import int8, lanes
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.decode_operands import BlockPart
 from smcjax.pallas.decode_shape import DEPTH, TILE, StageIndex, StagePair, when
 from smcjax.pallas.products import Ref, of_part

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from smcjax.device import HOPPER
 from smcjax.pallas import lanes
+from smcjax.pallas.compat import pl
 from smcjax.pallas.products import QUERIES
 
 BLOCKS = HOPPER.multiprocessors  # one each; all must be resident at once

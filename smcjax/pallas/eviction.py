@@ -12,13 +12,12 @@ the rule that lowers it later is here followed by the exchange. Interpreted, the
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from smcjax.pallas.compat import after_lowering, llvm
+from smcjax.pallas.compat import after_lowering, llvm, mu, plgpu
 from smcjax.pallas.products import Ref
 from smcjax.pallas.simt import i64
 
@@ -51,6 +50,7 @@ def _last_copy(policy: str, *, interpret: bool) -> None:
     """Gives the copy that was traced last, which must be of tiles, a policy."""
     if interpret:
         return
+    _exchange_after_lowering()
 
     @plgpu.inline_mgpu()
     def go(_: Any) -> None:
@@ -76,8 +76,11 @@ def _exchange(copy: Any) -> None:
         _replace(written, ir.StringAttr(copy.attributes[_MARK]).value)
 
 
-for _name in _LOWERED_TO:
-    after_lowering(_name, _exchange)
+@functools.cache
+def _exchange_after_lowering() -> None:
+    """Hooks the exchange into Mosaic, which is imported for a kernel and not before."""
+    for name in _LOWERED_TO:
+        after_lowering(name, _exchange)
 
 
 def _replace(operation: ir.Operation, policy: str) -> None:

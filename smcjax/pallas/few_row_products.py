@@ -28,21 +28,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from smcjax.matmul import Dense
 from smcjax.pallas import eviction, simt
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_row_tuning import DEPTH, EIGHT, ROWS, Tuning, default_tuning, objection, padded, tiles_of
 from smcjax.pallas.norm import PendingNorm
-from smcjax.pallas.products import SWIZZLED, Ref
+from smcjax.pallas.products import Ref, swizzled
 from smcjax.pallas.simt import WARPGROUP, Threads, Word
 from smcjax.pallas.swiglu import swiglu_reference
 
 MOST_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
-_swizzle: Any = plgpu.SwizzleTransform
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -254,10 +252,10 @@ def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, size
     step_rows = tuning.rows * sizes.parts
     spare = max(0, ROWS - tuning.rows)  # behind the last tile, where tiles are of fewer rows than are multiplied
     x_rows = tuning.stages * sizes.subtiles * tokens + (ROWS - tokens if sizes.parts == 2 else 0)
-    of_x = [plgpu.SMEM((x_rows, DEPTH), x.dtype, transforms=how) for how in (SWIZZLED, (_swizzle(128),))]
+    of_x = [plgpu.SMEM((x_rows, DEPTH), x.dtype, transforms=how) for how in (swizzled(), swizzled()[1:])]
     copies = sizes.parts + sizes.subtiles
     scratch: dict[str, Any] = {
-        "w_smem": plgpu.SMEM((tuning.stages * step_rows + spare, tuning.tile_k), w.dtype, transforms=SWIZZLED),
+        "w_smem": plgpu.SMEM((tuning.stages * step_rows + spare, tuning.tile_k), w.dtype, transforms=swizzled()),
         "x_smem": plgpu.RefUnion(*of_x),
         "sums": plgpu.SMEM((sizes.sum_rows, tokens), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
@@ -275,7 +273,7 @@ def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, size
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="few_rows" if sizes.parts == 1 else "few_rows_swiglu",
     )(*operands)

@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.dispatch import Kernel
 from smcjax.pallas.few_products import COLUMNS
 from smcjax.pallas.gates import (

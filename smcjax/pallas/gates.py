@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from smcjax.numerics import product_precision
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.few_products import AHEAD, COLUMNS, row_products, together_of
 from smcjax.pallas.grouped_merge import Unmerged
@@ -190,7 +190,7 @@ def products_part(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *,
 def gate_products(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *, interpret: Any) -> Products:
     """A jit of its own, so that a model's layers trace and lower the kernel once."""
     part = products_part(x, gate, interpret=interpret)
-    ((products,),) = launch("gates", part, compiler_params=simt.COMPILER_PARAMS, interpret=interpret)
+    ((products,),) = launch("gates", part, compiler_params=simt.compiler_params(), interpret=interpret)
     return products
 
 
@@ -246,7 +246,7 @@ def _gated_sum(
             "gates": plgpu.SMEM((AT_ONCE // dim * branches,), jnp.float32),
             "squares": plgpu.SMEM((WARPS,), jnp.float32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="gated_sum",
     )(*normed, products, bias.reshape(rows), *parts)

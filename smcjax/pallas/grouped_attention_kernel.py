@@ -33,10 +33,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction, grouped_shares, online_softmax
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.flags import WORD
 from smcjax.pallas.grouped_attention import CHUNK
 from smcjax.pallas.grouped_shares import LOADERS, Counts, Segment, Tuning, note, share_of
@@ -233,12 +232,14 @@ def attend(
 
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         low, high = (
-            plgpu.layout_cast(plgpu.load(of.bounds.at[group, i, tile_rows], optimized=False), online_softmax.ROWS)
+            plgpu.layout_cast(
+                plgpu.load(of.bounds.at[group, i, tile_rows], optimized=False), online_softmax.row_layout()
+            )
             for i in range(2)
         )
         inner = of.inner[group, 0], of.inner[group, 1]
         upcoming = tasks(jnp.int32(0))
-        row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.ROWS)
+        row = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=online_softmax.row_layout())
         query = row >> int(math.log2(heads_of_set))
         in_words = lax.rem(line_query, WORD) if shape.in_line < WORD else jnp.int32(0)  # of the line's first query
         of_tile = in_words + (tile * shape.in_tile - line_query)  # of the tile's
@@ -302,7 +303,7 @@ def attend(
 
         def clean(values: Ref, now: list[Task]) -> None:
             """Zeros in the slots of a chunk that no query of the line sees; every warpgroup of the line writes them."""
-            slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=online_softmax.ROWS)
+            slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=online_softmax.row_layout())
             at = slot + of_part(slot, [task.first - j * unit for j, task in enumerate(now)], unit)
 
             # Bounds that are known would have the loop unrolled, which is seldom run.
@@ -319,7 +320,7 @@ def attend(
                     seen = jnp.where((at >= first) & (at <= last), seen | reads, seen)
                 return seen
 
-            nobody = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), online_softmax.ROWS)
+            nobody = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), online_softmax.row_layout())
             seen = lax.fori_loop(0, lax.div(count + (AT_ONCE - 1), AT_ONCE), look, nobody)
             found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
             values[...] = jnp.where(across(seen, found.shape) != 0, found, jnp.zeros_like(found))

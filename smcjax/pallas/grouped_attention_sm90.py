@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas.attention import divisor_of
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.dispatch import Kernel
 from smcjax.pallas.grouped_attention import (
     CHUNK,
@@ -30,7 +30,7 @@ from smcjax.pallas.grouped_attention import (
 from smcjax.pallas.grouped_attention_kernel import Refs, Shape, attend
 from smcjax.pallas.grouped_merge import Segments, Unmerged, by_pair, merge, result_types
 from smcjax.pallas.grouped_shares import LOADERS, MOST_PAIRS, Tuning, default_tuning, scratch_words
-from smcjax.pallas.products import QUERIES, SWIZZLED
+from smcjax.pallas.products import QUERIES, swizzled
 from smcjax.pallas.query_groups import QueryGroups
 from smcjax.pallas.shared_attention import HALF, padded
 from smcjax.pallas.shared_merge import units_of
@@ -208,12 +208,12 @@ def _by_kernels(
     halves = (tuning.subs, dim // HALF)
     scratch: dict[str, Any] = {
         "warpgroup_smem": plgpu.RefUnion(
-            plgpu.SMEM((*halves, QUERIES // of_set, of_set, HALF), q.dtype, transforms=SWIZZLED[1:]),
-            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((tuning.subs, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
+            plgpu.SMEM((*halves, QUERIES // of_set, of_set, HALF), q.dtype, transforms=swizzled()[1:]),
+            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=swizzled()),
+            plgpu.SMEM((tuning.subs, QUERIES, dim), jnp.float16, transforms=swizzled()),
         ),
         "ring_and_share_smem": plgpu.RefUnion(
-            plgpu.SMEM((2 * tuning.stages, CHUNK, dim), q.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((2 * tuning.stages, CHUNK, dim), q.dtype, transforms=swizzled()),
             plgpu.SMEM((scratch_words(pairs),), jnp.int32),
         ),
         "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.subs),

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax.pallas.compat import fa, pl, plgpu
 from smcjax.pallas.grouped_attention_kernel import Shape
 from smcjax.pallas.grouped_shares import Tuning
 from smcjax.pallas.products import MASKED, QUERIES, Ref
@@ -180,7 +178,7 @@ def _result(top: jax.Array, mass: jax.Array, acc: jax.Array) -> tuple[jax.Array,
 
 def row_layout(dim: int) -> Any:
     """Registers of a warpgroup for four rows, each of a warp."""
-    return plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(fa.Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
 
 
 def by_pair(shape: Shape) -> bool:

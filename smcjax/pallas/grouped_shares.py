@@ -23,10 +23,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from smcjax.device import HOPPER
 from smcjax.pallas import simt
+from smcjax.pallas.compat import pl
 from smcjax.pallas.grouped_attention import CHUNK
 from smcjax.pallas.products import Ref
 from smcjax.pallas.shared_tuning import Registers

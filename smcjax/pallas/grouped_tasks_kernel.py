@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int, Shaped
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.dispatch import Kernel
 from smcjax.pallas.flags import WORD
 from smcjax.pallas.grouped_attention import Tasks, tasks_of_blocks
@@ -203,7 +203,7 @@ def tasks_of_blocks_mosaic(
         grid=(requests * groups.number, sets),
         grid_names=("group", "set"),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="tasks_of_blocks",
     )(selected, *([] if is_ordered else [jnp.asarray(groups.order, jnp.int32)]), *of_tables)

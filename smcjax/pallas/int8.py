@@ -15,20 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from smcjax.matmul import restore
+from smcjax.pallas.compat import fa, mgpu, mu, plgpu
 from smcjax.pallas.products import QUERIES, Ref
 
 
 def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:
     """64 stored rows in shared memory as bfloat16 that `plgpu.wgmma` takes for its first factor; `width` columns each.
 
-    Blocks of columns are converted one by one, so that few are in registers. `ref` is `products.SWIZZLED_INT8`.
+    Blocks of columns are converted one by one, so that few are in registers. `ref` is `products.swizzled_int8`.
     """
     starts = range(0, ref.shape[1], width)
     if interpret:

@@ -17,17 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 
-from smcjax.pallas.compat import llvm
-from smcjax.pallas.online_softmax import ROWS
+from smcjax.pallas.compat import arith, llvm, mgpu, mu, pl, plgpu
+from smcjax.pallas.online_softmax import row_layout
 from smcjax.pallas.products import QUERIES, Ref
-from smcjax.pallas.simt import SCALAR, WARP, i32, i64, scalar, thread
+from smcjax.pallas.simt import WARP, i32, i64, scalar, scalar_layout, thread
 
 BYTES = 2  # of a score
 NARROW = 8  # columns of which a product leaves each thread a pair in two rows, 8 apart
@@ -62,9 +57,9 @@ def store_by_slot(
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(),
-            SCALAR,
-            (SCALAR,) * len(firsts),
-            (ROWS,) * len(parts),
+            scalar_layout(),
+            (scalar_layout(),) * len(firsts),
+            (row_layout(),) * len(parts),
             plgpu.Layout.WGMMA,
         )
     )

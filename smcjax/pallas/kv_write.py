@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from smcjax.pallas.compat import fa, pl, plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.norm import PendingNorm, inverse_rms, rms_norm, row_layout, supports_norm
 from smcjax.pallas.side_by_side import Part, Place, launch
@@ -155,8 +153,8 @@ def _layout(heads: int, width: int) -> Any:
     vector = _vector(heads, width)
     of_a_warp = THREADS * vector // width // 4
     if of_a_warp == 1:
-        return plgpu.Layout.TILED(Tiling(((4, width), (vector,))), (-3,), (-2,), -1)
-    return plgpu.Layout.TILED(Tiling(((4 * of_a_warp, width), (of_a_warp, width), (vector,))), (-5,), (-3, -2), -1)
+        return plgpu.Layout.TILED(fa.Tiling(((4, width), (vector,))), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(fa.Tiling(((4 * of_a_warp, width), (of_a_warp, width), (vector,))), (-5,), (-3, -2), -1)
 
 
 def _load(ref: Ref, layout: Any) -> jax.Array:

@@ -20,16 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
 
-from smcjax.pallas.compat import llvm
-from smcjax.pallas.products import SWIZZLED, Ref, of_part
-from smcjax.pallas.simt import SCALAR, WARPGROUP, f32, i32, i64, scalar, thread
+from smcjax.pallas.compat import arith, llvm, mgpu, mu, pl, plgpu, vector
+from smcjax.pallas.products import Ref, of_part, swizzled
+from smcjax.pallas.simt import WARPGROUP, f32, i32, i64, scalar, scalar_layout, thread
 
 FEATURES = 16  # rows of a tile
 
@@ -103,7 +98,7 @@ def gather(
     signed = False if dtype.name == "uint32" else None
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        arg_types=(plgpu.RefType(), scalar_layout(), scalar_layout()),
         return_type=plgpu.ShapeDtypeStruct((FEATURES, tokens), dtype, layout=tile_layout(tokens)),
     )
     def go(_: Any, ref: ir.Value, row: Any, column: Any) -> mgpu.FragmentedArray:
@@ -154,7 +149,7 @@ def scatter(
             ref[row + m * row_step, pl.ds(column, FEATURES)] = value[:, m].astype(ref.dtype)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, tile_layout(tokens)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar_layout(), scalar_layout(), tile_layout(tokens)))
     def go(_: Any, ref: ir.Value, row: Any, column: Any, value: mgpu.FragmentedArray) -> None:
         row, column = scalar(row), scalar(column)
         for (r, m), x in zip(_elements(tokens), values_of(value, tokens), strict=True):
@@ -194,7 +189,17 @@ def scatter_to_slots(
 
     refs = (plgpu.RefType(),) * len(pages)
 
-    @plgpu.inline_mgpu(arg_types=(refs, SCALAR, plgpu.RefType(), SCALAR, SCALAR, SCALAR, tile_layout(tokens)))
+    @plgpu.inline_mgpu(
+        arg_types=(
+            refs,
+            scalar_layout(),
+            plgpu.RefType(),
+            scalar_layout(),
+            scalar_layout(),
+            scalar_layout(),
+            tile_layout(tokens),
+        )
+    )
     def go(
         _: Any, pages: Any, layer: Any, slots: Any, first: Any, head: Any, column: Any, value: mgpu.FragmentedArray
     ) -> None:
@@ -244,7 +249,7 @@ def of_layer(refs: Sequence[Ref], layer: jax.Array, *, interpret: bool = False) 
         yield refs[0]
         return
 
-    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR))
+    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), scalar_layout()))
     def begin(ctx: Any, refs: Any, layer: Any) -> None:
         _choose_descriptor(ctx, refs, scalar(layer))
 
@@ -358,7 +363,7 @@ def clear_slots(
     *,
     interpret: bool = False,
 ) -> None:
-    """Zeros in those of a chunk's slots that no row holds. [C, D] bf16 SMEM, as products read it (`SWIZZLED`).
+    """Zeros in those of a chunk's slots that no row holds. [C, D] bf16 SMEM, as products read it (`swizzled`).
 
     The chunk is pieces of `width` slots: the i-th those from `firsts[i]` on of the rows whose bits are in `members[i]`;
     row r holds `lengths[r]`. A thread clears 64 of a slot's elements, each eight of them so that they meet all banks.
@@ -377,7 +382,7 @@ def clear_slots(
         raise ValueError(f"{count} slots of {dim} elements are more than 64 elements a thread")
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(SWIZZLED), *((SCALAR,) * len(x) for x in (firsts, members, lengths))),
+        arg_types=(plgpu.RefType(swizzled()), *((scalar_layout(),) * len(x) for x in (firsts, members, lengths))),
     )
     def go(_: Any, slots: ir.Value, *scalars: Any) -> None:
         firsts, members, lengths = ([scalar(x) for x in some] for some in scalars)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type

@@ -9,16 +9,19 @@ with scores s in base 2, so times log2(e)/√D. A chunk that all of its rows see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import lanes
+from smcjax.pallas.compat import plgpu
 from smcjax.pallas.products import MASKED, QUERIES, Ref, across, of_part
 
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value a query, as products leave their rows
+
+def row_layout() -> Any:
+    """The layout of a value a query, as products leave their rows."""
+    return plgpu.Layout.WGMMA.reduce(1)
 
 
 class Softmax(NamedTuple):
@@ -33,8 +36,8 @@ def nothing_yet(dim: int) -> Softmax:
     """The softmax before the first chunk. m lies between masked scores and others: masked ones weigh 0 at once."""
     return Softmax(
         plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((QUERIES,), MASKED / 2, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.full((QUERIES,), MASKED / 2, jnp.float32), row_layout()),
+        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), row_layout()),
     )
 
 

@@ -21,11 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int, Num
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.kv_write import TRASH
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
@@ -319,7 +318,7 @@ def make_room_mosaic(
             "leaving": plgpu.SMEM((rounds * WARPGROUP,), jnp.int32),
             "totals": plgpu.SMEM((rounds * WARPS,), jnp.int32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="make_room",
     )(free, num_free.reshape(1), jnp.stack([first, last, live.astype(jnp.int32)]), counts, table)
@@ -360,7 +359,7 @@ def settle_mosaic(
             "following": plgpu.SMEM((touched * rounds * WARPGROUP,), jnp.int32),
             "totals": plgpu.SMEM((rounds * WARPS,), jnp.int32),
         },
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="settle",
     )(num_free.reshape(1), before, after, goes, *(() if source is None else (source,)), counts, table, stack)
@@ -424,7 +423,7 @@ def fork_mosaic(
         grid=(tables + num_rows,),
         grid_names=("block",),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="fork",
     )(source, offspring, begin, end, counts, table, *copied)
@@ -442,7 +441,7 @@ def fork_mosaic(
         grid=(tables,),
         grid_names=("block",),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="push_freed",
     )(freed, freed_counts, num_free.reshape(1), stack)

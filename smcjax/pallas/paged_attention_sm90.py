@@ -21,12 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.device import HOPPER
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, SWIZZLED_F32, Product, Ref, across, product_of
+from smcjax.pallas.compat import pl, plgpu
+from smcjax.pallas.products import MASKED, QUERIES, Product, Ref, across, product_of, swizzled, swizzled_f32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,9 +282,9 @@ def paged_attention_mosaic(
         "q_smem": plgpu.SMEM((QUERIES, dim), q.dtype),
         "out_smem": plgpu.SMEM((QUERIES, dim), out_type[0].dtype),
         "row_smem": plgpu.SMEM((2, warpgroups, QUERIES), jnp.float32),
-        "acc_smem": plgpu.SMEM(parts, jnp.float32, transforms=SWIZZLED_F32),
-        "k_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=SWIZZLED),
-        "v_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=SWIZZLED),
+        "acc_smem": plgpu.SMEM(parts, jnp.float32, transforms=swizzled_f32()),
+        "k_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=swizzled()),
+        "v_smem": plgpu.SMEM((slots_in_ring, chunk, dim), q.dtype, transforms=swizzled()),
         "q_ready": plgpu.Barrier(num_arrivals=columns),
         "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=slots_in_ring),

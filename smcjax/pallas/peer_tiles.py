@@ -11,15 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 
 from smcjax.pallas import lanes
-from smcjax.pallas.compat import llvm
+from smcjax.pallas.compat import arith, llvm, mu, plgpu
 from smcjax.pallas.peers import MOST_TILES, TILE_BYTES, Ref, exchanges_at, load_one, plus, times, word_of
-from smcjax.pallas.simt import SCALAR, f32, i32, i64, scalar, thread
+from smcjax.pallas.simt import f32, i32, i64, scalar, scalar_layout, thread
 
 
 def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any) -> jax.Array:
@@ -31,7 +28,7 @@ def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any
     layout = lanes.tile_layout(tokens)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout, SCALAR, SCALAR, SCALAR),
+        arg_types=(plgpu.RefType(), layout, scalar_layout(), scalar_layout(), scalar_layout()),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=layout),
     )
     def go(_: Any, addresses: ir.Value, tile: Any, *scalars: Any) -> Any:

@@ -40,15 +40,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from smcjax.pallas.compat import llvm
+from smcjax.pallas.compat import arith, llvm, mu, plgpu
 from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.simt import COMPILER_PARAMS, SCALAR, WARPGROUP, f32, i32, i64, scalar, thread
+from smcjax.pallas.simt import WARPGROUP, compiler_params, f32, i32, i64, scalar, scalar_layout, thread
 
 Ref = Any
 Words = list[ir.Value]  # four of a vector
@@ -240,7 +237,7 @@ def _kernel(*refs: Ref, size: int, vectors: int, row: int, rounds: int, each: in
     dtype = refs[1].dtype
 
     def call_of(index: jax.Array) -> None:
-        @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), SCALAR))
+        @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), scalar_layout()))
         def go(_: Any, refs: Sequence[ir.Value], index: Any) -> None:
             bases = [llvm.ptrtoint(i64(), mu.memref_ptr(ref)) for ref in refs]
             _call(bases, scalar(index))
@@ -375,7 +372,7 @@ def _over_peers(addresses: jax.Array, x: jax.Array, *added: jax.Array, size: int
         out_type=jax.ShapeDtypeStruct((*shape, width * size) if gathered else x.shape, x.dtype),
         grid=(blocks,),
         grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(),
         kernel_name="peer_gather" if gathered else "peer_sum",
     )(addresses, x, *added)
     return out

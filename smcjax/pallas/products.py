@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.compat import pl, plgpu
 
 QUERIES = 64  # the M of a warpgroup's matrix product
 MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholly masked chunk gives no ∞ − ∞
@@ -19,11 +19,26 @@ MASKED = -1e30  # a score that no visible one can reach; finite, so that a wholl
 Ref = Any
 Product = Callable[..., jax.Array]  # what `product_of` returns
 
-_tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
-_swizzle: Any = plgpu.SwizzleTransform
-SWIZZLED = (_tiling((8, 64)), _swizzle(128))  # bf16 in shared memory as products read it
-SWIZZLED_F32 = (_tiling((8, 32)), _swizzle(128))
-SWIZZLED_INT8 = (_tiling((8, 128)), _swizzle(128))  # as `int8.operands` reads it
+
+def swizzled() -> tuple[Any, ...]:
+    """The transforms of bf16 in shared memory as products read it."""
+    return _tiled_and_swizzled(64)
+
+
+def swizzled_f32() -> tuple[Any, ...]:
+    """The same of f32."""
+    return _tiled_and_swizzled(32)
+
+
+def swizzled_int8() -> tuple[Any, ...]:
+    """The same of int8, as `int8.operands` reads it."""
+    return _tiled_and_swizzled(128)
+
+
+def _tiled_and_swizzled(columns: int) -> tuple[Any, ...]:
+    tiling: Any = plgpu.TilingTransform  # their annotations call these two classes abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, columns)), swizzle(128)
 
 
 def product_of(interpret: bool) -> Product:

@@ -23,16 +23,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.device import HOPPER
 from smcjax.noise import gumbels
 from smcjax.numerics import key_from
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates, Draw, initial, reduce_candidates, update, whole_words
-from smcjax.pallas.online_softmax import ROWS as OF_ROWS
-from smcjax.pallas.products import SWIZZLED, Ref, across
+from smcjax.pallas.online_softmax import row_layout
+from smcjax.pallas.products import Ref, across, swizzled
 
 ROWS = 64  # of a product
 IDS = 128  # of a product
@@ -182,7 +181,7 @@ def _kernel(
         shape = (ROWS, NARROW)
 
         def of_rows(ref: Ref) -> jax.Array:
-            return plgpu.load(ref.at[rows], layout=OF_ROWS, optimized=False)
+            return plgpu.load(ref.at[rows], layout=row_layout(), optimized=False)
 
         terms = (keys_ref.at[0], keys_ref.at[1], inverse_ref, noise_ref)
         draw = Draw(*(across(of_rows(ref), shape) for ref in terms))
@@ -288,8 +287,8 @@ def sampled_head(
         num_threads=5,
         thread_name="warpgroup",
         scratch_types={
-            "x_smem": plgpu.SMEM((stages, tiling.rows, DEPTH), x.dtype, transforms=SWIZZLED),
-            "w_smem": plgpu.SMEM((stages, tiling.ids, DEPTH), x.dtype, transforms=SWIZZLED),
+            "x_smem": plgpu.SMEM((stages, tiling.rows, DEPTH), x.dtype, transforms=swizzled()),
+            "w_smem": plgpu.SMEM((stages, tiling.ids, DEPTH), x.dtype, transforms=swizzled()),
             "logits_smem": plgpu.SMEM((2, IDS // NARROW, ROWS, NARROW), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),

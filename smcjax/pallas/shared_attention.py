@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas import eviction, online_softmax
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.online_softmax import Piece, Softmax
-from smcjax.pallas.products import MASKED, QUERIES, SWIZZLED, Ref, of_part, product_of
+from smcjax.pallas.products import MASKED, QUERIES, Ref, of_part, product_of, swizzled
 from smcjax.pallas.shared_dealing import AHEAD, FIELDS, Assignment, assignments, skipped_rounds_of
 from smcjax.pallas.shared_merge import by_pair, merge_unit, result_type, units_of
 from smcjax.pallas.shared_tuning import Tuning, default_tuning, part_of_share, tiles_of
@@ -201,7 +200,7 @@ def _kernel(
         tile_rows = pl.ds(tile * QUERIES, QUERIES)
         limits = plgpu.layout_cast(
             plgpu.load(limits_ref.at[group, tile_rows], optimized=False),
-            online_softmax.ROWS,
+            online_softmax.row_layout(),
         )
         scale = math.log2(math.e) / math.sqrt(dim)
 
@@ -383,11 +382,11 @@ def shared_attention_mosaic(
     halves = (tuning.warpgroups, dim // HALF)
     scratch: dict[str, Any] = {
         "warpgroup_smem": plgpu.RefUnion(
-            plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), q.dtype, transforms=SWIZZLED[1:]),
-            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=SWIZZLED),
+            plgpu.SMEM((*halves, QUERIES // group_heads, group_heads, HALF), q.dtype, transforms=swizzled()[1:]),
+            plgpu.SMEM((*halves, QUERIES, HALF), q.dtype, transforms=swizzled()),
+            plgpu.SMEM((tuning.warpgroups, QUERIES, dim), jnp.float16, transforms=swizzled()),
         ),
-        "ring_smem": plgpu.SMEM((2 * tuning.stages, chunk, dim), q.dtype, transforms=SWIZZLED),
+        "ring_smem": plgpu.SMEM((2 * tuning.stages, chunk, dim), q.dtype, transforms=swizzled()),
         "q_ready": plgpu.Barrier(num_arrivals=dim // HALF, num_barriers=tuning.warpgroups),
         "ready": plgpu.Barrier(num_arrivals=chunk // sharing.piece, num_barriers=2 * tuning.stages),
         "used": plgpu.Barrier(num_arrivals=tuning.tiles, num_barriers=2 * tuning.stages),

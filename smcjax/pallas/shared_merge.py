@@ -14,11 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from smcjax.pallas.compat import fa, pl, plgpu
 from smcjax.pallas.products import MASKED, QUERIES, Ref
 from smcjax.pallas.shared_tuning import Tuning
 
@@ -56,7 +54,7 @@ def _merged(
 ) -> Float[Array, "4 D"]:
     """Merges the shares of queries 4·unit … 4·unit + 3."""
     dim = parts_ref.shape[-1]
-    layout = plgpu.Layout.TILED(Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
+    layout = plgpu.Layout.TILED(fa.Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
     first_query = unit * UNIT
     tile, place = lax.div(first_query, QUERIES), lax.rem(first_query, QUERIES)
     part, lane = lax.div(tile, tuning.tiles), lax.rem(tile, tuning.tiles)

@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from smcjax.pallas import simt
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.sharing import Sharing, parts_of, piece_of
 from smcjax.pallas.simt import WARPGROUP, WARPS, Ref, Threads, Word
 
@@ -192,7 +191,7 @@ def find_sharing_mosaic(
         grid=(*place, 2),
         grid_names=("group", "part", "kind"),
         scratch_types={"totals": plgpu.SMEM((WARPS,), jnp.int32), "so_far": plgpu.SMEM((1,), jnp.int32)},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="find_sharing",
     )(block_table, lengths, begin)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.compat import pl, plgpu
 
 Place = Mapping[str, jax.Array]  # a block's place along each axis of its part's grid
 

@@ -19,13 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 
-from smcjax.pallas.compat import llvm, nvvm
+from smcjax.pallas.compat import arith, llvm, mu, nvvm, pl, plgpu
 
 Ref = Any
 Word = Any  # what a program computes with: `_Word` or a vector of 128
@@ -33,8 +29,6 @@ Threads = Any  # `_OnGPU` or `_Interpreted`
 WARP = 32
 WARPGROUP = 128
 WARPS = WARPGROUP // WARP
-SCALAR = plgpu.Layout.WG_SPLAT(())
-COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 # 2^k · 2^f of x · log₂ e = k + f with k whole, from −126 on. log₂ e has two parts. All constants are those of CUDA's
 # `expf`, which XLA calls, so that both have the same bits.
 EXP = """{
@@ -74,7 +68,7 @@ def run(program: Callable[..., None], *args: Any, interpret: bool) -> None:
         program(_Interpreted(), *args)
         return
 
-    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() if ref else SCALAR for ref in is_ref))
+    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() if ref else scalar_layout() for ref in is_ref))
     def go(_: Any, *args: Any) -> None:
         words = [arg if ref else _Word(scalar(arg)) for arg, ref in zip(args, is_ref, strict=True)]
         program(_OnGPU(), *words)
@@ -115,6 +109,16 @@ def sums(t: Threads, mine: Word, totals: Ref, turn: int = 0) -> tuple[Word, Word
 def i32() -> ir.Type:
     """The type of a word."""
     return ir.IntegerType.get_signless(32)
+
+
+def scalar_layout() -> Any:
+    """The layout of a scalar that Pallas passes to a program of threads."""
+    return plgpu.Layout.WG_SPLAT(())
+
+
+def compiler_params() -> Any:
+    """Of kernels whose programs are written for threads."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def i64() -> ir.Type:
@@ -163,20 +167,25 @@ def _is_float16(ref: Any) -> bool:
     return bool(ir.MemRefType(ref.type).element_type == ir.F16Type.get())
 
 
-def _operation(of_integers: Callable[..., ir.Value] | None, of_floats: Callable[..., ir.Value] | None = None) -> Any:
+def _operation(of_integers: str | None, of_floats: str | None = None) -> Any:
+    """An operator by two names in the dialect `arith`, which is imported when the operator is first applied."""
+
     def apply(self: _Word, other: Any) -> _Word:
         operation = of_floats if self.value.type == f32() else of_integers
         assert operation is not None, f"not for {self.value.type}"
-        return _Word(operation(self.value, _value(other, self.value.type)))
+        return _Word(getattr(arith, operation)(self.value, _value(other, self.value.type)))
 
     return apply
 
 
-def _comparison(of_integers: arith.CmpIPredicate, of_floats: arith.CmpFPredicate) -> Any:
-    return _operation(
-        lambda a, b: arith.cmpi(of_integers, a, b),
-        lambda a, b: arith.cmpf(of_floats, a, b),
-    )
+def _comparison(of_integers: str, of_floats: str) -> Any:
+    def apply(self: _Word, other: Any) -> _Word:
+        of, b = self.value, _value(other, self.value.type)
+        if of.type == f32():
+            return _Word(arith.cmpf(arith.CmpFPredicate[of_floats], of, b))
+        return _Word(arith.cmpi(arith.CmpIPredicate[of_integers], of, b))
+
+    return apply
 
 
 class _Word:
@@ -185,18 +194,18 @@ class _Word:
     def __init__(self, value: ir.Value) -> None:
         self.value = value
 
-    __add__ = _operation(arith.addi, arith.addf)
-    __sub__ = _operation(arith.subi, arith.subf)
-    __mul__ = _operation(arith.muli, arith.mulf)
-    __truediv__ = _operation(None, arith.divf)
-    __floordiv__ = _operation(arith.divui)
-    __mod__ = _operation(arith.remui)
-    __and__ = _operation(arith.andi)
+    __add__ = _operation("addi", "addf")
+    __sub__ = _operation("subi", "subf")
+    __mul__ = _operation("muli", "mulf")
+    __truediv__ = _operation(None, "divf")
+    __floordiv__ = _operation("divui")
+    __mod__ = _operation("remui")
+    __and__ = _operation("andi")
 
-    __lt__ = _comparison(arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT)
-    __ge__ = _comparison(arith.CmpIPredicate.sge, arith.CmpFPredicate.OGE)
-    __eq__ = _comparison(arith.CmpIPredicate.eq, arith.CmpFPredicate.OEQ)
-    __ne__ = _comparison(arith.CmpIPredicate.ne, arith.CmpFPredicate.UNE)
+    __lt__ = _comparison("slt", "OLT")
+    __ge__ = _comparison("sge", "OGE")
+    __eq__ = _comparison("eq", "OEQ")
+    __ne__ = _comparison("ne", "UNE")
     __hash__ = None  # type: ignore[assignment]
 
 

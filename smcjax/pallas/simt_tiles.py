@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils as mu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float
 
+from smcjax.pallas.compat import arith, mu
 from smcjax.pallas.simt import (
     WARPGROUP,
     WARPS,

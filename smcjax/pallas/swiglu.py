@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from smcjax.pallas.compat import pl, plgpu
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.norm import PendingNorm, inverse_rms, row_layout, supports_norm
 

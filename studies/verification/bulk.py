@@ -26,7 +26,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from smcjax.pallas.compat import llvm, nvvm
-from smcjax.pallas.simt import SCALAR, WARPGROUP, Ref, i32, i64, scalar, thread
+from smcjax.pallas.simt import WARPGROUP, Ref, i32, i64, scalar, scalar_layout, thread
 
 REF = plgpu.RefType()
 
@@ -41,7 +41,7 @@ def initialize(barriers: Ref, first: jax.Array, count: int, *, interpret: bool) 
     if interpret:
         return
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout()))
     def go(_: Any, barriers: ir.Value, first: Any) -> None:
         with mu.when(_is_first()):
             for i in range(count):
@@ -58,7 +58,7 @@ def expect(barriers: Ref, slot: jax.Array, rows: jax.Array, *, of: Ref, interpre
         return
     row_bytes = _row_bytes(of)
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout(), scalar_layout()))
     def go(_: Any, barriers: ir.Value, slot: Any, rows: Any) -> None:
         amount = arith.muli(scalar(rows), mu.c(row_bytes, i32()))
         with mu.when(_is_first()):
@@ -72,7 +72,7 @@ def wait(barriers: Ref, slot: jax.Array, parity: jax.Array, *, interpret: bool) 
     if interpret:
         return
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout(), scalar_layout()))
     def go(_: Any, barriers: ir.Value, slot: Any, parity: Any) -> None:
         odd = arith.cmpi(arith.CmpIPredicate.ne, scalar(parity), mu.c(0, i32()))
         _barrier(barriers, scalar(slot)).wait_parity(odd)
@@ -97,7 +97,7 @@ def fetch(
         return
     row_bytes = _row_bytes(source)
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, REF, SCALAR, SCALAR, REF, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout(), REF, scalar_layout(), scalar_layout(), REF, scalar_layout()))
     def go(_: Any, source: ir.Value, row: Any, buffer: ir.Value, at: Any, rows: Any, barriers: Any, slot: Any) -> None:
         _issue(
             "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [$1], [$2], $3, [$4];",
@@ -118,7 +118,7 @@ def store(buffer: Ref, at: jax.Array, target: Ref, row: jax.Array, rows: jax.Arr
         return
     row_bytes = _row_bytes(target)
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, REF, SCALAR, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout(), REF, scalar_layout(), scalar_layout()))
     def go(_: Any, buffer: ir.Value, at: Any, target: ir.Value, row: Any, rows: Any) -> None:
         _issue(
             "cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;",
@@ -137,7 +137,7 @@ def prefetch(source: Ref, row: jax.Array, rows: jax.Array, *, interpret: bool) -
         return
     row_bytes = _row_bytes(source)
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(REF, scalar_layout(), scalar_layout()))
     def go(_: Any, source: ir.Value, row: Any, rows: Any) -> None:
         _issue(
             "cp.async.bulk.prefetch.L2.global [$1], $2;",

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import eviction
 from smcjax.pallas.eviction import LOAD, STORE
-from smcjax.pallas.products import SWIZZLED, Ref
+from smcjax.pallas.products import Ref, swizzled
 
 BLOCKS, WARPGROUPS = 3, 2
 
@@ -31,7 +31,7 @@ def reversed_rows(x: jax.Array, *, interpret: Any = None) -> jax.Array:
         plgpu.copy_smem_to_gmem(buffer, out_ref.at[block])
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = [plgpu.SMEM(x.shape[1:], x.dtype, transforms=SWIZZLED), plgpu.Barrier()]
+    scratch = [plgpu.SMEM(x.shape[1:], x.dtype, transforms=swizzled()), plgpu.Barrier()]
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -63,7 +63,7 @@ def swapped(x: jax.Array, *, interpret: Any = None) -> jax.Array:
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((WARPGROUPS, *x.shape[2:]), x.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((WARPGROUPS, *x.shape[2:]), x.dtype, transforms=swizzled()),
             plgpu.Barrier(num_barriers=WARPGROUPS),
         ],
         interpret=interpret,

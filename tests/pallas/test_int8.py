@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.matmul import interleave
 from smcjax.pallas.int8 import operands
-from smcjax.pallas.products import SWIZZLED, SWIZZLED_INT8, Ref
+from smcjax.pallas.products import Ref, swizzled, swizzled_int8
 
 ROWS, COLUMNS = 16, 256
 
@@ -51,8 +51,8 @@ def multiply(values: jax.Array, x: jax.Array, interpret: Any = None) -> jax.Arra
         grid=(1,),
         grid_names=("block",),
         scratch_types={
-            "w_smem": plgpu.SMEM((64, COLUMNS), jnp.int8, transforms=SWIZZLED_INT8),
-            "x_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.bfloat16, transforms=SWIZZLED),
+            "w_smem": plgpu.SMEM((64, COLUMNS), jnp.int8, transforms=swizzled_int8()),
+            "x_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.bfloat16, transforms=swizzled()),
             "full": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

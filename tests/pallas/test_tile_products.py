@@ -48,7 +48,7 @@ def products(rows: Any, vectors: Any, *, stages: int, keeps_rest: bool = True, i
         body,
         out_type=jax.ShapeDtypeStruct((WARPS * TILES * ROWS, VECTORS), jnp.float32),
         scratch_types={"stages": plgpu.SMEM((stages * STAGE,), jnp.bfloat16)} if stages else {},
-        compiler_params=simt.COMPILER_PARAMS,
+        compiler_params=simt.compiler_params(),
         interpret=interpret,
         kernel_name="tile_products",
     )(rows, vectors)
