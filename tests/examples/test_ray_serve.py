@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("ray", reason="needs the extra ray: uv run --extra ray pytest tests/examples")
+pytest.importorskip("ray", reason="needs the extra ray: uv run --group dev --extra ray pytest tests/examples")
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 sys.path.insert(0, EXAMPLES)  # as PYTHONPATH does for `serve run`
