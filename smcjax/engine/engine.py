@@ -82,6 +82,7 @@ class Engine:
         turns: Turns | None = None,
         overlap: bool | None = None,
     ) -> None:
+        self.shows_progress = False  # of programs that a step compiles
         self.runner, self._turns = runner, turns
         runner.takes_turns = turns is not None and turns.leaves_the_draft_behind
         self._decoder, self._tokenizer = runner.program, tokenizer
@@ -349,7 +350,8 @@ class Engine:
             self._meanwhile()
         began = time.perf_counter()
         try:
-            self.runner.compile(sizes, program, others, progress)
+            with contextlib.ExitStack() as stack:
+                self.runner.compile(sizes, program, others, progress or shown(stack, self.shows_progress))
         finally:
             self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)

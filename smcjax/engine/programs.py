@@ -7,6 +7,8 @@ import errno
 import functools
 import logging
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
@@ -131,7 +133,7 @@ class Programs:
         return self._executables[key]
 
     def compile(self, what: str, jobs: Mapping[Any, Job], progress: Progress | None = None) -> None:
-        """Compiles what is missing of `jobs`, and calls `progress(done, of)` after each of them.
+        """Compiles what is missing of `jobs`, and calls `progress(done, of)` before all and after each of them.
 
         XLA works outside the interpreter lock, so the jobs compile side by side. Raises ValueError, and keeps none,
         where one of them would need more memory than the device has.
@@ -170,6 +172,8 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     lacking = [number for number in range(len(wanted)) if any(whose == number for whose, _ in missing)]
     for number in lacking:
         logger.info("Compiling %s …", wanted[number].what)
+    if progress is not None:
+        progress(0, len(missing))
 
     hints = {key: job.hints() for key, job in missing.items()}  # timed, so nothing may run beside it
 
@@ -249,18 +253,30 @@ def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int)
 
 
 def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
-    """A listener that shows a bar of progress, until the stack closes: none where there is nothing to compile.
+    """A listener that shows a line with the programs that are compiled and the seconds, until the stack closes.
 
-    Nor is there one but on a terminal: it redraws itself, and a file would keep every state.
+    There is none where there is nothing to compile, and none but on a terminal or in a notebook: the line is drawn
+    again every second, and a file would keep each.
     """
     bar: Any = None
-    disable = None if use_tqdm else True  # None: unless standard error is a terminal
+    wanted = use_tqdm and logger.isEnabledFor(logging.WARNING)  # quiet commands raise the level
+    unless_terminal = None if "ipykernel" not in sys.modules else False
+    closed = threading.Event()
 
     def heard(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = stack.enter_context(tqdm(total=total, desc="Compiling", disable=disable, dynamic_ncols=True))
+            line = "Compiling: {n} of {total} programs, {elapsed}"
+            bar = tqdm(total=total, bar_format=line, disable=unless_terminal if wanted else True, leave=False)
+            stack.enter_context(bar)
+            stack.callback(closed.set)
+            if not bar.disable:
+                threading.Thread(target=redrawn, daemon=True).start()
         bar.update(done - bar.n)
+
+    def redrawn() -> None:
+        while not closed.wait(1):
+            bar.refresh()
 
     return heard
 

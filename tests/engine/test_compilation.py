@@ -33,7 +33,7 @@ def test_at_the_start_and_never_again(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with smc_llm(pair, compile_at_start=True) as llm:
         programs = llm.metrics()["compilations"]
-        assert f"{programs}/{programs}" in capfd.readouterr().err
+        assert f"Compiling: {programs} of {programs} programs" in capfd.readouterr().err
         llm.warm_up()
         assert "Compiling" not in capfd.readouterr().err  # nothing is left
         sizes = set()
@@ -54,6 +54,17 @@ def test_a_bar_is_for_a_terminal(
         for done in range(3):
             heard(done, 2)
     assert ("\rCompiling" in capfd.readouterr().err) == (terminal and use_tqdm)
+
+
+def test_the_first_answer_shows_what_it_waits_for(
+    pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a notebook, whose standard error is no terminal; and not where no progress is wanted."""
+    for notebook, use_tqdm in ((True, True), (True, False), (False, True)):
+        (monkeypatch.setitem if notebook else monkeypatch.delitem)(sys.modules, "ipykernel", *([sys] * notebook))
+        with smc_llm(pair, compile_at_start=False) as llm:
+            llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=use_tqdm)
+        assert ("Compiling: 0 of " in capfd.readouterr().err) == (notebook and use_tqdm)
 
 
 @pytest.mark.slow
