@@ -20,3 +20,11 @@ class QueueFull(RuntimeError):
 
     def __init__(self, max_waiting: int) -> None:
         super().__init__(f"{max_waiting} requests may wait and as many do; ask again later, or raise max_waiting.")
+
+
+def extra_missing(what: str, package: str, extra: str) -> str:
+    """The sentence of every feature whose package an optional extra brings, without its full stop."""
+    return (
+        f"{what} needs {package}, which is not installed; run 'uv run --extra {extra} smcjax ...', or install "
+        f"smc-sd-jax with its extra '{extra}'"
+    )

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from smcjax.errors import CheckpointError
+from smcjax.errors import CheckpointError, extra_missing
 from smcjax.files import Unreadable, require_file, shortened
 
 MAGIC = b"GGUF"
@@ -182,10 +182,7 @@ def _gguf_library(path: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise CheckpointError(
-            f"{path} is a GGUF file, and reading one needs the package gguf; run 'uv run --extra gguf smcjax …', or "
-            "install gguf"
-        ) from None
+        raise CheckpointError(extra_missing(f"{path}, a GGUF file,", "gguf", "gguf")) from None
     return gguf
 
 

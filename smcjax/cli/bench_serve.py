@@ -14,6 +14,7 @@ from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, text, whole
 from smcjax.cli.serve import KEY_VARIABLE
 from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.errors import extra_missing
 
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 
@@ -49,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from smcjax.bench import client
     except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"smcjax bench serve needs the package {error.name}; install the extra: uv run --extra serve smcjax bench "
-            "serve."
-        ) from None
+        raise RuntimeError(extra_missing("smcjax bench serve", str(error.name), "serve") + ".") from None
     keys = [args.api_key, *map(os.environ.get, KEY_VARIABLES)]
     results = []
     for rate in args.request_rate:

@@ -87,6 +87,10 @@ def _devices() -> Finding:
     except RuntimeError as error:
         said, _, mend = str(error).rstrip(".").rpartition("; ")
         return Finding("devices", said, ok=False, hint=mend, fatal=True)
+    both = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if _installed(name)]
+    if len(both) == 2:
+        said = f"{' and '.join(both)} are both installed, and JAX takes one"
+        return Finding("devices", said, ok=False, hint="uninstall the one that your driver is not for")
     names = []
     for device in jax.devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -96,6 +100,14 @@ def _devices() -> Finding:
         hint = "a GPU is here: uv run --extra cuda13 smcjax …, or cuda12"
         return Finding("devices", ", ".join(names), ok=False, hint=hint)
     return Finding("devices", f"{jax.default_backend()}: {', '.join(names)}")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _kernels() -> Finding:

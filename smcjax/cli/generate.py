@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "prompt", type=text, nargs="?", help="the text to continue; - reads standard input, as does none where piped"
     )
+    add_model_options(parser)
     parser.add_argument("--prompt-file", metavar="FILE", help="a file whose text is the prompt")
     parser.add_argument(
         "--input-file",
@@ -57,7 +58,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_sampling_options(parser, max_tokens=128)
     add_form_options(parser)
     add_decoding_options(parser, gamma=8)
-    add_model_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -24,6 +24,8 @@ def main() -> int:
         return 1
     # Tracebacks as they are: an error of JAX would otherwise seem to come from the function of ours that called it.
     os.environ.setdefault(FILTERING, "off")
+    # XLA logs that a compilation is slow, as an error; what fails raises.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from smcjax.cli.main import main as run  # not before the process is in order
 
     return run()

@@ -20,6 +20,7 @@ from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_file
 from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.errors import extra_missing
 from smcjax.files import MIB
 from smcjax.plain import short
 
@@ -32,6 +33,8 @@ _SHORT = {"n": "n_particles", "k": "gamma"}
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
     parser = subparsers.add_parser("serve", help="serve models by OpenAI's HTTP interface", description=__doc__)
+    parser.add_argument("served", type=text, nargs="?", metavar="MODEL", help="the target, as by --model")
+    add_model_options(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", type=text, default="127.0.0.1", help="address to listen at (127.0.0.1)")
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="port; 0 takes any that is free (8000)")
@@ -86,12 +89,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="compile all programs before listening is announced, or each when it is needed first (on a CPU so)",
     )
     add_decoding_options(parser, gamma=8, profile="of smcjax profile: the exact decoder is then one by load, auto")
-    add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks everything, takes the port, loads, and serves until a signal comes."""
+    if args.served is not None:
+        if args.model is not None:
+            raise ValueError(f"MODEL is {short(args.served)} and --model {short(args.model)}; leave one of them out.")
+        args.model = args.served
     first = decoding_from(args, beside_profile=True)
     if isinstance(first, Routed):
         first = first.choose(has_draft=has_draft(args), certain=args.draft_model == "ngram")[0]
@@ -106,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from smcjax.server import models, process, state
     except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"smcjax serve needs the package {error.name}; install the extra: uv run --extra serve smcjax serve."
-        ) from None
+        raise RuntimeError(extra_missing("smcjax serve", str(error.name), "serve") + ".") from None
 
     process.check_address(args.host, keys)
     listening = process.bound(args.host, args.port)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from smcjax.cli.options import add_quiet_option, add_version_options
 from smcjax.cli.parser import above, share, whole
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.errors import extra_missing
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS
 
 if TYPE_CHECKING:
@@ -167,4 +168,4 @@ def _require_optax() -> None:
     import importlib.util
 
     if importlib.util.find_spec("optax") is None:
-        raise RuntimeError("tune-draft needs optax, which is not installed; run it by uv run --extra train smcjax ….")
+        raise RuntimeError(extra_missing("smcjax tune-draft", "optax", "train") + ".")

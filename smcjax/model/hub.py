@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-from smcjax.errors import CheckpointError
+from smcjax.errors import CheckpointError, extra_missing
 from smcjax.files import MIB, Unreadable, read_json
 from smcjax.gguf_file import shard_names
 from smcjax.model.tensor_files import COMPANIONS
@@ -84,10 +84,7 @@ def packaged_model(name: str) -> Path:
     package = PACKAGED[name]
     parts = [path for distribution in package.distributions if (path := _model_file(distribution)) is not None]
     if len(parts) < len(package.distributions):
-        raise CheckpointError(
-            f"{name} comes with an extra that is not installed; run 'uv run --extra {package.extra} smcjax …', or "
-            f"install {', '.join(package.distributions)} without dependencies"
-        )
+        raise CheckpointError(extra_missing(name, ", ".join(package.distributions), package.extra))
     return parts[0] if len(parts) == 1 else _put_together(name, package, parts)
 
 

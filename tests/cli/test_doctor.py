@@ -165,6 +165,16 @@ def test_an_idle_gpu_is_noted(smcjax: Command, monkeypatch: pytest.MonkeyPatch) 
     assert "uv run --extra cuda13 smcjax" in result.out
 
 
+def test_both_cuda_plugins_are_noted(smcjax: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, doctor._devices)
+    monkeypatch.setattr(doctor, "_installed", lambda distribution: distribution == "jax-cuda12-plugin")
+    assert smcjax("doctor").out.startswith("ok    devices")
+    monkeypatch.setattr(doctor, "_installed", lambda distribution: True)
+    result = smcjax("doctor")
+    assert (result.code, result.err) == (0, "")
+    assert "jax-cuda12-plugin and jax-cuda13-plugin are both installed" in result.out
+
+
 @pytest.mark.parametrize("argv", [["doctor", "now"], ["doctor", "--js"]])
 def test_wrong_usage_is_2(smcjax: Command, argv: list[str]) -> None:
     result = smcjax(*argv)

@@ -88,4 +88,4 @@ def test_files_that_do_not_fit(smcjax: Command, prompts: str, tmp_path: Path, mo
     assert "holds a training that was interrupted; add --resume" in refused(smcjax, output, "--prompts", prompts)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     error = refused(smcjax, tmp_path / "new", "--prompts", prompts)
-    assert "tune-draft needs optax, which is not installed; run it by uv run --extra train smcjax" in error
+    assert "smcjax tune-draft needs optax, which is not installed; run 'uv run --extra train smcjax" in error

