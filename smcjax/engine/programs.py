@@ -267,7 +267,7 @@ def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
         nonlocal bar
         if bar is None:
             line = "Compiling: {n} of {total} programs, {elapsed}"
-            bar = tqdm(total=total, bar_format=line, disable=unless_terminal if wanted else True, leave=False)
+            bar = tqdm(total=total, bar_format=line, disable=unless_terminal if wanted else True, mininterval=0)
             stack.enter_context(bar)
             stack.callback(closed.set)
             if not bar.disable:
