@@ -348,12 +348,16 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
         """The tokens that end the answer, which are no content of it."""
         return self._request.stop_ids
 
-    def start(self) -> None:
+    def start(self, beside: ChunkStream | None = None) -> None:
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.
 
-        Raises QueueFull where too many are in flight, RuntimeError once closed or draining.
+        `beside` is the first of several that are asked for at once; these take turns with other requests as one call
+        (docs/engine.md, "Admission"). Raises QueueFull where too many are in flight, RuntimeError once closed or
+        draining.
         """
         if self._inbox is None and self.held:
+            if beside is not None:
+                self._request = dataclasses.replace(self._request, call=beside._request.call)
             inbox = _Inbox(self._request)
             self._served._submit(inbox)
             self._inbox = inbox

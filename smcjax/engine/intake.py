@@ -116,14 +116,14 @@ class Intake:
         return named if params.ignore_eos else (*self._eos_token_ids, *named)
 
     def _numbered(self, requests: Sequence[Request], seeds: Sequence[int | None]) -> list[Request]:
-        """The checked requests with the next numbers and these seeds, by the numbers where there is none."""
+        """The checked requests, one call, with the next numbers and these seeds, by the numbers where there is none."""
         with self._numbering:
             first = self.count
             self.count += len(requests)
         numbered = []
         for number, (request, own) in enumerate(zip(requests, seeds, strict=True), first):
             seed = own if own is not None else (self._seed + number) & MAX_SEED
-            numbered.append(dataclasses.replace(request, request_id=str(number), seed=seed))
+            numbered.append(dataclasses.replace(request, request_id=str(number), call=str(first), seed=seed))
         return numbered
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:

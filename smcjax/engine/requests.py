@@ -30,6 +30,7 @@ class Request:
     seed: int
     worst_case_pages: int
     automaton: Automaton | None = None  # of its `response_format`
+    call: str = ""  # the same of all requests that were asked for at once (`smcjax.engine.rounds`)
     trace: bool = False  # whether its reader follows its cycles, and its output holds their history
 
 

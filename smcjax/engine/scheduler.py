@@ -1,7 +1,8 @@
 """The choice of which requests run where: admission by memory, lanes, chunks of prompts. Plain Python, no device.
 
-Requests are admitted in the order of arrival: who does not fit waits, and whoever comes later waits behind. A group
-keeps its lane until it ends, unless the batch changes its size. There are two rules of admission:
+Requests are admitted in the order of `smcjax.engine.rounds`, in which calls take turns: a request that does not fit
+waits, and all others wait behind it. A group keeps its lane until it ends, unless the batch changes its size. There are
+two rules of admission:
 
     worst case    a lane is free, and so are the pages that the request can name at most, ever
     optimistic    … or pages for the share of that which groups have been using of late
@@ -20,13 +21,13 @@ way to a request that needs it, so the cache makes nobody wait.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from smcjax.engine.page_budget import Footprint, FreePages, Mark
 from smcjax.engine.prefix_cache import PrefixCache
 from smcjax.engine.requests import Request
+from smcjax.engine.rounds import Rounds
 
 FEW = 4  # prompts are few that are to be read in at most this part of the lanes
 
@@ -126,7 +127,7 @@ class Scheduler:
         *,
         optimistic: bool = False,
     ) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting = Rounds()
         self.groups: list[Group] = []  # in order of admission
         self.ready: set[int] = set()  # sizes that programs exist for
         self.sizes, self._pages, self.chunks = sizes, pages, chunks
@@ -142,14 +143,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request, whose worst case must fit."""
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def withdraw(self, request_id: str) -> Group | Request | None:
         """Takes a request out: as its group if it was admitted, as itself if it waited. None for unknown ids."""
-        for request in self.waiting:
-            if request.request_id == request_id:
-                self.waiting.remove(request)
-                return request
+        request = self.waiting.withdraw(request_id)
+        if request is not None:
+            return request
         for group in self.groups:
             if group.request.request_id == request_id:
                 self.groups.remove(group)
@@ -228,11 +228,11 @@ class Scheduler:
         """Groups of those that come next and fit, without lanes yet, and the cache slots that make room for all."""
         joining: list[Group] = []
         while self.waiting and len(self.groups) + len(joining) < self.sizes[-1]:
-            group = self._looked_up(self.waiting[0])
+            group = self._looked_up(next(iter(self.waiting)))
             if not self._fits([*self.groups, *joining, group]):
                 self.cache.release(group.held)
                 break
-            self.waiting.popleft()
+            self.waiting.admit(group.request)
             joining.append(group)
             self.cache.queries += len(group.request.token_ids)
             self.cache.hits += group.cached
@@ -253,7 +253,7 @@ class Scheduler:
         """Takes the youngest group out of its lane and puts its request back, to be the next."""
         group = self.groups.pop()
         self.cache.release(group.held)
-        self.waiting.appendleft(group.request)
+        self.waiting.put_back(group.request)
         self._wary = True
         return group
 

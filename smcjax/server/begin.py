@@ -31,7 +31,7 @@ async def begin(served: Served, ask: CompletionAsk | ChatAsk, shapes: Shapes, si
         streams, echoes = await served.beside(size, _made, model, ask, params)
         await served.beside(0, served.token_texts, model)  # which are made with a model's first request
         for stream in streams:
-            stream.start()
+            stream.start(beside=streams[0])
         has_form = params.expression is not None
         return Answers(served, ask, shapes, model, routed, streams, echoes, has_form=has_form)
     except Exception as error:

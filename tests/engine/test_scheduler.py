@@ -212,7 +212,7 @@ def test_any_history_is_sound(ready: bool, slots: int, events: list[tuple[str, i
             if made.waiting:
                 # Without a cache it would not fit either.
                 free = PAGES - sum(group.request.worst_case_pages for group in made.groups)
-                assert len(made.groups) == SIZES[-1] or made.waiting[0].worst_case_pages > free
+                assert len(made.groups) == SIZES[-1] or next(iter(made.waiting)).worst_case_pages > free
             for group, at, length in itertools.chain(*schedule.prefill):
                 name = group.request.request_id
                 assert at == progress.get(name, group.cached // CHUNK * CHUNK) < len(group.request.token_ids)
