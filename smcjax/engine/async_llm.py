@@ -5,8 +5,8 @@ more. The thread looks into both before every step, so coming and leaving wait f
 
 What a step has for readers is handed out when the next one is enqueued: event loops and the thread share one
 interpreter, and loops find it free while the thread waits for the device, which waits for neither. It is handed out at
-once where a request has ended, where nothing is left to do, and where another thread waits for its turn of the engine;
-and before anything is compiled.
+once where a request has ended, where nothing is left to do, and where another thread waits for its turn of the engine.
+Programs are compiled in a thread of their own, so that none of this waits for them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class AsyncLLM:
 
     def _begin(self, llm: LLM, max_waiting: int | None, named: dict[str, str], unwanted: set[str]) -> None:
         self.llm, self._max_waiting = llm, max_waiting
+        llm.engine.compiles_in_background = True
         self._beside: AsyncLLM | None = None  # of the LLM that answers what this one's decoder leaves to it
         self._arriving: deque[_Inbox] = deque()
         self._inboxes: dict[str, _Inbox] = {}  # of requests that the engine has taken in
@@ -347,6 +348,11 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end the answer, which are no content of it."""
         return self._request.stop_ids
+
+    @property
+    def lacks_programs(self) -> bool:
+        """True while the request waits until programs that it needs are compiled, beside the others that run."""
+        return self.held and not self._served.closed and self._llm.engine.lacks_programs(self._request.request_id)
 
     def start(self, beside: ChunkStream | None = None) -> None:
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.

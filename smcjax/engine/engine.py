@@ -21,8 +21,9 @@ import jax
 
 from smcjax.decoders import Decoding
 from smcjax.device import on_cpu
+from smcjax.engine.background import BackgroundCompiler
 from smcjax.engine.clock import Clock
-from smcjax.engine.extras import ProgramChoice, extras_now, extras_of
+from smcjax.engine.extras import ProgramChoice, extras_in, extras_now, extras_of, with_extras
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
@@ -40,6 +41,8 @@ from smcjax.engine.whole import whole
 from smcjax.tokenizer import Tokenizer
 
 logger = logging.getLogger("smcjax")
+
+PATIENCE = 0.01  # seconds that a step with nothing to do waits for a compilation, before it looks for new requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,10 @@ class Engine:
         turns: chooses the decoder of each cycle; None: always the runner's own.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
+
+    Attributes:
+        compiles_in_background: whether programs that are missing are compiled in another thread, while requests wait that need
+            them and others run; else they are compiled in the step that needs them. Tokens are the same either way.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Engine:
         overlap: bool | None = None,
     ) -> None:
         self.shows_progress = False  # of programs that a step compiles
+        self.compiles_in_background = False
         self.runner, self._turns = runner, turns
         runner.takes_turns = turns is not None and turns.leaves_the_draft_behind
         self._decoder, self._tokenizer = runner.program, tokenizer
@@ -104,8 +112,9 @@ class Engine:
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
         self._choice = ProgramChoice()
+        self._background = BackgroundCompiler(runner.compile)
+        self._constrained = False  # whether the last round's program followed automata
         self._round = 0  # steps so far
-        self._meanwhile: Callable[[], None] | None = None  # of the step that is enqueueing
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.batch_cycles = Counter[Decoding]()  # of the whole batch, by the decoder that had them
         self.seconds_waited = 0.0  # for results that the device had not finished
@@ -158,6 +167,10 @@ class Engine:
             running = self._running[request_id]
             running.aborted = True
             self._leave(running)
+
+    def lacks_programs(self, request_id: str) -> bool:
+        """True while a request waits until programs that it needs are compiled."""
+        return any(request.request_id == request_id for request in self._scheduler.lacking)
 
     def chunks(self, request_id: str) -> list[StreamChunk]:
         """Takes the chunks that a streaming request has gathered since the last call; none for unknown ids."""
@@ -216,16 +229,17 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
         """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended.
 
-        `meanwhile` is called when what comes next is enqueued, before results are waited for, and before anything is
-        compiled. It may use nothing of the engine; what it raises ends all in flight.
+        `meanwhile` is called when what comes next is enqueued, before results are waited for. It may use nothing of the
+        engine; what it raises ends all in flight.
         """
         self._round += 1
-        schedule = self._scheduler.schedule()
-        self._meanwhile = meanwhile
+        self._take_compiled()
+        schedule = self._scheduler.schedule(self._compiled_sizes if self.compiles_in_background else None)
         self._enqueue(schedule)
-        self._meanwhile = None
         if meanwhile is not None:
             meanwhile()
+        if schedule.idle and not self._reported:
+            self._background.wait(PATIENCE)
         return self._collect(self._round if schedule.idle else self._round - self._lag)
 
     def reset(self) -> None:
@@ -238,12 +252,12 @@ class Engine:
         self._streams.clear()
         self._reported.clear()
         self._outputs.clear()
-        self._meanwhile = None
         self.runner.discard()
         self.torn = False
 
     def close(self) -> None:
         """Forgets everything and deletes it from the device, weights included. Nothing can be called after that."""
+        self._background.abandon()
         self.reset()
         self.runner.close()
 
@@ -280,8 +294,9 @@ class Engine:
         if program.adjusts:
             runner.adjust({group.lane: group.request for group in self._scheduler.groups})
         if program.constrains:
-            moved = bool(schedule.joining) or schedule.sources is not None
+            moved = bool(schedule.joining) or schedule.sources is not None or not self._constrained
             runner.constrain({group.lane: group.request for group in self._scheduler.groups}, moved=moved)
+        self._constrained = program.constrains
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:
@@ -309,18 +324,73 @@ class Engine:
 
     def _ready_program(self, schedule: Schedule) -> tuple[Any, str | None]:
         """The compiled program with the extras that a round asks for; and why it is without them, if it is."""
-        extras = extras_now(schedule, map(self._extras, self._scheduler.groups))
+        extras = extras_now(schedule, (self._extras(group.request) for group in self._scheduler.groups))
         program = self.runner.program
         if self._turns is not None:
             program = self._turns.program(program, schedule, self._running)
+        if self.compiles_in_background:
+            if schedule.joining:
+                self._want([self._natural_size(len(self._scheduler.groups))], extras)
+            found = self._choice.at(schedule.size, extras)
+            if found is not None:
+                return with_extras(program, found), None
         return self._choice.ready(program, schedule.size, extras, self._compile)
 
-    def _extras(self, group: Group) -> set[str]:
-        return extras_of(group, streams=group.request.request_id in self._streams, ragged=self._decoder.ragged)
+    def _extras(self, request: Request) -> set[str]:
+        return extras_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
+
+    # Programs compiled in the background.
+
+    def _compiled_sizes(self, requests: list[Request]) -> list[int]:
+        """Sizes of a batch for which programs are compiled that can run these requests together.
+
+        Where there are none, the largest is wanted, which takes in whatever comes; where nothing fits the device, they
+        are admitted to be refused.
+        """
+        extras = frozenset(name for request in requests for name in self._extras(request))
+        sizes, natural = self._choice.sizes(extras), self._natural_size(len(requests))
+        if len(requests) <= max(sizes, default=0) or self._want([self._scheduler.sizes[-1], natural], extras):
+            return sizes
+        return [natural]
+
+    def _natural_size(self, count: int) -> int:
+        return next(size for size in self._scheduler.sizes if size >= count)
+
+    def _want(self, sizes: list[int], extras: frozenset[str]) -> bool:
+        """Begins to compile for the first of the sizes that is not compiled, unless anything is being compiled.
+
+        False where it has been tried for all of them.
+        """
+        size = self._choice.missing(sizes, extras)
+        if size is not None and not self._background.busy:
+            self._background.begin(size, self._variants(extras), self._sizes_ready())
+        return size is not None
+
+    def _take_compiled(self) -> None:
+        """Takes note of what has been compiled beside."""
+        compiled = self._background.take()
+        if compiled is None:
+            return
+        size, programs, error = compiled
+        extras = extras_in(programs[0])
+        if error is not None and not extras:
+            raise error
+        self._choice.note(size, extras, error)
+        if error is None:
+            self._scheduler.ready.add(size)
+
+    def _variants(self, extras: frozenset[str]) -> list[Any]:
+        """The programs with these extras, of each decoder that has cycles."""
+        own = self.runner.program
+        return [with_extras(one, extras) for one in ([own] if self._turns is None else self._turns.programs(own))]
+
+    def _sizes_ready(self) -> set[int]:
+        """Sizes from and to which a batch may move."""
+        return self._scheduler.ready | ({self.runner.size} - {0})
 
     def _refuse_extras(self, error: str) -> None:
         """Ends the requests that ask for extras; the others go on without them."""
-        for group in [group for group in self._scheduler.groups if self._extras(group)]:
+        for group in [group for group in self._scheduler.groups if self._extras(group.request)]:
             running = self._running[group.request.request_id]
             running.refused = error
             self._scheduler.withdraw(group.request.request_id)
@@ -345,16 +415,21 @@ class Engine:
 
         Sizes that are ready have all moves between them, so none of these waits for a compilation.
         """
-        others = self._scheduler.ready | ({self.runner.size} - {0})
-        if self._meanwhile is not None and self.runner.lacks(sizes, program, others):
-            self._meanwhile()
         began = time.perf_counter()
         try:
+            self._background.wait()
+            self._take_compiled()
             with contextlib.ExitStack() as stack:
-                self.runner.compile(sizes, program, others, progress or shown(stack, self.shows_progress))
+                shows = progress or shown(stack, self.shows_progress)
+                self.runner.compile(sizes, program, self._sizes_ready(), shows)
         finally:
             self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)
+        extras = extras_in(program)
+        while (size := self._choice.missing(sizes, extras)) is not None:
+            if not all(self.runner.has(size, one) for one in self._variants(extras)):
+                break  # a decoder that takes turns is not compiled yet
+            self._choice.note(size, extras)
 
     def _report(
         self, kind: str, results: tuple[Any, Any], groups: dict[int, Group], by: Decoding | None = None

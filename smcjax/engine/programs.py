@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ class Job(NamedTuple):
     # compiles one. None: no other job is like it.
     identity: Hashable = None
 
+
+_tracing = threading.Lock()
 
 # The process's executables, while any `Programs` has them: a second engine of the same shapes compiles nothing.
 _shared: MutableMapping[Hashable, Any] = weakref.WeakValueDictionary()
@@ -188,15 +190,21 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
         return executable
 
     made: dict[int, dict[Any, Any]] = {number: {} for number in lacking}
-    pool = ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE))
+    todo, building = list(missing), dict[Future[Any], tuple[int, Any]]()
+    workers = min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)
+    pool = ThreadPoolExecutor(workers)
     try:
-        building = {pool.submit(build, key): key for key in missing}
-        for done, built in enumerate(as_completed(building)):
-            number, key = building[built]
-            made[number][key] = built.result()
-            if progress is not None:
-                progress(done + 1, len(missing))
-    finally:  # after an interruption nothing more is begun, and nobody waits for what XLA is at
+        while todo or building:
+            # No job waits in the pool: after an interruption, or at the interpreter's end, no other one is begun.
+            while todo and len(building) < workers:
+                key = todo.pop(0)
+                building[pool.submit(build, key)] = key
+            for built in wait(building, return_when=FIRST_COMPLETED).done:
+                number, name = building.pop(built)
+                made[number][name] = built.result()
+                if progress is not None:
+                    progress(len(missing) - len(todo) - len(building), len(missing))
+    finally:  # after an interruption nobody waits for what XLA is at
         pool.shutdown(wait=False, cancel_futures=True)
     scratch = {
         number: _require_memory(wanted[number].what, made[number].values(), wanted[number].programs.workspace_bytes)
@@ -212,7 +220,9 @@ def _compiled(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Any:
     """The executable of a job whose products take these hints."""
     # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
     function = functools.wraps(job.function)(lambda *args: job.function(*args))
-    with algorithm_hints(hints):
+    # One thread traces at a time. More would not be done sooner, as all of it is Python, and would leave less of the
+    # interpreter to an engine that runs beside them.
+    with _tracing, algorithm_hints(hints):
         lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
     return lowered.compile(job.options)
 

@@ -292,7 +292,7 @@ class Runner:
         """
         jobs: dict[Any, Job] = {}
         for size in sizes:
-            if not self._is_compiled(size, program):
+            if not self.has(size, program):
                 jobs |= self.jobs(size, program)
         for move in self._missing_moves(sizes, others):
             jobs |= self._jobs.moving(*move)
@@ -300,10 +300,11 @@ class Runner:
         many = f"{least} to {most}" if least < most else f"{most}"
         self.programs.compile(f"for {many} request{'s' if most > 1 else ''} at a time", jobs, progress)
 
-    def lacks(self, sizes: Sequence[int], program: Any, others: Iterable[int] = ()) -> bool:
-        """True where `compile` would have something to do."""
-        compiled = all(self._is_compiled(size, program) for size in sizes)
-        return not compiled or bool(self._missing_moves(sizes, others))
+    def has(self, size: int, program: Any) -> bool:
+        """True where all of `jobs` are compiled."""
+        one = self.chunks.lanes(1, size)
+        keys = ((reading(program), size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
+        return all(key in self.programs for key in keys)
 
     def jobs(self, size: int, program: Any) -> dict[Any, Job]:
         """The programs of this batch size, to be compiled, by the keys they are called by."""
@@ -314,9 +315,3 @@ class Runner:
         pairs = ((size, other) for size in sizes for other in {*sizes, *others} - {size})
         moves = dict.fromkeys(move for size, other in pairs for move in ((other, size), (size, other)))
         return [move for move in moves if (move, "move") not in self.programs]
-
-    def _is_compiled(self, size: int, program: Any) -> bool:
-        """True where all of `jobs` are there."""
-        one = self.chunks.lanes(1, size)
-        keys = ((reading(program), size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
-        return all(key in self.programs for key in keys)

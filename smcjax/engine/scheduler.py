@@ -21,7 +21,7 @@ way to a request that needs it, so the cache makes nobody wait.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from smcjax.engine.page_budget import Footprint, FreePages, Mark
@@ -130,6 +130,7 @@ class Scheduler:
         self.waiting = Rounds()
         self.groups: list[Group] = []  # in order of admission
         self.ready: set[int] = set()  # sizes that programs exist for
+        self.lacking: list[Request] = []  # those that no compiled program could take in in the last round
         self.sizes, self._pages, self.chunks = sizes, pages, chunks
         self.cache, self.free = cache, FreePages(pages)
         self._footprint, self._optimistic = footprint, optimistic
@@ -162,17 +163,23 @@ class Scheduler:
         """Forgets everything, lanes included."""
         self.waiting.clear()
         self.groups.clear()
+        self.lacking = []
         self.cache.clear()
         self.free.clear()
         self._wary = False
         self._size = 0
 
-    def schedule(self) -> Schedule:
-        """The next enqueueing. What it says to prefill counts as prefilled from now on."""
+    def schedule(self, compiled: Callable[[list[Request]], list[int]] | None = None) -> Schedule:
+        """The next enqueueing. What it says to prefill counts as prefilled from now on.
+
+        `compiled` gives the sizes, ascending, for which there are programs that can run these requests together: one
+        that has none with those that run waits, and others are admitted before it. None: any is compiled when needed.
+        """
         if self._spare(self.groups) + self.cache.unused < 0:
             return Schedule(self._size, preempted=[] if self.free.unread else [self._preempt()])
-        joining, evicted = self._admit()
-        size, sources = self._resize(len(self.groups) + len(joining))
+        joining, evicted = self._admit(compiled)
+        requests = [group.request for group in (*self.groups, *joining)]
+        size, sources = self._resize(len(requests), [] if compiled is None or not requests else compiled(requests))
         free = iter(sorted(set(range(size)) - {group.lane for group in self.groups}))
         for group in joining:
             group.lane = next(free)
@@ -224,18 +231,27 @@ class Scheduler:
         by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
         return max(by_report, by_ceiling)
 
-    def _admit(self) -> tuple[list[Group], list[int]]:
+    def _admit(self, compiled: Callable[[list[Request]], list[int]] | None) -> tuple[list[Group], list[int]]:
         """Groups of those that come next and fit, without lanes yet, and the cache slots that make room for all."""
         joining: list[Group] = []
-        while self.waiting and len(self.groups) + len(joining) < self.sizes[-1]:
-            group = self._looked_up(next(iter(self.waiting)))
+        lacking: list[Request] = []
+        for request in self.waiting:
+            together = [group.request for group in (*self.groups, *joining)] + [request]
+            if len(together) > self.sizes[-1]:
+                break
+            if compiled is not None and len(together) > max(compiled(together), default=0):
+                lacking.append(request)
+                continue
+            group = self._looked_up(request)
             if not self._fits([*self.groups, *joining, group]):
                 self.cache.release(group.held)
                 break
-            self.waiting.admit(group.request)
             joining.append(group)
             self.cache.queries += len(group.request.token_ids)
             self.cache.hits += group.cached
+        self.lacking = lacking
+        for group in joining:
+            self.waiting.admit(group.request)
         evicted = self.cache.evict(max(0, -self._spare([*self.groups, *joining])))
         self.free.take(sum(self._ceiling(group, 0) for group in joining) - len(evicted))
         return joining, evicted
@@ -283,16 +299,17 @@ class Scheduler:
                 group.held.append(group.keys[page])
                 yield group, page, slot
 
-    def _resize(self, count: int) -> tuple[int, list[int] | None]:
+    def _resize(self, count: int, compiled: Sequence[int]) -> tuple[int, list[int] | None]:
         """The size for `count` groups. Where it changes, those that have lanes move to the first ones.
 
-        While groups run the batch shrinks only to a size that is ready: what it saves is less than a compilation.
+        It is the smallest of those that are `compiled`, of all where none of these is large enough. While groups run
+        the batch shrinks only to a size that is ready: what it saves is less than a compilation.
         """
         if not count:
             return self._size, None
-        fitting = [size for size in self.sizes if size >= count]
+        fitting = [size for size in compiled if size >= count] or [size for size in self.sizes if size >= count]
         size = fitting[0]
-        if self.groups and size < self._size:
+        if self.groups and size < self._size and not compiled:
             size = next(size for size in fitting if size in self.ready or size == self._size)
         if size == self._size:
             return size, None

@@ -11,10 +11,9 @@ from typing import Any, cast
 import jax
 import pytest
 
-from smcjax import LLM, AsyncLLM, Autoregressive, SamplingParams, StreamChunk
+from smcjax import LLM, AsyncLLM, SamplingParams, StreamChunk
 from smcjax.engine import async_llm
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.readers import all_come, assert_all_free, make, params, read
 
 
@@ -160,42 +159,3 @@ def test_an_end_is_handed_out_at_once(llm: LLM, overlap: bool, monkeypatch: pyte
     after = noted.happened[ended + 1 :]
     assert after[0] == "hand out"
     assert after.count("enqueue") > 3, "the other one goes on"
-
-
-def test_nothing_is_kept_while_programs_are_compiled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that waits for a lane comes, with programs of its own, while chunks of another are to be handed out."""
-    served = AsyncLLM(pair.target, decoding=Autoregressive(), max_model_len=MAX_MODEL_LEN, max_num_seqs=2, page_size=4)
-    engine = served.llm.engine
-    monkeypatch.setattr(engine, "_lag", 1)
-    compile_programs, hand_out = engine.runner.programs.compile, AsyncLLM._hand_out
-    kept, handed = [], [0]  # chunks: those that wait while programs are compiled, and all that were handed out before
-    total = 0
-
-    def compiling(what: str, jobs: Any, *others: Any) -> None:
-        if jobs:
-            kept.append(len(served._news))
-            handed.append(total)
-        compile_programs(what, jobs, *others)
-
-    def handing(of: AsyncLLM) -> None:
-        nonlocal total
-        total += len(of._news)
-        hand_out(of)
-
-    monkeypatch.setattr(engine.runner.programs, "compile", compiling)
-    monkeypatch.setattr(AsyncLLM, "_hand_out", handing)
-
-    async def session() -> None:
-        async with served:
-            with served.llm._turn:
-                reading = [asyncio.create_task(read(served, seed)) for seed in (9, 1)]
-                await all_come(served, 2)
-                waiting = served.generate("ab", SamplingParams(seed=1, max_tokens=3, top_k=3))
-                waiting.start()
-            assert [chunk async for chunk in waiting][-1].finished
-            await asyncio.gather(*reading)
-
-    asyncio.run(session())
-    assert len(kept) > 1
-    assert set(kept) == {0}
-    assert max(handed) > 0, "chunks came before the last compilation"

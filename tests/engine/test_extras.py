@@ -45,13 +45,14 @@ def group(**params: Any) -> Group:
     ],
 )
 def test_who_asks_for_what(params: dict[str, Any], streams: bool, expected: set[str]) -> None:
-    assert extras_of(group(**params), streams=streams) == expected
-    assert extras_of(group(**params), streams=streams, ragged=True) == expected - {"controls"}
+    request = group(**params).request
+    assert extras_of(request, streams=streams) == expected
+    assert extras_of(request, streams=streams, ragged=True) == expected - {"controls"}
 
 
 def test_prompts_are_scored_while_they_are_read() -> None:
     asking, other = group(prompt_logprobs=1, logprobs=2), group()
-    asked = [extras_of(one, streams=False) for one in (asking, other)]
+    asked = [extras_of(one.request, streams=False) for one in (asking, other)]
     reading = {one: Schedule(2, prefill=[[Reading(whose, 0, 8)]]) for one, whose in ((0, asking), (1, other))}
     assert extras_now(reading[0], asked) == {"scores", "scores_prompts"}
     assert extras_now(reading[1], asked) == {"scores"}

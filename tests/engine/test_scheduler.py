@@ -32,6 +32,10 @@ def ids(groups: list[Group]) -> list[str]:
     return [group.request.request_id for group in groups]
 
 
+def ids_of(requests: list[Request]) -> list[str]:
+    return [one.request_id for one in requests]
+
+
 def readings(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
     return [[(group.request.request_id, *chunk) for group, *chunk in program] for program in schedule.prefill]
 
@@ -115,6 +119,29 @@ def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
     assert made.schedule().joining == []
     made.withdraw("0")
     assert ids(made.schedule().joining) == ["1", "2"]
+
+
+def test_who_lacks_programs_lets_others_pass_and_keeps_its_place() -> None:
+    """Request 1 asks for what is compiled for four lanes alone, and later than all others."""
+    made, sizes = scheduler(*(request(number) for number in range(6))), {"1": list[int]()}
+
+    def compiled(requests: list[Request]) -> list[int]:
+        return sizes["1"] if any(one.request_id == "1" for one in requests) else [1, 2, 4]
+
+    first = made.schedule(compiled)
+    assert (first.size, ids(first.joining), ids_of(made.lacking)) == (4, ["0", "2", "3", "4"], ["1"])
+    made.withdraw("3")
+    assert ids(made.schedule(compiled).joining) == ["5"]
+    for number in ("0", "2", "4"):
+        made.withdraw(number)
+    small = made.schedule(compiled)
+    assert (small.size, ids(small.joining), ids_of(made.lacking)) == (1, [], ["1"])
+    made.add(request(6))
+    sizes["1"].append(4)
+    both = made.schedule(compiled)
+    assert (both.size, ids(both.joining), made.lacking) == (4, ["1", "6"], [])
+    made.withdraw("1")
+    assert made.schedule(compiled).size == 2
 
 
 def test_the_batch_shrinks_to_sizes_that_are_ready_and_grows_to_any() -> None:

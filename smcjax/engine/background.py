@@ -1,0 +1,74 @@
+"""Programs compiled in a thread beside the engine, which goes on with those that it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from smcjax.engine.programs import Progress
+
+
+class Abandoned(Exception):
+    """Nobody needs what is being compiled."""
+
+
+class BackgroundCompiler:
+    """One compilation at a time, for one engine.
+
+    Args:
+        compile_programs: compiles programs for so many lanes, and moves between these and the other sizes given.
+    """
+
+    def __init__(self, compile_programs: Callable[[list[int], Any, set[int], Progress], None]) -> None:
+        self._compile = compile_programs
+        self._wanted: tuple[int, list[Any]] | None = None
+        self._under_way = Future[None]()
+        self._abandoned = False
+
+    @property
+    def busy(self) -> bool:
+        """True from `begin` until `take`."""
+        return self._wanted is not None
+
+    def begin(self, size: int, programs: list[Any], others: set[int]) -> None:
+        """Begins to compile programs for `size` lanes, each beside what is compiled; nothing else may be under way."""
+        assert not self.busy
+        self._wanted, self._under_way = (size, programs), Future()
+        threading.Thread(target=self._work, args=(self._under_way, size, programs, others), daemon=True).start()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until nothing is under way, for so many seconds at most."""
+        if self.busy:
+            wait([self._under_way], seconds)
+
+    def take(self) -> tuple[int, list[Any], ValueError | None] | None:
+        """What has been compiled, once: the size, the programs, and why they do not fit if so. None: nothing has.
+
+        Raises what else kept the programs from being compiled.
+        """
+        if self._wanted is None or not self._under_way.done():
+            return None
+        (size, programs), self._wanted = self._wanted, None
+        error = self._under_way.exception()
+        if error is not None and not isinstance(error, ValueError):
+            raise error
+        return size, programs, error
+
+    def abandon(self) -> None:
+        """Begins no further program. What XLA is at goes on, and is waited for when the interpreter ends."""
+        self._abandoned = True
+
+    def _work(self, under_way: Future[None], size: int, programs: list[Any], others: set[int]) -> None:
+        try:
+            for program in programs:
+                self._compile([size], program, others, self._go_on)
+        except BaseException as error:
+            under_way.set_exception(error)
+        else:
+            under_way.set_result(None)
+
+    def _go_on(self, done: int, of: int) -> None:
+        if self._abandoned:
+            raise Abandoned
