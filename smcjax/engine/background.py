@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from smcjax.engine.programs import Progress
+from smcjax.engine.runner import Runner
 
 
 class Abandoned(Exception):
-    """Nobody needs what is being compiled."""
+    """The engine is closed, and does not need what is being compiled."""
 
 
 class BackgroundCompiler:
-    """One compilation at a time, for one engine.
+    """One compilation at a time, of programs of one runner."""
 
-    Args:
-        compile_programs: compiles programs for so many lanes, and moves between these and the other sizes given.
-    """
-
-    def __init__(self, compile_programs: Callable[[list[int], Any, set[int], Progress], None]) -> None:
-        self._compile = compile_programs
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._wanted: tuple[int, list[Any]] | None = None
         self._under_way = Future[None]()
         self._abandoned = False
@@ -33,7 +28,10 @@ class BackgroundCompiler:
         return self._wanted is not None
 
     def begin(self, size: int, programs: list[Any], others: set[int]) -> None:
-        """Begins to compile programs for `size` lanes, each beside what is compiled; nothing else may be under way."""
+        """Begins to compile programs for `size` lanes, and moves between this and other sizes of a batch.
+
+        Nothing else may be under way.
+        """
         assert not self.busy
         self._wanted, self._under_way = (size, programs), Future()
         threading.Thread(target=self._work, args=(self._under_way, size, programs, others), daemon=True).start()
@@ -63,7 +61,7 @@ class BackgroundCompiler:
     def _work(self, under_way: Future[None], size: int, programs: list[Any], others: set[int]) -> None:
         try:
             for program in programs:
-                self._compile([size], program, others, self._go_on)
+                self._runner.compile([size], program, others, self._go_on)
         except BaseException as error:
             under_way.set_exception(error)
         else:

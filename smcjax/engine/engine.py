@@ -74,8 +74,8 @@ class Engine:
             runs beside the host. Tokens are the same either way.
 
     Attributes:
-        compiles_in_background: whether programs that are missing are compiled in another thread, while requests wait that need
-            them and others run; else they are compiled in the step that needs them. Tokens are the same either way.
+        compiles_in_background: whether programs that are missing are compiled in another thread, while requests wait
+            that need them and others run; else in the step that needs them. Tokens are the same either way.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Engine:
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
         self._choice = ProgramChoice()
-        self._background = BackgroundCompiler(runner.compile)
+        self._background = BackgroundCompiler(runner)
         self._constrained = False  # whether the last round's program followed automata
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step

@@ -74,6 +74,10 @@ class Answers:
         if self._record is not None:
             self._record.end()
 
+    def waiting(self) -> str:
+        """What a stream that has nothing to say waits for, as its comment says it."""
+        return "compiling" if any(stream.lacks_programs for stream in self._streams) else "ping"
+
     async def reply(self) -> Response:
         """The whole reply. Raises APIError where an answer fails, which ends the others."""
         try:

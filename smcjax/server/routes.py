@@ -46,4 +46,6 @@ def _add(router: APIRouter, served: Served, shapes: Shapes) -> None:
         if not ask.stream:
             return await whole(request, reply())
         answers = await begin(served, ask, shapes, size)
-        return EventStream(with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds)
+        return EventStream(
+            with_end(answers.stream()), answers.close, ping_seconds=settings.ping_seconds, waiting=answers.waiting
+        )

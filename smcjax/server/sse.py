@@ -23,7 +23,8 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Writes each item of `events` as the data of one event; closes `events` at the end, or once the client goes.
 
-    `close`, if given, is called then, also where `events` have not begun.
+    `close`, if given, is called then, also where `events` have not begun. `waiting` is the comment that is written
+    while `events` have nothing to say.
     """
 
     def __init__(
@@ -32,11 +33,12 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]] | None = None,
         *,
         ping_seconds: float,
+        waiting: Callable[[], str] = lambda: "ping",
     ) -> None:
         unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(media_type="text/event-stream", headers=unbuffered)
         del self.headers["content-length"]
-        self._events, self._close, self._ping_seconds = events, close, ping_seconds
+        self._events, self._close, self._ping_seconds, self._waiting = events, close, ping_seconds, waiting
         self._writing = asyncio.Lock()  # held while a piece is on its way
         self._wrote = time.monotonic()  # the last one
 
@@ -66,7 +68,7 @@ class EventStream(Response):
             await asyncio.sleep(max(self._wrote + self._ping_seconds - time.monotonic(), 0.0))
             async with self._writing:  # a slow reader has what is on its way first
                 if time.monotonic() - self._wrote >= self._ping_seconds:
-                    await self._put(send, ": ping\n\n")
+                    await self._put(send, f": {self._waiting()}\n\n")
 
     async def _put(self, send: Send, text: str) -> None:
         """Writes `text`. The caller has `_writing`: no piece begins while another is on its way."""

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,7 +231,8 @@ def test_one_compilation_at_a_time_and_its_end() -> None:
         done.append((sizes, program, others))
         progress(1, 2)
 
-    compiler = BackgroundCompiler(compile_programs)
+    runner: Any = types.SimpleNamespace(compile=compile_programs)
+    compiler = BackgroundCompiler(runner)
     compiler.wait()
     assert (compiler.busy, compiler.take()) == (False, None)
     compiler.begin(4, ["a", "b"], {1})

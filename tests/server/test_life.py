@@ -54,6 +54,28 @@ def test_a_small_request_passes_the_choices_of_a_large_one(server: Running) -> N
     assert server.llm().metrics()["requests"] == before["requests"] + 82
 
 
+def test_a_stream_says_that_it_waits_for_a_compilation(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered meanwhile, by the same decoder."""
+    compile_all, go = Runner.compile, threading.Event()
+
+    def held(runner: Runner, sizes: Any, program: Any, *rest: Any) -> None:
+        if program.scores_prompts:
+            assert go.wait(60)
+        compile_all(runner, sizes, program, *rest)
+
+    monkeypatch.setattr(Runner, "compile", held)
+    with running(models, ping_seconds=0.05) as server, server.http() as http:
+        warm(server)
+        body = {"prompt": "ab", "max_tokens": 4, "prompt_logprobs": 1, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert ": compiling" in itertools.islice(lines, 100)
+            with server.http() as other:
+                assert other.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4}).status_code == 200
+            go.set()
+            assert "data: [DONE]" in lines
+
+
 @pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choices", [1, 6])
