@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from smcjax.cli.options import add_decoding_options, decoding_from, refresh_schedule
+from smcjax.auto import Routed
+from smcjax.cli.options import add_decoding_options, add_model_options, decoding_from, refresh_schedule
 from smcjax.decoders import SMC, Autoregressive, Rejection
 from smcjax.sparse import SparseVerification
 
 CASES: list[tuple[list[str], Any]] = [
-    ([], SMC(gamma=4)),
-    (["--sparse-mode", "merged"], SMC(gamma=4, sparse=SparseVerification("merged", 4))),
+    ([], Routed(SMC(gamma=4))),
+    (["--sparse-mode", "merged"], Routed(SMC(gamma=4, sparse=SparseVerification("merged", 4)))),
     (
         ["--sparse-mode", "shared", "--sparse-group", "8", "--approximate"],
-        SMC(gamma=4, sparse=SparseVerification("shared", 8), approximate=True),
+        Routed(SMC(gamma=4, sparse=SparseVerification("shared", 8), approximate=True)),
     ),
     (
         ["--decoding", "rejection", "--sparse-mode", "merged", "--sparse-order", "dfs", "--refresh", "1,0,1"],
@@ -40,5 +41,6 @@ def test_refresh_is_a_spacing_or_flags(said: str) -> None:
 @pytest.mark.parametrize(("words", "decoding"), CASES)
 def test_options_make_the_decoder(words: list[str], decoding: Any) -> None:
     parser = argparse.ArgumentParser()
+    add_model_options(parser)
     add_decoding_options(parser, gamma=4)
     assert decoding_from(parser.parse_args(words)) == decoding
