@@ -106,7 +106,7 @@ class AsyncLLM:
     ) -> list[ChunkStream]:
         served = self._answering(params)
         served._require_room()
-        requests = self.llm.choices(prompt, params, seeds)
+        requests = self.llm._choices(prompt, params, seeds)
         return [ChunkStream(served, dataclasses.replace(one, trace=trace or one.trace), request_id) for one in requests]
 
     def chat(

@@ -531,9 +531,9 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request for `engine.add_request` of `_answering`. Raises ValueError for one that cannot run."""
-        return self.choices(prompt, params, [params.seed])[0]
+        return self._choices(prompt, params, [params.seed])[0]
 
-    def choices(self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None]) -> list[Request]:
+    def _choices(self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None]) -> list[Request]:
         """Likewise one for each of `seeds`, which stand in place of the parameters' own."""
         return self._intake.choices(prompt, params, seeds, self._answering(params)._intake)
 
