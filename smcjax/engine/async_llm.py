@@ -12,7 +12,6 @@ Programs are compiled in a thread of their own, so that none of this waits for t
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import copy
 import dataclasses
@@ -214,18 +213,14 @@ class AsyncLLM:
 
     def _serve(self) -> None:
         """Steps as long as there is anything to do."""
-        atexit.register(self._stop)  # the interpreter must not end under a running program
-        try:
-            while not self._done():
+        while not self._done():
+            try:
+                self._round()
+            except BaseException as error:  # whatever it is, nobody may wait for ever
                 try:
-                    self._round()
-                except BaseException as error:  # whatever it is, nobody may wait for ever
-                    try:
-                        self._hand_out()
-                    finally:
-                        self._end_all(error)
-        finally:
-            atexit.unregister(self._stop)
+                    self._hand_out()
+                finally:
+                    self._end_all(error)
 
     def _done(self) -> bool:
         """True where nothing is left to do; the next reader then starts another thread."""

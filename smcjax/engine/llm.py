@@ -57,7 +57,7 @@ from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
-from smcjax.engine.turnstile import Turnstile
+from smcjax.engine.turnstile import Turnstile, require_own_process
 from smcjax.engine.usual_reading import usual_page_size, usual_reading
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
@@ -122,8 +122,9 @@ class LLM:
         kv_fraction: of the GPU memory that `gpu_memory_utilization` leaves beside the weights, how much this LLM takes;
             for several that share models.
 
-    Raises ValueError (one sentence: argument, value, mend) before anything runs. A context manager; `close` frees
-    the device memory. Threads may share one: their requests then run side by side.
+    Raises ValueError (one sentence: argument, value, mend) before anything runs, and RuntimeError in a process that was
+    forked from one with an LLM. A context manager; `close` frees the device memory. Threads may share one: their
+    requests then run side by side.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class LLM:
             )
             implementation = share._implementation
 
+        require_own_process()
         enable_compilation_cache()
         self._planned: Planned | None = None
         self._exact: Decoding | None = None  # of requests that `decoding` leaves to it

@@ -1,9 +1,43 @@
-"""`Turnstile`: a lock that a thread which takes it again and again leaves to those who wait."""
+"""`Turnstile`: a lock that a thread which takes it again and again leaves to those who wait.
+
+It also ends what it guards: when the interpreter does, all turnstiles are taken for good, as a thread that is killed
+within XLA aborts the process; and in a fork of the process, in whose copy of JAX everything hangs, none can be had.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import weakref
 from _thread import RLock
+
+_all: weakref.WeakSet[Turnstile] = weakref.WeakSet()
+_used = _forked = False  # whether there has been any, and whether that was in a process that this one is a fork of
+
+
+def require_own_process() -> None:
+    """Raises RuntimeError in a fork of a process in which there was a turnstile, and so an engine."""
+    if _forked:
+        raise RuntimeError(
+            "this process is a fork of one that has made an LLM, and JAX cannot be used in it; start processes by "
+            "multiprocessing.get_context('spawn'), and make an LLM there."
+        )
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = _used
+
+
+def _take_all() -> None:
+    """Waits for the steps that are in progress; no further one begins."""
+    for turn in [] if _forked else list(_all):
+        turn.__enter__()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+atexit.register(_take_all)
 
 
 class Turnstile(RLock):  # type: ignore[misc]  # final in annotations only
@@ -14,7 +48,11 @@ class Turnstile(RLock):  # type: ignore[misc]  # final in annotations only
     """
 
     def __init__(self) -> None:
+        global _used
+        require_own_process()
         self._door = threading.Lock()
+        _all.add(self)
+        _used = True
 
     @property
     def wanted(self) -> bool:
@@ -23,6 +61,7 @@ class Turnstile(RLock):  # type: ignore[misc]  # final in annotations only
 
     # Leaving is the lock's own `__exit__`, in C, so that no interruption comes between.
     def __enter__(self) -> bool:  # type: ignore[override]
+        require_own_process()
         if self._mine():
             return self.acquire()
         try:

@@ -1,0 +1,89 @@
+"""An interpreter that ends under a running engine, and a fork of a process with one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints import Pair
+
+MADE = """
+import asyncio, multiprocessing, sys, threading, time
+from smcjax import LLM, SMC, AsyncLLM, SamplingParams
+
+fields = dict(model=sys.argv[1], draft_model=sys.argv[2], max_model_len=64, max_num_seqs=1, page_size=4)
+fields["decoding"] = SMC(n_particles=2, gamma=2)
+long = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+"""
+SYNCHRONOUS = """
+llm = LLM(**fields)
+llm.generate("ab", long, use_tqdm=False)
+
+def work():
+    while True:
+        llm.generate("ab", long, use_tqdm=False)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+ASYNCHRONOUS = """
+async def read(served, params):
+    return [chunk async for chunk in served.generate("ab", params)][-1]
+
+def work(served):
+    while True:
+        asyncio.run(read(served, long))
+
+async def begin():
+    served = AsyncLLM(**fields)
+    await read(served, long)
+    threading.Thread(target=work, args=(served,), daemon=True).start()
+    await asyncio.sleep(0.3)
+    compiling = served.generate("ab", SamplingParams(max_tokens=4, logprobs=1))  # at which the interpreter ends
+    compiling.start()
+    while not compiling.lacks_programs:
+        await asyncio.sleep(0.001)
+    return served
+
+served = asyncio.run(begin())
+"""
+FORKED = """
+llm = LLM(**fields)
+
+def in_child(use):
+    try:
+        use()
+    except RuntimeError as error:
+        print(error, flush=True)
+
+fork = multiprocessing.get_context("fork")
+for use in (lambda: llm.generate("ab", long), lambda: LLM(**fields), llm.close):
+    child = fork.Process(target=in_child, args=(use,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0, child.exitcode
+"""
+
+
+def run(pair: Pair, script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", MADE + script, str(pair.target), str(pair.draft)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [SYNCHRONOUS, ASYNCHRONOUS], ids=["generate", "async"])
+def test_an_interpreter_ends_while_a_daemon_thread_asks(pair: Pair, script: str) -> None:
+    """Not by an abort (134): the step in progress ends first, and no further one begins."""
+    ended = run(pair, script)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_process_with_an_llm_is_told(pair: Pair) -> None:
+    ended = run(pair, FORKED)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    sentences = ended.stdout.splitlines()
+    assert len(sentences) == 3
+    assert all(one.startswith("this process is a fork of one that has made an LLM") for one in sentences)
