@@ -26,6 +26,7 @@ ALL: Ranges = ((0, 0xD7FF), (0xE000, LAST))
 _LINE_ENDS = {False: "\n", True: "\n\r\u2028\u2029"}
 _WORD = ((48, 57), (65, 90), (95, 95), (97, 122))
 # White space of ECMA-262, less the byte order mark, which is none in Python.
+_BYTE_ORDER_MARK = (0xFEFF, 0xFEFF)
 _SPACE = ((9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
           (0x205F, 0x205F), (0x3000, 0x3000))  # fmt: skip
 _ASCII: dict[str, Ranges] = {"DIGIT": ((48, 57),), "WORD": _WORD, "SPACE": _SPACE}
@@ -251,7 +252,7 @@ class _Reader:
         excluded ^= (plain != name) ^ self._excludes
         ranges = _ASCII[plain] if self._ecma and not excluded else _unicode(plain)
         if self._ecma and excluded:
-            ranges = (*ranges, *_ASCII[plain])
+            ranges = (*ranges, *_ASCII[plain], *((_BYTE_ORDER_MARK,) if plain == "SPACE" else ()))
         return ranges if plain == name else without(ALL, ranges)
 
 

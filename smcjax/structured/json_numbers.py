@@ -41,7 +41,7 @@ class Numbers:
 
     def holds(self, value: float) -> bool:
         """True for a number that is one of these."""
-        exact = Decimal(repr(value))
+        exact = decimal_of(value)
         return not (
             (self.whole and exact != exact.to_integral_value())
             or (self.low is not None and (exact < self.low or (self.above and exact == self.low)))
@@ -53,7 +53,9 @@ class Numbers:
     def is_empty(self) -> bool:
         """True where bounds leave no number."""
         low, high = self._bounds()
-        return low is not None and high is not None and (low > high or (low == high and (self.above or self.below)))
+        if low is None or high is None:
+            return False
+        return low > high or (low == high and (self.above or self.below) and not self.whole)
 
     def _bounds(self) -> tuple[Decimal | None, Decimal | None]:
         """The bounds; whole numbers' are whole, and among them. Others have `MOST_FRACTION` digits behind the point."""
@@ -99,6 +101,11 @@ class Numbers:
                     here = product(here, _multiples((one * 10**digits).numerator), most_states)
                 found.append(Made(_both(here, between)))
         return part_automaton(Choice(tuple(found)), most_states)
+
+
+def decimal_of(number: float) -> Decimal:
+    """The number as it is written; a whole double exactly, since readers compare integers with it."""
+    return Decimal(number if number == int(number) else repr(number))
 
 
 def _rounded(bound: Decimal, is_strict: bool, direction: str) -> Decimal:

@@ -51,6 +51,8 @@ def literal(value: Any) -> Part:
         return array(_all(tuple(element(literal(one)) for one in value)))
     if isinstance(value, dict):
         return object_(_all(tuple(pair(literal(name), literal(one)) for name, one in value.items())))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # as all readers take it for an integer
     return Text(json.dumps(value, ensure_ascii=False).encode())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from smcjax.plain import short
 from smcjax.structured.byte_automata import Empty, Refusal
 from smcjax.structured.formats import FORMATS, FREE, REAL, WHOLE
-from smcjax.structured.json_numbers import Numbers
+from smcjax.structured.json_numbers import Numbers, decimal_of
 from smcjax.structured.json_texts import Strings
 from smcjax.structured.json_values import (
     ANY,
@@ -144,7 +144,7 @@ class OwnKeywords:
             return None
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise self._refuse(name, "give a number")
-        return Decimal(repr(given))
+        return decimal_of(given)
 
     def _counts(self, low: str, high: str) -> tuple[int, int | None]:
         found = []

@@ -186,6 +186,11 @@ ACCEPTED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "array", "items": NULL, "uniqueItems": False}, [[None, None]], [[1]]),
     # Schemas that need themselves, to a depth.
     (LIST, [{}, {"n": {"n": {"n": {}}}}], [{"n": {"n": {"n": {"n": {"n": {}}}}}}, {"n": 1}]),
+    ({"oneOf": [{**WHOLE, "minimum": i, "maximum": i + 50} for i in range(3)]}, [0, 52], [1, 50, 51, 53]),
+    ({"type": "integer", "exclusiveMinimum": 0, "maximum": 1}, [1], [0, 2]),
+    ({"type": "integer", "enum": [1.0, -0.0, 2.5]}, [1, 0], [1.0, 2.5]),
+    ({"type": "number", "minimum": 1e308, "maximum": 1e308}, [int(1e308)], [10**308]),  # which is less than that double
+    ({"type": "string", "pattern": r"^\S$"}, ["a"], [" ", "\ufeff"]),
 ]
 REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "multipleOf": 0.01}, "the multipleOf 0.01 in the schema; of which readers do not agree"),
