@@ -105,6 +105,7 @@ def test_it_is_listed(by_load: Running) -> None:
 @pytest.mark.slow
 def test_replies_and_figures_say_who_decoded(by_load: Running) -> None:
     """SMC's greedy request goes to the decoders by load. Alone it is drafted for; a second one changes that."""
+    by_load.llm(NAME).warm_up(use_tqdm=False)  # or the first one runs in a batch for two
     one = asked(by_load, model="pair", temperature=0)
     assert one["model"] == NAME
     assert re.fullmatch(r"smcjax-auto-[0-9a-f]{8}", one["system_fingerprint"])
