@@ -144,7 +144,7 @@ def test_without_the_package_only_a_gguf_file_is_one(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "is a file and not a GGUF one" in said(path)
     path.write_bytes(header({}))
-    assert "needs the package gguf" in said(path)
+    assert "needs gguf, which is not installed" in said(path)
 
 
 def test_a_tensor_of_a_terabyte_is_named(model: tuple[dict[str, Any], dict[str, np.ndarray]], tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_who_begins_again_is_told_of_no_cycle_twice(untraced: LLM) -> None:
     scheduler = engine._scheduler
     schedule, preempt = scheduler.schedule, scheduler._preempt
 
-    def preempting() -> Schedule:
+    def preempting(_: object) -> Schedule:
         scheduler.schedule = schedule
         return Schedule(scheduler._size, preempted=[preempt()])
 

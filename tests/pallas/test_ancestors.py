@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from smcjax import noise
 from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.pallas.dispatch import implementations
 from smcjax.smc.resampling import plan_resampling, positions
@@ -40,7 +41,7 @@ def check(groups: int, n: int, method: str, interpret: Any) -> None:
     keys = jax.random.split(jax.random.key(1), groups)
     want = _plan(keys, log_weight, running, method=method, threshold=THRESHOLD)
     drawn = 1 if method == "systematic" else n
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (drawn,), jnp.float32))(keys)
+    uniforms = noise.uniforms(keys, (drawn,))
     points = jax.vmap(functools.partial(positions, method, n=n))(uniforms)
     below = least_ess(n, THRESHOLD)
     got = _ancestors(log_weight, points, running, below=below, interpret=interpret)
