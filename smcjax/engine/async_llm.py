@@ -216,7 +216,7 @@ class AsyncLLM:
         while not self._done():
             try:
                 self._round()
-            except BaseException as error:  # whatever it is, nobody may wait for ever
+            except BaseException as error:  # of any kind: every reader gets its end
                 try:
                     self._hand_out()
                 finally:

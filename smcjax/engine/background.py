@@ -42,7 +42,7 @@ class BackgroundCompiler:
             wait([self._under_way], seconds)
 
     def take(self) -> tuple[int, list[Any], ValueError | None] | None:
-        """What has been compiled, once: the size, the programs, and why they do not fit if so. None: nothing has.
+        """Returns a finished compilation once: its size, its programs, and the error if they do not fit; else None.
 
         Raises what else kept the programs from being compiled.
         """

@@ -1,13 +1,13 @@
 """Requests that wait, in rounds: a round holds at most one request of each call, so that large calls let others pass.
 
-A call is what somebody asks for at once: the prompts of one `LLM.generate`, or all answers of one HTTP request. Its
+A call is the requests that come together: the prompts of one `LLM.generate`, or all answers of one HTTP request. Its
 requests join the rounds that have not begun, one each, in their order. Rounds are admitted one after the other, and
 within a round the request that came first. So, while a call's first request waits,
 
     no request that comes later is admitted before it;
     at most two requests of every other call are: one of the round that has begun, one of the next.
 
-A round that has begun takes nobody in, so it ends, and no request waits for ever behind ones that come later.
+A round that has begun takes no request in, so it ends, and no request waits for ever behind ones that come later.
 """
 
 from __future__ import annotations

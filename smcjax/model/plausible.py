@@ -1,4 +1,4 @@
-"""What a size or a number of a model can be, in config.json and in GGUF files.
+"""This module holds the range of every size and number of a model in config.json and in GGUF files.
 
 Ranges end at several times what any model has, so that what lies outside is a mistake. Sizes within make trees and
 shapes at once; whether the weights are of such a size is another question (`smcjax.model.checkpoint`).

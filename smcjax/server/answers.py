@@ -75,7 +75,7 @@ class Answers:
             self._record.end()
 
     def waiting(self) -> str:
-        """What a stream that has nothing to say waits for, as its comment says it."""
+        """Returns the SSE comment of an idle stream: "compiling" while programs are compiled for it, else "ping"."""
         return "compiling" if any(stream.lacks_programs for stream in self._streams) else "ping"
 
     async def reply(self) -> Response:

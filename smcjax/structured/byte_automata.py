@@ -72,7 +72,7 @@ def _groups_by_rows(columns: Any, accepts: Any) -> Any:
 
 
 def _groups(columns: Any, accepts: Any) -> Any:
-    """What `_groups_by_rows` gives, by hashes of rows: fewer groups where hashes collide.
+    """Groups equal rows as `_groups_by_rows` does, by hashes: rows whose hashes collide share a group.
 
     Only states that lead to one whose group is new are looked at again, so a chain takes a step a state, not all states
     a step. The others of a group share a hash, which is `common` to it; where there are none, its largest part stays.

@@ -83,7 +83,7 @@ def read_pattern(text: str, alphabet: Ranges) -> tuple[list[Part], list[Part]]:
 
 
 def _parsed(text: str, *, ecma: bool = False, is_shared: bool = False) -> tuple[Any, re.RegexFlag]:
-    """What Python's parser makes of an expression, and its flags. Raises Refusal.
+    """Parses an expression by Python's parser; returns the parse and its flags. Raises Refusal.
 
     `is_shared`: its writer may mean Rust's syntax as well, in which classes have operators.
     """

@@ -84,7 +84,7 @@ class Numbers:
         return Choice(tuple(parts))
 
     def _of_multiples(self, most_states: int) -> tuple[Any, Any]:
-        """Those of as few digits behind the point as divisors have, and of as many before it as doubles tell apart."""
+        """Makes the automaton of multiples with the divisors' decimals at most, and digits that doubles tell apart."""
         most = Decimal(10**MOST_FRACTION)
         low, above = max((-most, False), (-most if self.low is None else self.low, self.above))
         high, within = min((most, True), (most if self.high is None else self.high, not self.below))

@@ -28,7 +28,7 @@ MOST_CHARACTERS = 1 << 18  # of an expression, or a grammar
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """What a whole answer is to be: a regular expression, choices or a schema as JSON, or a grammar.
+    """The response format of a whole answer: a regular expression, choices or a schema as JSON, or a grammar.
 
     `depth` says how many nested references of rules may lie within each other (`smcjax.structured.grammar`).
     """
