@@ -19,11 +19,11 @@ TARGET = reference.language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN
 DRAFT = reference.language_model(PAIR.draft, PAIR.params.draft, MAX_MODEL_LEN + 8)
 
 ASKS = [
-    Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), seed=11),
-    Ask((2,), max_tokens=14, stops=(4,), min_tokens=5, temperature=0.7, seed=12),
-    Ask((0, 1, 2, 3, 1, 2, 3, 0, 2, 1, 1, 3, 0, 2, 1, 0), max_tokens=100, temperature=1.3, seed=13),
-    Ask((3, 3, 1), max_tokens=1, seed=14),
-    Ask((1, 1), max_tokens=16, stops=(0, 4), seed=15),
+    Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), seed=41),
+    Ask((2,), max_tokens=14, stops=(4,), min_tokens=5, temperature=0.7, seed=42),
+    Ask((0, 1, 2, 3, 1, 2, 3, 0, 2, 1, 1, 3, 0, 2, 1, 0), max_tokens=100, temperature=1.3, seed=43),
+    Ask((3, 3, 1), max_tokens=1, seed=44),
+    Ask((1, 1), max_tokens=16, stops=(0, 4), seed=45),
 ]
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
