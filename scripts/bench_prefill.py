@@ -28,7 +28,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.speculation import PairParams
 from smcjax.device import this_device
 from smcjax.engine.batch import Batch
-from smcjax.engine.programs import CUBLAS_PRODUCTS, Programs, enable_compilation_cache
+from smcjax.engine.programs import Programs, enable_compilation_cache
 from smcjax.engine.runner import Chunk, Runner
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.model.config import ModelConfig
@@ -59,7 +59,7 @@ class Prefill:
         self.length, self.requests = length, requests
         jobs = {key: job for key, job in self.runner.jobs(requests, self.program).items() if key[-1] != "step"}
         if variant.cublas:
-            jobs = {key: job._replace(options=CUBLAS_PRODUCTS) for key, job in jobs.items()}
+            jobs = {key: job._replace(cublas=True) for key, job in jobs.items()}
         self.runner.programs.compile("", jobs)
 
     def begin(self) -> None:

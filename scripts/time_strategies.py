@@ -14,8 +14,7 @@ behind a prompt of `--context` tokens. `scripts/replay_planner.py` gives such a 
 
 Lines are written as they come, JSON each: who and where first, then one for each strategy and load, one for each load's
 chunk. Loads are compiled and timed in waves of `--wave`, so that a run that is cut off has whole loads. `--budget`: no
-wave is begun that, if it took as long as the one before, would end later. `--choose-products` times cuBLAS's algorithms
-first, as the engine does (smcjax/engine/product_choice.py): about a minute more for 28 programs, for a per cent or two.
+wave is begun that, if it took as long as the one before, would end later.
 """
 
 from __future__ import annotations
@@ -102,15 +101,13 @@ class Load:
         own = self.runner.program
         return own if strategy == own.decoding else dataclasses.replace(own, by=strategy)
 
-    def jobs(self, *, choose_products: bool = False) -> dict[Any, Job]:
+    def jobs(self) -> dict[Any, Job]:
         """The programs that are run: cycles, one that begins behind a prompt, catching up, and of integers."""
         size, wanted = self.requests, {"step", "empty", "join", "catch up"}
         found: dict[Any, Job] = {}
         for strategy in self.plan.strategies:
             jobs = self.runner.jobs(size, self.program(strategy))
             found |= {key: job for key, job in jobs.items() if key[-1] in wanted}
-        if not choose_products:
-            found = {key: job._replace(hints=dict) for key, job in found.items()}
         _, state = self.runner._jobs.state(size)
         return found | {(size, "begin"): Job(self._begin, (1,), (abstract(self.runner.params), state))}
 
@@ -121,10 +118,9 @@ class Load:
         waiting = dataclasses.replace(state, running=jnp.ones_like(state.running))
         return detach(program.start(params, waiting, hidden))
 
-    def compile(self, *, choose_products: bool = False) -> None:
+    def compile(self) -> None:
         """Compiles what is to be run."""
-        jobs = self.jobs(choose_products=choose_products)
-        self.runner.programs.compile(f"for {self.requests} requests", jobs)
+        self.runner.programs.compile(f"for {self.requests} requests", self.jobs())
 
     def start(self) -> None:
         """Takes memory full of random numbers and puts the requests into it, behind their prompts."""
@@ -193,9 +189,9 @@ def _times(load: Load, windows: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def header(plan: Plan, shapes: Sequence[str], *, choose_products: bool) -> dict[str, Any]:
+def header(plan: Plan, shapes: Sequence[str]) -> dict[str, Any]:
     """The first line: what was timed, where and by what."""
-    settings = {**dataclasses.asdict(plan), "max_model_len": plan.max_model_len, "products_chosen": choose_products}
+    settings = {**dataclasses.asdict(plan), "max_model_len": plan.max_model_len}
     return {
         "device": device_name(),
         "model": f"{shapes[0]}, random weights",
@@ -234,7 +230,6 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=8, help="of a window (8)")
     parser.add_argument("--wave", type=int, default=4, help="loads compiled together (4)")
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="(3600)")
-    parser.add_argument("--choose-products", action="store_true", help="as the engine does")
     parser.add_argument("--tiny", action="store_true", help="toy shapes")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -256,7 +251,7 @@ def main() -> int:
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        write(header(plan, shapes, choose_products=args.choose_products))
+        write(header(plan, shapes))
         longest = 0.0
         for first in range(0, len(args.requests), args.wave):
             wave, start = args.requests[first : first + args.wave], time.perf_counter()
@@ -264,9 +259,8 @@ def main() -> int:
                 heard(f"{wave} running are left out, the budget of {args.budget:g} s")
                 break
             loads = [Load(plan, models, requests, target, draft) for requests in wave]
-            # Products are chosen by timing them, so nothing may run beside that.
-            with ThreadPoolExecutor(1 if args.choose_products else SIDE_BY_SIDE) as pool:
-                compiling = [pool.submit(load.compile, choose_products=args.choose_products) for load in loads]
+            with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+                compiling = [pool.submit(load.compile) for load in loads]
             heard(f"compiled for {wave} running")
             for load, compiled in zip(loads, compiling, strict=True):
                 try:

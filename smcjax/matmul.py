@@ -29,9 +29,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,40 +40,24 @@ from smcjax.numerics import product_precision
 
 COLUMNS = 16  # whose order `interleave` changes: those of a tensor core's instruction
 
-AlgorithmHint = tuple[jax.lax.Precision, jax.lax.Precision]  # asked of the two operands
-
-
-class Matmul(NamedTuple):
-    """x · Wᵀ by its shapes and dtypes: what XLA chooses an algorithm by, unless it adds a bias within."""
-
-    rows: int  # of x
-    outputs: int
-    inputs: int
-    dtype: str  # of both operands, or of the weights where these are converted within
-    result: str
-    added: bool = False  # to another array, within the product
-
-
-_hints: contextvars.ContextVar[Mapping[Matmul, AlgorithmHint]] = contextvars.ContextVar("hints", default={})  # noqa: B039
+_dtypes: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("dtypes", default=None)
 
 
 @contextlib.contextmanager
-def algorithm_hints(hints: Mapping[Matmul, AlgorithmHint]) -> Iterator[None]:
-    """Gives the products that are traced within these hints.
-
-    Precision is asked of float32 operands only, so a bfloat16 product with a hint says the same; but XLA chooses an
-    algorithm for each by itself (`smcjax.engine.product_choice`), which may add up in another order.
-    """
-    token = _hints.set(hints)
+def product_dtypes() -> Iterator[set[str]]:
+    """Collects the stored dtypes of the matrices that XLA multiplies by in what this context traces."""
+    found: set[str] = set()
+    token = _dtypes.set(found)
     try:
-        yield
+        yield found
     finally:
-        _hints.reset(token)
+        _dtypes.reset(token)
 
 
-def hint_for(what: Matmul, usual: Any = None) -> Any:
-    """The hint for this product, else `usual`. Whoever traces within `algorithm_hints` sees that it was asked for."""
-    return _hints.get().get(what, usual)
+def _record_product(dtype: Any) -> None:
+    found = _dtypes.get()
+    if found is not None:
+        found.add(jnp.dtype(dtype).name)
 
 
 class Matrix(Protocol):
@@ -116,9 +99,8 @@ class Dense(Matrix):
 
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """x · Wᵀ, as `Matrix` says."""
-        result = jnp.dtype(x.dtype if out is None else out)
-        what = _matmul(x, self, jnp.dtype(x.dtype).name, result, added=add_to is not None)
-        y = _contract(x, self.values, hint_for(what, product_precision(x.dtype)), None if out is None else result)
+        _record_product(x.dtype)
+        y = _contract(x, self.values, None if out is None else jnp.dtype(out))
         return y if add_to is None else add_to + y
 
     def rows(self, ids: Any, *, out: Any = None) -> jax.Array:
@@ -144,9 +126,9 @@ class Int8(Matrix):
     def __call__(self, x: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> jax.Array:
         """x · Wᵀ, accumulated and scaled in f32, as `Matrix` says."""
         result = jnp.dtype(x.dtype if out is None else out)
-        hint_for(_matmul(x, self, "int8", result))  # has but one; so that whoever lists products sees it
+        _record_product(self.values.dtype)
         # The order is the matrix's, beside which a step's x is small.
-        y = _contract(interleave(x), self.values.astype(x.dtype), product_precision(x.dtype), jnp.dtype(jnp.float32))
+        y = _contract(interleave(x), self.values.astype(x.dtype), jnp.dtype(jnp.float32))
         y = (y * self.scale).astype(result)
         return y if add_to is None else add_to + y
 
@@ -280,13 +262,8 @@ def matrix(leaf: Any) -> Matrix:
     return leaf if is_packed(leaf) else Dense(leaf)
 
 
-def _matmul(x: jax.Array, weight: Matrix, dtype: str, result: Any, added: bool = False) -> Matmul:
-    *shape, inputs = x.shape
-    return Matmul(math.prod(shape), weight.shape[0], inputs, dtype, result.name, added)
-
-
-def _contract(x: jax.Array, values: jax.Array, precision: Any, result: Any) -> jax.Array:
-    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
+def _contract(x: jax.Array, values: jax.Array, result: Any) -> jax.Array:
+    dimensions, precision = (((x.ndim - 1,), (1,)), ((), ())), product_precision(x.dtype)
     return jax.lax.dot_general(x, values, dimensions, precision=precision, preferred_element_type=result)
 
 

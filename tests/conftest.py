@@ -113,7 +113,6 @@ COMPILED_AT_ONCE = {
     "engine/test_on_gpu.py",
     "engine/test_parallel_on_gpu.py",
     "engine/test_population.py",
-    "engine/test_product_choice.py",
     "engine/test_programs.py",
     "engine/test_soak.py",
     "server/test_models.py",

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from smcjax.engine.product_choice import HINTS, matmuls_asked
-from smcjax.matmul import Dense, Matmul, algorithm_hints, interleave, is_packed, matrix, restore
+from smcjax.matmul import Dense, interleave, is_packed, matrix, product_dtypes, restore
 from smcjax.model.quantize import quantize_matrix
 
-PRODUCT = Matmul(6, 32, 16, "bfloat16", "bfloat16")
 KINDS = {"dense": lambda weight: weight, "int8": quantize_matrix}
 BFLOAT16 = 2.0**-7  # relative, of a rounded sum to which something is added
 
@@ -89,42 +87,23 @@ def test_a_packed_leaf_is_its_own_matrix(operands: tuple[jax.Array, jax.Array]) 
     assert [leaf is kept for leaf, kept in zip(both, (weight, packed), strict=True)] == [True, True]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_who_lists_products_sees_every_kind(kind: str, operands: tuple[jax.Array, jax.Array]) -> None:
-    x, weight = operands[0], matrix(KINDS[kind](operands[1]))
-    (what,) = matmuls_asked(lambda: weight(x))
-    assert what == PRODUCT._replace(dtype="bfloat16" if kind == "dense" else "int8")
-
-
-def test_every_hint_gives_the_same_bits(operands: tuple[jax.Array, jax.Array]) -> None:
+def test_the_dtypes_of_products_are_collected_where_they_are_traced(operands: tuple[jax.Array, jax.Array]) -> None:
     x, weight = operands
-    plain = Dense(weight)(x)
-    assert plain.shape == (2, 3, 32)
-    assert plain.dtype == jnp.bfloat16
-    for hint in HINTS:
-        with algorithm_hints({PRODUCT: hint}):
-            np.testing.assert_array_equal(Dense(weight)(x), plain)
+    wide, kept = weight.astype(jnp.float32), quantize_matrix(weight)
 
+    def found(*weights: Any) -> set[str]:
+        with product_dtypes() as dtypes:
+            jax.eval_shape(lambda: [matrix(weight)(x.astype(matrix(weight).dtype)) for weight in weights])
+        return dtypes
 
-def test_what_is_added_makes_it_another_product(operands: tuple[jax.Array, jax.Array]) -> None:
-    x, weight = operands[0], Dense(operands[1])
-    asked = matmuls_asked(lambda: (weight(x), weight(x, add_to=weight(x))))
-    assert [what.added for what in asked] == [False, True]
-
-
-def test_a_hint_is_for_its_product_only(operands: tuple[jax.Array, jax.Array]) -> None:
-    x, weight = operands
-
-    def precisions(x: jax.Array, result: Any = None) -> Any:
-        jaxpr = jax.make_jaxpr(lambda x: Dense(weight)(x, out=result))(x)
-        return jaxpr.eqns[-1].params["precision"]
-
-    hint = HINTS[5]
-    with algorithm_hints({PRODUCT: hint}):
-        assert precisions(x) == hint
-        assert precisions(x[:1]) is None
-        assert precisions(x, jnp.float32) is None
-    assert precisions(x) is None
+    assert found() == set()
+    assert found(weight) == {"bfloat16"}
+    assert found(weight, kept) == {"bfloat16", "int8"}
+    assert found(wide) == {"float32"}
+    with product_dtypes() as dtypes:
+        matrix(kept).rows(jnp.asarray([1]))  # no product
+    matrix(weight)(x)  # outside
+    assert dtypes == set()
 
 
 def test_float32_products_are_full_float32() -> None:

@@ -20,9 +20,8 @@ import jax
 from tqdm import tqdm
 
 from smcjax.engine.memory import device_memory
-from smcjax.engine.product_choice import chosen_hints, matmuls_asked
 from smcjax.engine.settings import own_settings
-from smcjax.matmul import AlgorithmHint, Matmul, algorithm_hints
+from smcjax.matmul import product_dtypes
 from smcjax.pallas import implementations, uses_kernels
 
 logger = logging.getLogger("smcjax")
@@ -44,8 +43,7 @@ class Job(NamedTuple):
     function: Callable[..., Any]
     donate: tuple[int, ...]  # arguments' numbers
     arguments: tuple[Any, ...]
-    options: dict[str, Any] | None = None  # XLA's
-    hints: Callable[[], Mapping[Matmul, AlgorithmHint]] = dict  # of its products; may take a while
+    cublas: bool = False  # for its products, if all that XLA multiplies is bfloat16
     # With the arguments' shapes, all that the function computes by: of jobs that are equal in this, the process
     # compiles one. None: no other job is like it.
     identity: Hashable = None
@@ -177,14 +175,12 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
     if progress is not None:
         progress(0, len(missing))
 
-    hints = {key: job.hints() for key, job in missing.items()}  # timed, so nothing may run beside it
-
     def build(key: Any) -> Any:
         job = missing[key]
-        shared = _identity(job, hints[key])
+        shared = _identity(job)
         if shared is not None and (executable := _shared.get(shared)) is not None:
             return executable
-        executable = _compiled(job, hints[key])
+        executable = _compiled(job)
         if shared is not None:
             _shared[shared] = executable
         return executable
@@ -216,25 +212,24 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
 
 
 @own_settings()  # which are a thread's own
-def _compiled(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Any:
-    """The executable of a job whose products take these hints."""
-    # A function of its own: JAX would reuse an earlier trace of the same one, made with other hints.
+def _compiled(job: Job) -> Any:
+    """The executable of a job."""
+    # A function of its own: JAX would reuse an earlier trace of the same one, in which no product would be seen.
     function = functools.wraps(job.function)(lambda *args: job.function(*args))
     # One thread traces at a time. More would not be done sooner, as all of it is Python, and would leave less of the
     # interpreter to an engine that runs beside them.
-    with _tracing, algorithm_hints(hints):
+    with _tracing, product_dtypes() as dtypes:
         lowered = jax.jit(function, donate_argnums=job.donate).lower(*job.arguments)
-    return lowered.compile(job.options)
+    return lowered.compile(CUBLAS_PRODUCTS if job.cublas and dtypes <= {"bfloat16"} else None)
 
 
-def _identity(job: Job, hints: Mapping[Matmul, AlgorithmHint]) -> Hashable:
+def _identity(job: Job) -> Hashable:
     """All that an executable depends on: the job, and the process's settings of JAX. None: nothing says."""
     if job.identity is None:
         return None
     shapes, structure = jax.tree.flatten(job.arguments)
-    options = frozenset((job.options or {}).items())
     settings = frozenset((name, str(value)) for name, value in jax.config.values.items())
-    return job.identity, structure, tuple(shapes), job.donate, options, frozenset(hints.items()), settings
+    return job.identity, structure, tuple(shapes), job.donate, job.cublas, settings
 
 
 def _require_memory(what: str, executables: Iterable[Any], workspace_bytes: int) -> int:
@@ -322,17 +317,7 @@ def step_job(
     few = state.sequences.length.shape[0] < 8  # sequences
     with implementations(program.implementation):
         by_kernels = uses_kernels()
-    if few or jax.default_backend() != "gpu" or not by_kernels:
-        return job
-    asked = matmuls_asked(job.function, *job.arguments)
-    if any(what.dtype != "bfloat16" for what in asked):
-        return job
-
-    def hints() -> dict[Matmul, AlgorithmHint]:
-        target = params.target if spread is None else spread.on_first(params.target)
-        return chosen_hints(target, asked, CUBLAS_PRODUCTS)
-
-    return job._replace(options=CUBLAS_PRODUCTS, hints=hints)
+    return job._replace(cublas=by_kernels and not few and jax.default_backend() == "gpu")
 
 
 def delete(arrays: Any) -> None:

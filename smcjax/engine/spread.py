@@ -110,10 +110,6 @@ class Spread:
         with _launching:
             return program(*arguments)
 
-    def on_first(self, params: Any) -> Any:
-        """The first device's own pieces of weights, as plain arrays on it."""
-        return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
-
     def _spread(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
         def spread(*arguments: Any) -> Any:
             structure: Any = None

@@ -16,11 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import SamplingParams
+from smcjax import SamplingParams, smc
+from smcjax.bench.shapes import SHAPES
 from smcjax.engine import programs as module
-from smcjax.engine.programs import Job, Programs, Wanted, compile_together
+from smcjax.engine.programs import CUBLAS_PRODUCTS, Job, Programs, Wanted, compile_together, step_job
+from smcjax.model.decoder import logits
+from smcjax.model.params import init_params
+from smcjax.model.quantize import quantize_params
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
+from tests.helpers import Ask, batch
 
 VECTOR = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
@@ -198,3 +203,40 @@ def test_programs_of_arrays_on_several_devices_keep_them_there(tmp_path: Path) -
     }
     done = subprocess.run([sys.executable, "-c", ON_TWO_DEVICES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_step_of_several_rows_leaves_bfloat16_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one whose int8 weights XLA multiplies; int8 that kernels multiply is none of XLA's business."""
+    asked: list[Any] = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: asked.append(options))
+    config = SHAPES["tiny-target"]
+    program = smc.Program(smc.SMC(n_particles=8, gamma=2), config, config, max_model_len=32)
+    one = init_params(config, jax.random.key(0), jnp.bfloat16)
+    kept = quantize_params(one)
+    plain, whole, half = (smc.PairParams(*of) for of in ((one, one), (kept, one), (one, kept)))
+    prompts, requests = batch([Ask((1, 2, 3), 4)], config.vocab_size, 32)
+    state = jax.eval_shape(lambda params: smc.init(program, params, prompts, requests), plain)
+
+    def step(params: Any, state: Any) -> Any:
+        return smc.step(program, params, state)
+
+    def of_target(params: Any, state: Any) -> Any:
+        return logits(config, params.target, prompts)
+
+    def options(function: Any, params: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(jax, "default_backend", lambda: "gpu")
+            patched.setattr(module, "uses_kernels", lambda: True)
+            job = step_job(function, program, params, state)
+        assert job.cublas
+        module._compiled(job)
+        return asked.pop()
+
+    assert options(step, plain) == CUBLAS_PRODUCTS
+    assert options(step, whole) is None
+    assert options(step, half) is None
+    assert options(of_target, half) == CUBLAS_PRODUCTS
+    job = step_job(step, program, plain, state)  # on a CPU
+    assert not job.cublas
+    module._compiled(job)
+    assert asked == [None]
