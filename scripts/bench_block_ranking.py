@@ -1,4 +1,4 @@
-"""Blocks selected from kept scores by the kernel of `smcjax.pallas.block_ranking` and by XLA: 9 queries of an 8B model.
+"""Blocks selected from kept scores by the kernel of `sparse.block_ranking` and by XLA: 9 queries of an 8B model.
 
     python scripts/bench_block_ranking.py                              # 65,536 and 524,288 positions, 1 and 8 requests
     python scripts/bench_block_ranking.py --loads 8 16 32 --contexts 65536
@@ -27,11 +27,12 @@ from profile_cycle import read_kernels
 
 from smcjax.device import this_device
 from smcjax.model.nsa import NSA
-from smcjax.pallas import block_ranking, implementations, uses_kernels
-from smcjax.pallas.block_ranking import Kept, ranked_blocks
-from smcjax.pallas.grouped_attention import compressed_slots
-from smcjax.pallas.kept_scores import BYTES
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas import implementations, uses_kernels
+from smcjax.pallas.sparse import block_ranking
+from smcjax.pallas.sparse.block_ranking import Kept, ranked_blocks
+from smcjax.pallas.sparse.grouped_attention import compressed_slots
+from smcjax.pallas.sparse.kept_scores import BYTES
+from smcjax.pallas.sparse.query_groups import QueryGroups
 
 SETS, HEADS, QUERIES, ROWS, DIVISOR, RUNS = 8, 4, 9, 64, 128**0.5, 12
 KIND, GROUPS = NSA(), QueryGroups(tuple(range(QUERIES)), QUERIES)

@@ -30,10 +30,10 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
-from smcjax.pallas import decode_step as ds
 from smcjax.pallas import paged_attention_reference, rms_norm, uses_kernels
-from smcjax.pallas.kv_write import rotate
-from smcjax.pallas.sharing import Sharing
+from smcjax.pallas.attention.prefix_plan import Sharing
+from smcjax.pallas.cache.rotate_and_write import rotate
+from smcjax.pallas.decode_step import op as ds
 
 PAGE, ROWS, OWN = 16, 8, 20  # OWN: tokens at the end that rows do not share
 

@@ -36,8 +36,8 @@ from profile_cycle import read_kernels
 
 from smcjax.device import HOPPER, on_cpu, this_device
 from smcjax.pallas import PendingNorm, swiglu
-from smcjax.pallas.few_row_products import product_mosaic, product_reference, swiglu_product_mosaic
-from smcjax.pallas.few_row_tuning import Tuning, default_tuning, objection
+from smcjax.pallas.layer.skinny_gemm import product_mosaic, product_reference, swiglu_product_mosaic
+from smcjax.pallas.layer.skinny_gemm_tuning import Tuning, default_tuning, objection
 
 COPIES = 8  # of a layer
 ENQUEUED = 4  # programs without waiting, so that the host is not in the figure

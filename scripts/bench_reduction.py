@@ -1,9 +1,9 @@
-"""Sums over the GPUs of one host, inside a chain of products: `smcjax.pallas.peers`, XLA's, and one by Pallas alone.
+"""Sums over the GPUs of one host, inside a chain of products: `peer_memory`, XLA's, and one by Pallas alone.
 
     python scripts/bench_reduction.py                  # all ways on two GPUs, each in a process of its own
     python scripts/bench_reduction.py --devices 4 --ways psum peers
 
-    peers    `smcjax.pallas.peers`; its gather as well, which is compared alone
+    peers    `smcjax.pallas.collectives.peer_memory`; its gather as well, which is compared alone
     psum     `jax.lax.psum`, for which XLA takes kernels of its own up to some size (the output says which), else NCCL
     nccl     the same without XLA's kernels
     remote   Pallas' remote references and semaphores

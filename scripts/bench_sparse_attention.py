@@ -43,7 +43,7 @@ from profile_cycle import read_kernels
 from smcjax.device import HOPPER, this_device
 from smcjax.model.nsa import NSA
 from smcjax.pallas import uses_kernels
-from smcjax.pallas.grouped_attention import (
+from smcjax.pallas.sparse.grouped_attention import (
     Branch,
     Part,
     compressed_slots,
@@ -52,9 +52,9 @@ from smcjax.pallas.grouped_attention import (
     span_tasks,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import grouped_branches_mosaic
-from smcjax.pallas.grouped_shares import Tuning
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.sparse.grouped_attention_sm90 import grouped_branches_mosaic
+from smcjax.pallas.sparse.grouped_shares import Tuning
+from smcjax.pallas.sparse.query_groups import QueryGroups
 
 MODES = ("per query", "merged", "shared")
 LEAST_SLOTS = 8  # of a unit that the kernels take

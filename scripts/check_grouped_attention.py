@@ -26,7 +26,7 @@ import numpy as np
 from smcjax.model import load_checkpoint
 from smcjax.model.hub import BUNDLED, bundled_model
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.grouped_attention import (
+from smcjax.pallas.sparse.grouped_attention import (
     Branch,
     group_tasks,
     grouped_branches,
@@ -34,7 +34,7 @@ from smcjax.pallas.grouped_attention import (
     span_tasks,
     unit_slots,
 )
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.sparse.query_groups import QueryGroups
 from smcjax.sparse import SparseVerification
 
 BLOCK = 64

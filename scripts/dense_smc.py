@@ -30,7 +30,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.params import Params
 from smcjax.pallas import implementations
-from smcjax.pallas.attention import attention, sees
+from smcjax.pallas.attention.reference import attention, sees
 from smcjax.rejection.rules import candidates
 from smcjax.smc import branching
 from smcjax.smc.control import at, judge

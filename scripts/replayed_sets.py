@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from smcjax.model import nsa_groups
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_routing import Routing
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.sparse.query_groups import QueryGroups
 
 WORD = 32  # blocks of a word
 

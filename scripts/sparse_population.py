@@ -17,8 +17,8 @@ from bench_sparse_attention import Case, Layer, sets_of
 
 from smcjax.model import nsa_groups
 from smcjax.model.view import BatchView
-from smcjax.pallas.grouped_attention import Branch, Part
-from smcjax.pallas.products import QUERIES
+from smcjax.pallas.mosaic.wgmma import QUERIES
+from smcjax.pallas.sparse.grouped_attention import Branch, Part
 from smcjax.sparse import SparseVerification
 
 

@@ -24,7 +24,7 @@ from smcjax.bench.dram import SECONDS, Calibration, MemoryCounter, calibrations
 from smcjax.device import this_device
 from smcjax.model import nsa_groups
 from smcjax.model.view import BatchView
-from smcjax.pallas.grouped_attention import Branch, Tasks
+from smcjax.pallas.sparse.grouped_attention import Branch, Tasks
 from smcjax.sparse import SparseVerification
 
 WAYS = ("compressed", "compressed-no-scores", "selection-window", "layer")

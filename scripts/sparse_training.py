@@ -29,7 +29,7 @@ from smcjax.model.nsa import NSA
 from smcjax.model.nsa_routing import Branches, Entries
 from smcjax.model.seen import grouped
 from smcjax.numerics import product_precision
-from smcjax.pallas.attention import LOWEST
+from smcjax.pallas.attention.reference import LOWEST
 
 SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by this name
 WORTH_FINDING = 0.1  # of a group's attention, in one block

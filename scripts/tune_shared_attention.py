@@ -6,7 +6,7 @@
 
 The verify of the 8B shapes: one group of 8 rows, of 9 tokens each unless told, on pages that they share but for the
 last; one line for the tuning as it is and one for the one asked for. Where `--splits` is given the rest is too: see
-`smcjax.pallas.shared_tuning.Tuning`. Median device time of a launch of each kernel, from a profile.
+`smcjax.pallas.attention.shared_tuning.Tuning`. Median device time of a launch of each kernel, from a profile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench_attention import Inputs, Shape, by_plan, error, make
 from profile_cycle import read_kernels
 
 from smcjax.pallas import find_tasks, shared_attention_mosaic, uses_kernels
-from smcjax.pallas.shared_tuning import Tuning, chunk_of, tiles_of
+from smcjax.pallas.attention.shared_tuning import Tuning, chunk_of, tiles_of
 
 CONTEXTS = (4137, 16_425, 32_809)
 CALLS, REPETITIONS = 16, 5

@@ -139,7 +139,7 @@ class Int8(Matrix):
 
 
 class Peers(Protocol):
-    """A way of the devices' own to say something to each other (`smcjax.pallas.peers`), for arrays that it takes."""
+    """The devices' own way to exchange arrays (`smcjax.pallas.collectives.peer_memory`), for arrays that it takes."""
 
     def sums(self, x: jax.Array) -> bool: ...
     def gathers(self, x: jax.Array) -> bool: ...

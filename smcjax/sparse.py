@@ -37,7 +37,7 @@ class SparseVerification:
             group attend to the blocks of its first one, as far as they see them, and "shared_forced" to those that a
             query always selects as well: approximate.
         group: C, queries of a group, from 1 to 128. None: 4, or with "per_query" 1, which is what the field then holds.
-        order: which queries are neighbours, "bfs", "dfs" or "position" (`smcjax.pallas.query_groups.QueryGroups`).
+        order: which queries are neighbours, "bfs", "dfs" or "position" (`pallas.sparse.query_groups.QueryGroups`).
         schedule: which sparse layers select blocks anew, the first always; others take those that the same query has
             selected in the nearest layer before that does. A flag for each sparse layer, or the spacing of those that
             select; None: all do.

@@ -44,7 +44,7 @@ gc.set_threshold(100_000, 50, 100)
 # Before the first import of smcjax: the jaxtyping annotations of these modules become run-time checks. Modules that
 # define pytrees stay out, because JAX fills those with placeholders (`lower`, `eval_shape`, `in_axes`).
 CHECKED = (
-    "pallas.attention",
+    "pallas.attention.reference",
     "model.decoder",
     "model.paged",
     "decoding.prefill",

@@ -21,7 +21,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.noise import fold_in, gumbel, gumbel_of_words, gumbels, uniform, uniform_of_words, uniforms
-from smcjax.pallas.products import Ref
+from smcjax.pallas.mosaic.wgmma import Ref
 
 TILE = (64, 16)  # of the elements that a kernel makes
 MANY_DRAWS = """

@@ -55,7 +55,7 @@ def test_a_cpu_imports_no_kernel_language() -> None:
     code = """if True:
         import sys
         from smcjax import LLM
-        from smcjax.pallas import compat
+        from smcjax.pallas.mosaic import compat
         pallas, dialects = "jax.experimental.pallas", "jaxlib.mlir.dialects."
         heavy = {pallas, "jax.experimental.mosaic.gpu", dialects + "llvm", dialects + "nvvm"}
         print(sorted(heavy & sys.modules.keys()))

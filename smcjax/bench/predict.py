@@ -4,9 +4,9 @@
 
 A fraction is what a forward of this package reached of its weight stream on one device (docs/performance.md). A sum
 over n devices of b bytes takes latency + slope · bytes that a device sends, by two measured points at n = 2. These are
-b(n − 1) where devices write to each other (`smcjax.pallas.peers`), with a latency for every slot that b bytes fill, and
-b · 2(n − 1)/n of sums that are left to XLA. What more devices cost was not measured, so every time is a range, from a
-latency that stays to n − 1 of them.
+b(n − 1) where devices write to each other (`smcjax.pallas.collectives.peer_memory`), with a latency for every slot that
+b bytes fill, and b · 2(n − 1)/n of sums that are left to XLA. What more devices cost was not measured, so every time is
+a range, from a latency that stays to n − 1 of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import fits, held_by_one
 from smcjax.model.params import num_params
-from smcjax.pallas.peers import MOST_DEVICES, MOST_PUSHED, PIECES
+from smcjax.pallas.collectives.peer_memory import MOST_DEVICES, MOST_PUSHED, PIECES
 
 MEMORY = {H100.kind: 80e9, H200.kind: 141e9}  # bytes, of the data sheets
 SIZES = (1, 2, 4, 8, 16)

@@ -17,8 +17,8 @@ from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_
 from smcjax.model.decoder import unembed
 from smcjax.model.params import Params
 from smcjax.numerics import words_of
-from smcjax.pallas.decode_step import Embedded
-from smcjax.pallas.sampled_head import sampled_head
+from smcjax.pallas.decode_step.op import Embedded
+from smcjax.pallas.head.sampled_head import sampled_head
 
 # Adjustments, and the states and tokens left of automata; None where there are none.
 Context = tuple[RowAdjustments | None, tuple[Int[Array, " R"], Int[Array, " R"]] | None]

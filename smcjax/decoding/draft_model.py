@@ -24,7 +24,7 @@ from smcjax.kv import Copies, KVCache
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.model.params import Params
-from smcjax.pallas.decode_step import Embedded
+from smcjax.pallas.decode_step.op import Embedded
 
 # The newest draft, where the next step begins with it (`beginning`), how many of the steps were taken, and the
 # context of the distribution that the newest draft was drawn from.

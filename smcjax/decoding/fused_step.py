@@ -12,11 +12,12 @@ from smcjax.matmul import RowParallel, is_packed, is_whole, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
-from smcjax.pallas import Peers, Sharing, decode_step, find_tasks
+from smcjax.pallas import Peers, Sharing, find_tasks
+from smcjax.pallas.collectives.peer_memory import MOST_TILES
+from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.lanes import FEATURES
-from smcjax.pallas.peers import MOST_TILES
-from smcjax.pallas.products import QUERIES
+from smcjax.pallas.mosaic.tiles import FEATURES
+from smcjax.pallas.mosaic.wgmma import QUERIES
 
 MAX_PAGES_UNPREFETCHED = 128  # of a row's table: up to here the kernel's attention tasks are single pages
 

@@ -1,8 +1,8 @@
 """The next token of each row: a forward over its newest tokens, and a draw from the distribution that it predicts.
 
-There are three ways to one distribution: all of it in one persistent kernel (`smcjax.pallas.decode_step`); layer by
-layer, and behind the last the head and the draw in one kernel (`smcjax.pallas.sampled_head`); or logits, and then the
-draw. Only the last writes logits.
+There are three ways to one distribution: all of it in one persistent kernel (`smcjax.pallas.decode_step.op`); layer by
+layer, and behind the last the head and the draw in one kernel (`smcjax.pallas.head.sampled_head`); or logits, and then
+the draw. Only the last writes logits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from smcjax.model.paged import paged_hidden_states, plan_attention
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView
 from smcjax.numerics import words_of
-from smcjax.pallas import decode_step
+from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.sampled_head import supports as supports_sampled_head
+from smcjax.pallas.head.sampled_head import supports as supports_sampled_head
 
 
 @dataclasses.dataclass(frozen=True)

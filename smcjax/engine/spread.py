@@ -28,7 +28,7 @@ from smcjax.model.eagle import EagleParams
 from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import AXIS, TensorParallel, fits, held_by_one
 from smcjax.pallas import MOST_DEVICES, Peers, Workspaces, implementations, reach_each_other, uses_kernels
-from smcjax.pallas.peers import workspace_bytes
+from smcjax.pallas.collectives.peer_memory import workspace_bytes
 
 logger = logging.getLogger("smcjax")
 

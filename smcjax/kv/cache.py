@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smcjax.pallas import Copies, copy_all_pages
-from smcjax.pallas.kv_write import TRASH
+from smcjax.pallas.cache.rotate_and_write import TRASH
 
 LayerCache = dict[str, Float[Array, "P entries heads D"]]
 

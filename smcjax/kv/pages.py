@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.pallas.kv_write import TRASH
-from smcjax.pallas.page_tables import (
+from smcjax.pallas.cache.page_tables import (
     MOST_TOUCHED,
     fork_mosaic,
     make_room_mosaic,
     settle_mosaic,
     supports_page_tables,
 )
+from smcjax.pallas.cache.rotate_and_write import TRASH
+from smcjax.pallas.dispatch import Kernel, Op
 
 Rows = tuple[Num[Array, "R _"], ...]
 

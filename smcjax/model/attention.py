@@ -28,10 +28,10 @@ from smcjax.pallas import (
     split_and_rotate,
     split_heads,
 )
-from smcjax.pallas.attention import sees
-from smcjax.pallas.gates import Products
-from smcjax.pallas.kv_write import Write
-from smcjax.pallas.write_beside_gates import write_beside_gates
+from smcjax.pallas.attention.reference import sees
+from smcjax.pallas.cache.rotate_and_write import Write
+from smcjax.pallas.sparse.gates import Products
+from smcjax.pallas.sparse.write_beside_gates import write_beside_gates
 
 Plan = Any  # a pytree, or None
 Selection = Any  # what a layer's queries have chosen, for later layers to take; None: nothing

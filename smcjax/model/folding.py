@@ -2,7 +2,7 @@
 
     W · (g ∘ x / rms(x)) = (W · diag(g)) · (x / rms(x))
 
-A norm that has no weights left need not be computed before the product (`smcjax.pallas.norm`). Folded weights are
+A norm that has no weights left need not be computed before the product (`smcjax.pallas.layer.norm`). Folded weights are
 rounded anew, once, which changes a product of bfloat16 by as much as rounding its operand does.
 """
 

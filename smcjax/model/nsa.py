@@ -48,9 +48,9 @@ from smcjax.model.nsa_routing import Branches, Entries, Routed, Routing, compres
 from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import copy_pages
-from smcjax.pallas.attention import sees
-from smcjax.pallas.gates import Products
-from smcjax.pallas.grouped_attention import Part
+from smcjax.pallas.attention.reference import sees
+from smcjax.pallas.sparse.gates import Products
+from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.plain import short
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order

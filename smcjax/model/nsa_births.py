@@ -20,7 +20,7 @@ from smcjax.model.attention import Projection
 from smcjax.model.nsa_compression import compress
 from smcjax.model.view import BatchView
 from smcjax.pallas import rotate, uses_kernels
-from smcjax.pallas.births import Births, bear, supports_births
+from smcjax.pallas.sparse.compress import Births, bear, supports_births
 
 COMPRESSED = ("compressed_keys", "compressed_values")
 

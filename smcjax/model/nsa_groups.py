@@ -6,11 +6,11 @@
 
 Where every group is one query all modes are exact. What approximate modes write to pages depends on the groups.
 
-Selected blocks and windows are attended to in one launch, by tasks of `smcjax.pallas.grouped_attention`. A layer that
-selects attends to compressed tokens before it, since their weights are what selects: by a kernel that reads them once a
-group and keeps scores (`rows_routed`, `nodes_routed`), or as without groups (`NSA.route`).
-One that takes another layer's blocks needs no weights, and has compressed tokens in the same launch, if a page holds
-eight or more of them: units that kernels read.
+Selected blocks and windows are attended to in one launch, by tasks of `smcjax.pallas.sparse.grouped_attention`. A layer
+that selects attends to compressed tokens before it, since their weights are what selects: by a kernel that reads them
+once a group and keeps scores (`rows_routed`, `nodes_routed`), or as without groups (`NSA.route`). One that takes
+another layer's blocks needs no weights, and has compressed tokens in the same launch, if a page holds eight or more of
+them: units that kernels read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from smcjax.model.attention import HeadShape
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas.attention import divisor_of
-from smcjax.pallas.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
+from smcjax.pallas.attention.reference import divisor_of
 from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.grouped_attention import (
+from smcjax.pallas.sparse.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
+from smcjax.pallas.sparse.grouped_attention import (
     Branch,
     Part,
     Tasks,
@@ -42,8 +42,8 @@ from smcjax.pallas.grouped_attention import (
     span_tasks,
     unit_slots,
 )
-from smcjax.pallas.grouped_attention_sm90 import supports
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.sparse.grouped_attention_sm90 import supports
+from smcjax.pallas.sparse.query_groups import QueryGroups
 
 Pages = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # keys and values of the selection, then of the window
 Pair = tuple[jax.Array, jax.Array]  # keys and values

@@ -22,12 +22,12 @@ from smcjax.model.attention import Projection
 from smcjax.model.nsa_groups import Chosen, Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas.attention import LOWEST
-from smcjax.pallas.best_blocks import best_blocks
-from smcjax.pallas.block_ranking import Ranking
-from smcjax.pallas.gates import Products, gated_sum, sigmoid_gates, weighed_sum
-from smcjax.pallas.grouped_attention import Tasks
-from smcjax.pallas.grouped_merge import Unmerged
+from smcjax.pallas.attention.reference import LOWEST
+from smcjax.pallas.sparse.best_blocks import best_blocks
+from smcjax.pallas.sparse.block_ranking import Ranking
+from smcjax.pallas.sparse.gates import Products, gated_sum, sigmoid_gates, weighed_sum
+from smcjax.pallas.sparse.grouped_attention import Tasks
+from smcjax.pallas.sparse.grouped_merge import Unmerged
 
 
 class Entries[T](NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from smcjax.model.config import ModelConfig
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_groups import keeps_scores
-from smcjax.pallas.kept_scores import BYTES
-from smcjax.pallas.products import QUERIES
-from smcjax.pallas.shared_attention import padded
+from smcjax.pallas.attention.prefix_shared import padded
+from smcjax.pallas.mosaic.wgmma import QUERIES
+from smcjax.pallas.sparse.kept_scores import BYTES
 from smcjax.sparse import SparseVerification
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.kv import PageArray
 from smcjax.model.view import TreeView
 from smcjax.numerics import product_precision
-from smcjax.pallas.attention import LOWEST, divisor_of
+from smcjax.pallas.attention.reference import LOWEST, divisor_of
 
 
 class Seen(Protocol):

@@ -27,11 +27,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from smcjax.noise import fold_in, gumbel, uniform
-from smcjax.pallas import simt
-from smcjax.pallas.compat import plgpu
-from smcjax.pallas.gumbel_max import DTYPES, NO_ID, Candidates
-from smcjax.pallas.products import MASKED
-from smcjax.pallas.simt import WARP, WARPGROUP, WARPS, Ref, Threads, Word
+from smcjax.pallas.mosaic import threads
+from smcjax.pallas.mosaic.compat import plgpu
+from smcjax.pallas.mosaic.gumbel_max import DTYPES, NO_ID, Candidates
+from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, WARPS, Ref, Threads, Word
+from smcjax.pallas.mosaic.wgmma import MASKED
 
 TILE = (64, 16)  # ids of a block, as an array of numbers: 8 a thread
 IDS = TILE[0] * TILE[1]
@@ -304,7 +304,7 @@ def commit_mosaic(
         ids = block * IDS + row * TILE[1] + column
         noise[...] = gumbel(*_key(TILE, keys, cycle, group, following), ids.astype(jnp.uint32))
         program = functools.partial(_laws, shape=shape)
-        simt.run(program, *refs, noise, *found.values(), group, block, interpret=inside)
+        threads.run(program, *refs, noise, *found.values(), group, block, interpret=inside)
 
     found = plgpu.kernel(
         laws,
@@ -312,7 +312,7 @@ def commit_mosaic(
         grid=(groups, blocks),
         grid_names=("request", "block"),
         scratch_types={"noise": plgpu.SMEM(TILE, jnp.float32), **parts(columns * WARPS)},
-        compiler_params=simt.compiler_params(),
+        compiler_params=threads.compiler_params(),
         interpret=interpret,
         kernel_name="certain_laws",
     )(
@@ -335,7 +335,7 @@ def commit_mosaic(
         words = _key(UNIFORMS, keys, refs[18], group, accept)
         uniforms[...] = uniform(*words, (row * UNIFORMS[1] + column).astype(jnp.uint32))
         program = functools.partial(_commit, shape=shape, most=rows.tokens.shape[1])
-        simt.run(program, *refs, uniforms, *best.values(), accepts, ends, group, interpret=inside)
+        threads.run(program, *refs, uniforms, *best.values(), accepts, ends, group, interpret=inside)
 
     one = {dtype: jax.ShapeDtypeStruct((groups,), dtype) for dtype in (jnp.int32, jnp.bool_)}
     committed = plgpu.kernel(
@@ -356,7 +356,7 @@ def commit_mosaic(
             "accepts": plgpu.SMEM((columns,), jnp.int32),
             "ends": plgpu.SMEM((columns,), jnp.int32),
         },
-        compiler_params=simt.compiler_params(),
+        compiler_params=threads.compiler_params(),
         interpret=interpret,
         kernel_name="certain_commit",
     )(

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax import noise
 from smcjax.decoders import SCHEMES
-from smcjax.pallas.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.pallas.dispatch import Kernel, Op
+from smcjax.pallas.population.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
 
 

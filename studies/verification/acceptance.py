@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
 from smcjax.device import HOPPER
-from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
+from smcjax.pallas.mosaic import threads
+from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 
 WARPGROUPS = 4  # of a block
 MOST_RECOMPUTED = 8192  # ids b·γ that one block may scan alone
@@ -136,7 +136,7 @@ def inclusive_sums(t: Threads, lengths: Ref, ends: Ref, *, rows: int) -> None:
         row = lane * each + j
         values.append(t.where(row < rows, t.load(lengths, row), 0))
     total = functools.reduce(lambda a, b: a + b, values)
-    end = simt.warp_sums(t, total) - total
+    end = threads.warp_sums(t, total) - total
     for j, value in enumerate(values):
         end = end + value
         t.store(ends, lane * each + j, end, only=t.index < WARP)
@@ -197,15 +197,15 @@ def _scan_kernel(
     warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block") * count
     scan = functools.partial(first_mismatches, ids=draft.shape, count=count, warpgroups=warpgroups)
     write = functools.partial(write_acceptance, ids=draft.shape, count=count, warpgroups=warpgroups)
-    simt.run(scan, draft, target, lengths, first, warpgroup, interpret=interpret)
+    threads.run(scan, draft, target, lengths, first, warpgroup, interpret=interpret)
     plgpu.barrier_arrive(known)
     plgpu.barrier_wait(known)
     outs = (lengths_out, has_mismatch_out, next_tokens_out)
-    simt.run(write, lengths, target, *outs, first, warpgroup, interpret=interpret)
+    threads.run(write, lengths, target, *outs, first, warpgroup, interpret=interpret)
     for offsets in offsets_out:
-        simt.run(functools.partial(inclusive_sums, rows=count), lengths, ends, interpret=interpret)
+        threads.run(functools.partial(inclusive_sums, rows=count), lengths, ends, interpret=interpret)
         offsets_program = functools.partial(write_offsets, rows=count, warpgroups=warpgroups)
-        simt.run(offsets_program, lengths, ends, offsets, warpgroup, interpret=interpret)
+        threads.run(offsets_program, lengths, ends, offsets, warpgroup, interpret=interpret)
 
 
 # ------------------------------------------------------------------------------------------------------------ wrapper

@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from smcjax.pallas.compat import llvm, nvvm
-from smcjax.pallas.simt import WARPGROUP, Ref, i32, i64, scalar, scalar_layout, thread
+from smcjax.pallas.mosaic.compat import llvm, nvvm
+from smcjax.pallas.mosaic.threads import WARPGROUP, Ref, i32, i64, scalar, scalar_layout, thread
 
 REF = plgpu.RefType()
 

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import scf
 
-from smcjax.pallas import simt
-from smcjax.pallas.simt import WARPGROUP, Ref, Threads
+from smcjax.pallas.mosaic import threads
+from smcjax.pallas.mosaic.threads import WARPGROUP, Ref, Threads
 
 
 def _program(
@@ -34,19 +34,19 @@ def _program(
 ) -> None:
     rows, gamma = ids
     row = t.minimum(t.index + block * WARPGROUP, rows - 1)
-    loop = scf.WhileOp([simt.i32()], [mu.c(0, simt.i32())])
-    before = loop.before.blocks.append(simt.i32())
+    loop = scf.WhileOp([threads.i32()], [mu.c(0, threads.i32())])
+    before = loop.before.blocks.append(threads.i32())
     with ir.InsertionPoint.at_block_begin(before):
-        position = simt.word(before.arguments[0])
+        position = threads.word(before.arguments[0])
         inside = t.minimum(position, gamma - 1)
         differs = t.load(draft, row * gamma + inside) != t.load(target, row * (gamma + 1) + inside)
         # One comparison for both ends: a position beyond the last differs.
         at = t.where(differs, gamma, position)
         scf.condition((at < gamma).value, [before.arguments[0]])
-    after = loop.after.blocks.append(simt.i32())
+    after = loop.after.blocks.append(threads.i32())
     with ir.InsertionPoint.at_block_begin(after):
-        scf.yield_([(simt.word(after.arguments[0]) + 1).value])
-    length = simt.word(loop.results[0])
+        scf.yield_([(threads.word(after.arguments[0]) + 1).value])
+    length = threads.word(loop.results[0])
     t.store(lengths, row, length)
     t.store(has_mismatch, row, length < gamma)
     t.store(next_tokens, row, t.load(target, row * (gamma + 1) + length))
@@ -54,7 +54,7 @@ def _program(
 
 def _kernel(draft: Ref, target: Ref, *outs: Ref) -> None:
     program = functools.partial(_program, ids=draft.shape)
-    simt.run(program, draft, target, *outs, lax.axis_index("block"), interpret=False)
+    threads.run(program, draft, target, *outs, lax.axis_index("block"), interpret=False)
 
 
 @jax.jit

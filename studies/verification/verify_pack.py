@@ -29,9 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
 from smcjax.device import HOPPER
-from smcjax.pallas import simt
 from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.pallas.simt import WARP, WARPGROUP, Ref, Threads
+from smcjax.pallas.mosaic import threads
+from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 from studies.verification import bulk
 from studies.verification.acceptance import (
     MOST_GAMMA,
@@ -162,7 +162,9 @@ class _Packing:
         """After this warpgroup's part of `lengths` is written."""
         plgpu.barrier_arrive(self.known)
         plgpu.barrier_wait(self.known)
-        simt.run(functools.partial(inclusive_sums, rows=self.rows), self.lengths, self.ends, interpret=self.interpret)
+        threads.run(
+            functools.partial(inclusive_sums, rows=self.rows), self.lengths, self.ends, interpret=self.interpret
+        )
         self.accepted = self.ends[self.rows - 1]
 
     def begin(self) -> None:
@@ -261,15 +263,15 @@ def _fused_kernel(
 
     work.prepare()
     work.look_ahead()
-    simt.run(scan, draft, target, work.lengths, 0, work.warpgroup, interpret=interpret)
+    threads.run(scan, draft, target, work.lengths, 0, work.warpgroup, interpret=interpret)
     work.sum_lengths()
     work.begin()
 
     @pl.when(work.is_last_block)
     def _write() -> None:
         outs = (lengths_out, has_mismatch_out, next_tokens_out)
-        simt.run(write, work.lengths, target, *outs, 0, work.warpgroup, interpret=interpret)
-        simt.run(offsets_program, work.lengths, work.ends, offsets_out, work.warpgroup, interpret=interpret)
+        threads.run(write, work.lengths, target, *outs, 0, work.warpgroup, interpret=interpret)
+        threads.run(offsets_program, work.lengths, work.ends, offsets_out, work.warpgroup, interpret=interpret)
 
     work.finish()
 
@@ -290,13 +292,13 @@ def _pack_kernel(
     offsets_program = functools.partial(write_offsets, rows=rows, warpgroups=warpgroups)
 
     work.prepare()
-    simt.run(take, given, work.lengths, work.warpgroup, interpret=interpret)
+    threads.run(take, given, work.lengths, work.warpgroup, interpret=interpret)
     work.sum_lengths()
     work.begin()
 
     @pl.when(work.is_last_block)
     def _write() -> None:
-        simt.run(offsets_program, work.lengths, work.ends, offsets_out, work.warpgroup, interpret=interpret)
+        threads.run(offsets_program, work.lengths, work.ends, offsets_out, work.warpgroup, interpret=interpret)
 
     work.finish()
 

@@ -11,7 +11,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.device import H100, H200
 from smcjax.markdown import table
-from smcjax.pallas.peers import MOST_PUSHED
+from smcjax.pallas.collectives.peer_memory import MOST_PUSHED
 
 SMALL, DRAFT, LARGE = "llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b"
 DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"

@@ -22,8 +22,8 @@ from smcjax.matmul import Dense
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import LayerParams, param_shapes
-from smcjax.pallas import decode_step
-from smcjax.pallas.sampled_head import sampled_head_reference
+from smcjax.pallas.decode_step import op as decode_step
+from smcjax.pallas.head.sampled_head import sampled_head_reference
 from smcjax.structured.automaton import Automaton
 
 # Of a size that the persistent step takes, with four query heads to a KV head.

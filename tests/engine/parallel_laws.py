@@ -50,7 +50,7 @@ from smcjax.model.parallel import (
     layouts,
 )
 from smcjax.pallas import Peers, Workspaces
-from smcjax.pallas.peers import workspace_bytes
+from smcjax.pallas.collectives.peer_memory import workspace_bytes
 from tests.checkpoints import write_model
 from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE

@@ -18,7 +18,7 @@ from smcjax.model.decoder import rope_angles
 from smcjax.model.nsa import NSA
 from smcjax.model.nsa_routing import Routed
 from smcjax.pallas.dispatch import Kernel, Op, implementations
-from smcjax.pallas.gates import gated_sum
+from smcjax.pallas.sparse.gates import gated_sum
 
 HEADS, KV_HEADS, DIM, WIDTH, TOKENS = 16, 4, 64, 256, (1, 3)
 

@@ -19,8 +19,8 @@ from smcjax.model.decoder import linear
 from smcjax.model.nsa_groups import routes_by_kernel, rows_routed, takes_compressed
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.dispatch import implementations
-from smcjax.pallas.grouped_attention import group_tasks, grouped_scores
-from smcjax.pallas.query_groups import QueryGroups
+from smcjax.pallas.sparse.grouped_attention import group_tasks, grouped_scores
+from smcjax.pallas.sparse.query_groups import QueryGroups
 from smcjax.sparse import MODES, SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 from tests.model import nsa_oracle

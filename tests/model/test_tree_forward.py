@@ -27,7 +27,7 @@ from smcjax.model.paged import (
 )
 from smcjax.model.seen import by_path, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas.attention import sees
+from smcjax.pallas.attention.reference import sees
 from smcjax.trees import ORDERS, DraftTree
 from tests.helpers import noisy_params, tiny_config
 from tests.model.test_nsa import SmallModel, config_of, golden, kind_of, layer_weights, projected

@@ -1,0 +1,180 @@
+"""Attention over paged keys and values: the operation, and which kernel or reference computes it.
+
+Rows that share pages are read together where a plan says so (`plan_sharing`, `prefix_shared.py`), else one by one
+(`paged_attention_sm90.py`). Plain XLA goes block by block on a CPU, whose cost follows the real lengths, and densely on
+a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from smcjax.device import on_cpu
+from smcjax.pallas.attention.paged_attention_sm90 import paged_attention_mosaic, supports
+from smcjax.pallas.attention.prefix_plan import Sharing, find_sharing
+from smcjax.pallas.attention.prefix_plan_kernel import find_sharing_mosaic, supports_sharing
+from smcjax.pallas.attention.prefix_shared import padded, shared_attention_mosaic, supports_plan
+from smcjax.pallas.attention.prefix_shared import supports as shared_attention_supports
+from smcjax.pallas.attention.reference import paged_attention_reference
+from smcjax.pallas.attention.shared_tuning import NARROW, chunk_of, tiles_of
+from smcjax.pallas.attention.xla_blockwise import blockwise_paged_attention
+from smcjax.pallas.dispatch import Kernel, Op, uses_kernels
+
+
+def paged_attention_xla(
+    q: Float[Array, "R T H D"],
+    key_pages: Float[Array, "P B Hkv D"],
+    value_pages: Float[Array, "P B Hkv D"],
+    block_table: Int[Array, "R M"],
+    positions: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    *,
+    sharing: Sharing | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    first: int = 0,
+) -> Float[Array, "R T H D"]:
+    """Attends from query (r, t) to slots 0…positions[r, t] of row r's pages; of these, the first `lengths[r]` hold KV.
+
+    With a `window` only to the last that many of them, and to none before `first`, whose slots hold finite numbers.
+    Scores are multiplied by `scale` (None: 1/√D).
+    `sharing`, the plan that `plan_sharing` made of this block table, lets a kernel read what rows share once. What a
+    query at or beyond `lengths` returns means nothing. On a CPU blocks of slots are read one by one, as many as the
+    lengths and the window need; elsewhere whole tables at once.
+    """
+    compute = blockwise_paged_attention if on_cpu() else paged_attention_reference
+    return compute(q, key_pages, value_pages, block_table, positions, lengths, window=window, scale=scale, first=first)
+
+
+def plan_sharing(
+    block_table: Int[Array, "R M"],
+    lengths: Int[Array, " R"],
+    num_immutable: Int[Array, " R"],
+    *,
+    rows: int,
+    window: int | None = None,
+    scale: float | None = None,
+    **shape: Any,
+) -> Sharing | None:
+    """Finds what the rows of each group, N = `rows` consecutive ones, share: for `paged_attention` of such a `shape`.
+
+    `shape` are the keywords of `supports`, T = `columns` the most new tokens of a row. `lengths` is how many slots of
+    each row hold KV when the plan is last used, 0 for a row that reads nothing; `num_immutable` how many of them every
+    query sees.
+    Returns None where the kernel that reads each row by itself does better, or none applies: all from static shapes.
+    More queries a row than that kernel takes are planned also where nothing can be shared, as of a prompt's chunk.
+    """
+    usual = uses_kernels() and is_usual(window, scale, shape["head_dim"])
+    usable = usual and shared_attention_supports(rows=rows, **shape)
+    slots = block_table.shape[1] * shape["page_size"]
+    if not usable or (supports(**shape) and (rows == 1 or slots <= NARROW)):
+        return None
+    queries = shape["columns"] * padded(shape["num_heads"] // shape["num_kv_heads"])
+    return find_tasks(
+        block_table,
+        lengths,
+        num_immutable,
+        rows=rows,
+        queries=queries,
+        page_size=shape["page_size"],
+        chunk=chunk_of(rows * queries, slots),
+        tiles=tiles_of(rows * queries),
+    )
+
+
+def attends_by_kernels(*, window: int | None = None, scale: float | None = None, first: int = 0, **shape: Any) -> bool:
+    """True where rows of such a `shape` (`supports`) are read by a kernel one by one."""
+    applies = supports(**shape) or (not first and shared_attention_supports(rows=1, **shape))
+    return uses_kernels() and is_usual(window, scale, shape["head_dim"]) and applies
+
+
+def is_usual(window: int | None, scale: float | None, head_dim: int) -> bool:
+    """True for the attention that the kernels compute: to all earlier slots, scores over √D."""
+    return window is None and (scale is None or scale == 1 / math.sqrt(head_dim))
+
+
+def _shape_where_usual(
+    q: jax.Array, key_pages: jax.Array, value_pages: jax.Array, window: int | None, scale: float | None
+) -> dict[str, Any] | None:
+    """The keywords of `supports`, of attention that the kernels compute; None of any other."""
+    alike = q.dtype == key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
+    if not (alike and is_usual(window, scale, q.shape[3])):
+        return None
+    return {
+        "columns": q.shape[1],
+        "num_heads": q.shape[2],
+        "num_kv_heads": key_pages.shape[2],
+        "head_dim": q.shape[3],
+        "page_size": key_pages.shape[1],
+        "dtype": q.dtype,
+    }
+
+
+def _supports_rows(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    *_: Any,
+    window: int | None = None,
+    scale: float | None = None,
+    **others: Any,
+) -> bool:
+    shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
+    return shape is not None and supports(**shape)
+
+
+def _supports_tasks(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    *_: Any,
+    sharing: Sharing | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    first: int = 0,
+    **others: Any,
+) -> bool:
+    shape = _shape_where_usual(q, key_pages, value_pages, window, scale)
+    if first or shape is None or sharing is None or not shared_attention_supports(rows=sharing.rows, **shape):
+        return False
+    return supports_plan(sharing, columns=q.shape[1], group=q.shape[2] // key_pages.shape[2])
+
+
+def _run_rows(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    first: int = 0,
+    **supported: Any,
+) -> jax.Array:
+    return paged_attention_mosaic(q, key_pages, value_pages, block_table, positions, lengths, first=first)
+
+
+def _run_tasks(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    sharing: Any = None,
+    **supported: Any,
+) -> jax.Array:
+    return shared_attention_mosaic(q, key_pages, value_pages, sharing, positions, lengths)
+
+
+paged_attention = Op(paged_attention_xla)
+paged_attention.register(Kernel("sm90", _run_tasks, _supports_tasks))
+paged_attention.register(Kernel("sm90", _run_rows, _supports_rows))
+
+find_tasks = Op(find_sharing)
+find_tasks.register(Kernel("sm90", find_sharing_mosaic, lambda *_, rows, **terms: supports_sharing(rows=rows)))

@@ -1,0 +1,1 @@
+"""The LM head fused with the draw of the next token."""

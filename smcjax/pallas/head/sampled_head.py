@@ -1,0 +1,318 @@
+"""The LM head of many rows and the draw from it in one kernel: no logit is written to memory.
+
+    logit = x · Wᵀ / temperature, −∞ where forbidden;   token and log-probability by Gumbel-max (`mosaic/gumbel_max.py`)
+
+The persistent step (`decode_step/kernel.py`) does so for few rows; this is for layers that are launched one by one. A
+block stays and takes every so many tiles of the vocabulary. Its five warpgroups:
+
+    0, 1   multiply: 64 rows by 128 ids each, and leave the sums in shared memory
+    2, 3   draw from what 0 and 1 left, while these multiply the next tile
+    4      loads tiles of W and x
+
+Of up to 64 rows a tile has 256 ids where these divide the vocabulary. Otherwise it has 128 ids and 128 rows, and blocks
+divide the rows among them. The noise takes 75 integer operations a logit, more time than the products, so what counts
+is that the two run side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from smcjax.device import HOPPER
+from smcjax.noise import gumbels
+from smcjax.numerics import key_from
+from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.gumbel_max import (
+    DTYPES,
+    NO_ID,
+    Candidates,
+    Draw,
+    initial,
+    reduce_candidates,
+    update,
+    whole_words,
+)
+from smcjax.pallas.mosaic.online_softmax import row_layout
+from smcjax.pallas.mosaic.wgmma import Ref, across, swizzled
+
+ROWS = 64  # of a product
+IDS = 128  # of a product
+DEPTH = 64  # columns of x and W a step of the ring
+WORD = 32  # ids to a word of flags
+NARROW = 8  # ids that are drawn from at once
+RING = 160 * 1024  # bytes
+LEAST_ROWS = 33  # fewer are drawn from as soon by XLA
+MOST_ROWS = 256  # and of more nobody has timed it (docs/kernels.md)
+MOST_PADDING = 32  # rows; with more of them XLA is the faster
+REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Static choices."""
+
+    rows: int  # of a tile: 64 or 128
+    ids: int  # 256 or 128
+    groups: int  # of rows
+    programs: int  # blocks that share a group's ids
+    stages: int  # of the ring
+
+    @classmethod
+    def of(cls, rows: int, vocab: int) -> Tiling:
+        """Chooses the tiling for `rows` rows and `vocab` ids."""
+        few = rows <= ROWS and vocab % (2 * IDS) == 0
+        tile_rows, ids = (ROWS, 2 * IDS) if few else (2 * ROWS, IDS)
+        groups = -(-rows // tile_rows)
+        programs = max(1, min(vocab // ids, HOPPER.multiprocessors // groups))
+        return cls(tile_rows, ids, groups, programs, RING // ((tile_rows + ids) * DEPTH * 2))
+
+    @property
+    def padded(self) -> int:
+        """Rows of all tiles."""
+        return self.rows * self.groups
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Rows and ids from the first half of a tile to the second."""
+        return (0, IDS) if self.rows == ROWS else (ROWS, 0)
+
+    @property
+    def candidates(self) -> int:
+        """Candidates that the blocks find for each row."""
+        return self.programs * self.ids // IDS
+
+
+def _kernel(
+    x_ref: Ref,  # [M, E] bf16 GMEM, as all
+    w_ref: Ref,  # [V, E] bf16
+    forbidden_ref: Ref,  # [V / 32, M] uint32
+    forbids_ref: Ref,  # [M] uint32: all bits where what is forbidden is, none elsewhere
+    keys_ref: Ref,  # [2, M] uint32
+    inverse_ref: Ref,  # [M] f32: 1 / temperature
+    noise_ref: Ref,  # [M] f32: what the noise is multiplied by
+    best_ref: Ref,  # [candidates, M], as all that follow
+    id_ref: Ref,
+    logit_ref: Ref,
+    top_ref: Ref,
+    mass_ref: Ref,
+    *,
+    x_smem: Ref,  # [stages, rows, DEPTH] SMEM
+    w_smem: Ref,  # [stages, ids, DEPTH] SMEM
+    logits_smem: Ref,  # [2, IDS / NARROW, ROWS, NARROW] f32 SMEM
+    full: Ref,  # [stages] barriers
+    empty: Ref,  # [stages] barriers
+    made: Ref,  # [2] barriers
+    taken: Ref,  # [2] barriers
+    tiling: Tiling,
+    interpret: bool,
+) -> None:
+    stages, steps = tiling.stages, x_ref.shape[1] // DEPTH
+    row_step, id_step = tiling.halves
+    group, program = lax.axis_index("group"), lax.axis_index("program")
+    warpgroup = lax.axis_index("warpgroup")
+    tiles = lax.div(w_ref.shape[0] // tiling.ids - 1 - program, tiling.programs) + 1
+    total = tiles * steps
+
+    def first_id(number: jax.Array) -> jax.Array:
+        return (program + number * tiling.programs) * tiling.ids
+
+    def registers(which: int, action: Any) -> None:
+        if not interpret:
+            plgpu.set_max_registers(REGISTERS[which], action=action)
+
+    @pl.when(warpgroup == 4)
+    def _load() -> None:
+        registers(2, "decrease")
+
+        def load(step: jax.Array, _: None) -> None:
+            slot = lax.rem(step, stages)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            column = pl.ds(pl.multiple_of(lax.rem(step, steps) * DEPTH, DEPTH), DEPTH)
+            start = pl.multiple_of(first_id(lax.div(step, steps)), tiling.ids)
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(start, tiling.ids), column], w_smem.at[slot], full.at[slot])
+            rows = pl.ds(pl.multiple_of(group * tiling.rows, tiling.rows), tiling.rows)
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, column], x_smem.at[slot], full.at[slot])
+
+        lax.fori_loop(0, total, load, None)
+
+    @pl.when(warpgroup < 2)
+    def _multiply() -> None:
+        registers(0, "increase")
+
+        def tile(number: jax.Array, _: None) -> None:
+            def sums(acc: Ref) -> jax.Array:
+                def step(k: jax.Array, _: None) -> None:
+                    now = number * steps + k
+                    slot = lax.rem(now, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    x = x_smem.at[slot, pl.ds(pl.multiple_of(warpgroup * row_step, ROWS), ROWS)]
+                    w = w_smem.at[slot, pl.ds(pl.multiple_of(warpgroup * id_step, IDS), IDS)]
+                    plgpu.wgmma(acc, x, w.transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+                    release(now - 1, k > 0)
+
+                lax.fori_loop(0, steps, step, None)
+                plgpu.wgmma_wait(0)
+                release((number + 1) * steps - 1, True)
+                return acc[...]
+
+            acc = pl.run_scoped(sums, plgpu.ACC((ROWS, IDS), jnp.float32))
+            pl.when(number > 0)(lambda: plgpu.barrier_wait(taken.at[warpgroup]))
+            leave(logits_smem.at[warpgroup], acc)
+            plgpu.barrier_arrive(made.at[warpgroup])
+
+        def leave(place: Ref, sums: jax.Array) -> None:
+            """Leaves sums for the draw, by pieces of as many ids as are drawn from at once."""
+            if interpret:
+                place[...] = sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1)
+                return
+            for part in range(IDS // NARROW):
+                place[part] = lax.slice(sums, (0, part * NARROW), (ROWS, (part + 1) * NARROW))
+
+        def release(step: jax.Array, due: Any) -> None:
+            """Frees the place of this step's tiles, where another will want it."""
+            pl.when((step + stages < total) & due)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step, stages)]))
+
+        lax.fori_loop(0, tiles, tile, None)
+
+    @pl.when((warpgroup >= 2) & (warpgroup < 4))
+    def _draw() -> None:
+        registers(1, "increase")
+        half = warpgroup - 2
+        rows = pl.ds(pl.multiple_of(group * tiling.rows + half * row_step, ROWS), ROWS)
+        shape = (ROWS, NARROW)
+
+        def of_rows(ref: Ref) -> jax.Array:
+            return plgpu.load(ref.at[rows], layout=row_layout(), optimized=False)
+
+        terms = (keys_ref.at[0], keys_ref.at[1], inverse_ref, noise_ref)
+        draw = Draw(*(across(of_rows(ref), shape) for ref in terms))
+        forbids = of_rows(forbids_ref)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+        def tile(number: jax.Array, found: Candidates) -> Candidates:
+            plgpu.barrier_wait(made.at[half])
+
+            def word(c: jax.Array, found: Candidates) -> Candidates:
+                start = first_id(number) + half * id_step + c * WORD
+                flags = across(of_rows(forbidden_ref.at[lax.div(start, WORD)]) & forbids, shape)
+
+                def part(number: jax.Array, found: Candidates) -> Candidates:
+                    place = logits_smem.at[half, c * (WORD // NARROW) + number]
+                    product = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+                    return update(found, product, column + number * NARROW, start, flags, draw)
+
+                return lax.fori_loop(0, WORD // NARROW, part, found)
+
+            found = lax.fori_loop(0, IDS // WORD, word, found)
+            pl.when(number + 1 < tiles)(lambda: plgpu.barrier_arrive(taken.at[half]))
+            return found
+
+        def full_of(value: float | int, dtype: Any) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA)
+
+        best, ids, logit, top, mass = lax.fori_loop(0, tiles, tile, initial(full_of))
+        most = best.max(axis=1)
+        first = best == across(most, shape)
+        token = jnp.where(first, ids, NO_ID).min(axis=1)
+        chosen = jnp.where(first & (ids == across(token, shape)), logit, -jnp.inf).max(axis=1)
+        highest = top.max(axis=1)
+        total_mass = (mass * jnp.exp(top - across(highest, shape))).sum(axis=1)
+        candidate = program * (tiling.ids // IDS) + (half if id_step else 0)
+        refs = (best_ref, id_ref, logit_ref, top_ref, mass_ref)
+        for ref, value in zip(refs, (most, token, chosen, highest, total_mass), strict=True):
+            ref.at[candidate, rows][...] = value
+
+
+def supports(*, rows: int, hidden: int, vocab: int, dtype: Any) -> bool:
+    """True for x [rows, hidden] and W [vocab, hidden] that the kernel takes, not slower than whole logits."""
+    fits = jnp.dtype(dtype) == jnp.bfloat16 and hidden % DEPTH == 0 and vocab % IDS == 0
+    few_padded = Tiling.of(rows, vocab).padded - rows <= MOST_PADDING
+    return fits and LEAST_ROWS <= rows <= MOST_ROWS and few_padded
+
+
+def sampled_head_reference(
+    x: Float[Array, "R E"],
+    weight: Float[Array, "V E"],
+    keys: UInt[Array, "R 2"],
+    temperature: Float[Array, " R"],
+    noise_scale: Float[Array, " R"],
+    forbidden: UInt[Array, "words R"],
+    forbids: Bool[Array, " R"],
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """Computes `sampled_head` by whole logits."""
+    logits = jnp.dot(x, weight.T, preferred_element_type=jnp.float32) / temperature[:, None]
+    flags = (forbidden[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)
+    flags = jnp.moveaxis(flags, 1, 0).reshape(logits.shape) != 0
+    logits = jnp.where(flags & forbids[:, None], -jnp.inf, logits)
+    noise = gumbels(key_from(keys), logits.shape[1:])
+    token = jnp.argmax(logits + noise_scale[:, None] * noise, axis=1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def sampled_head(
+    x: Float[Array, "R E"],
+    weight: Float[Array, "V E"],
+    keys: UInt[Array, "R 2"],
+    temperature: Float[Array, " R"],
+    noise_scale: Float[Array, " R"],
+    forbidden: UInt[Array, "words R"],
+    forbids: Bool[Array, " R"],
+    *,
+    interpret: Any = None,
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """A token a row from softmax(x · weightᵀ / temperature), and its log-probability (f32; NaN where a logit is).
+
+    The noise is that of `smcjax.noise.gumbels` with the row's key times `noise_scale`, 1 or, of rows that take the
+    likeliest token, 0. `forbidden` is impossible in rows that it `forbids`: 32 ids to a word, the first in the lowest
+    bit. `supports` must hold but for the rows: nothing here checks it. `interpret` is `plgpu.InterpretGPUParams()` to
+    run on a CPU.
+
+    A jit of its own, so that a cycle's steps trace and lower the kernel once.
+    """
+    rows, vocab = x.shape[0], weight.shape[0]
+    tiling = Tiling.of(rows, vocab)
+
+    def padded(array: jax.Array) -> jax.Array:
+        """Appends zeros along the rows, its last axis."""
+        widths = [(0, 0)] * (array.ndim - 1) + [(0, tiling.padded - rows)]
+        return jnp.pad(array, widths)
+
+    stages = tiling.stages
+    found = plgpu.kernel(
+        functools.partial(_kernel, tiling=tiling, interpret=interpret is not None),
+        out_type=[jax.ShapeDtypeStruct((tiling.candidates, tiling.padded), dtype) for dtype in DTYPES],
+        grid=(tiling.programs, tiling.groups),
+        grid_names=("program", "group"),
+        num_threads=5,
+        thread_name="warpgroup",
+        scratch_types={
+            "x_smem": plgpu.SMEM((stages, tiling.rows, DEPTH), x.dtype, transforms=swizzled()),
+            "w_smem": plgpu.SMEM((stages, tiling.ids, DEPTH), x.dtype, transforms=swizzled()),
+            "logits_smem": plgpu.SMEM((2, IDS // NARROW, ROWS, NARROW), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "made": plgpu.Barrier(num_barriers=2),
+            "taken": plgpu.Barrier(num_barriers=2),
+        },
+        interpret=interpret,
+        kernel_name="sampled_head",
+    )(
+        jnp.pad(x, ((0, tiling.padded - rows), (0, 0))),
+        weight,
+        padded(forbidden),
+        padded(whole_words(forbids)),
+        padded(keys.T),
+        padded(1.0 / temperature),
+        padded(noise_scale),
+    )
+    return reduce_candidates(Candidates(*(each.T[:rows] for each in found)))

@@ -1,0 +1,377 @@
+"""x · Wᵀ of up to 32 rows, one launch that streams W once: Mosaic GPU (Hopper).
+
+    y = x · Wᵀ                                  + add_to, where that is given
+    h = silu(x · gateᵀ / rms(x)) · (x · upᵀ / rms(x))          W = [gate; up], a norm that is pending
+
+Such a product takes as long as W's bytes do, so a launch should ask for them from its first moment to its last and
+leave nothing to another one. A block has its own consecutive rows of W, as many as every other block, and passes over
+their columns once:
+
+    loader      sends for a tile of W and the same columns of x, step by step, through a ring in shared memory
+    consumer    multiplies them on the tensor cores, 64 rows of W on the long side and tokens on the short one,
+                y[:, n:n + 64]ᵀ += W[n:n + 64, k:k + 64] · x[:, k:k + 64]ᵀ, and finishes
+
+Rows of x that are not there are read as zeros by the copy engine. Rows of W that are not a block's own fill up its last
+64; what comes of them is not stored. Mean squares of x are the diagonal of x · xᵀ, which is made on the way.
+
+Each block reads x, out of the L2: of many columns and few rows a block, a third of all that is read. Two blocks that
+divide the columns and add up each other's sums, a cluster, were no faster (dev/LOG.md). The order of a sum depends on
+shapes alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from smcjax.matmul import Dense
+from smcjax.pallas.dispatch import Kernel, Op
+from smcjax.pallas.layer.norm import PendingNorm
+from smcjax.pallas.layer.skinny_gemm_tuning import (
+    DEPTH,
+    EIGHT,
+    ROWS,
+    Tuning,
+    default_tuning,
+    objection,
+    padded,
+    tiles_of,
+)
+from smcjax.pallas.layer.swiglu import swiglu_reference
+from smcjax.pallas.mosaic import l2_policy, threads
+from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.threads import WARPGROUP, Threads, Word
+from smcjax.pallas.mosaic.wgmma import Ref, swizzled
+
+MOST_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def product_reference(
+    x: Float[Array, "*shape I"],
+    w: Float[Array, "O I"],
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+) -> Float[Array, "*shape O"]:
+    """x · Wᵀ, accumulated in f32, in the dtype `out` (None: that of x); plus `add_to`, of that dtype."""
+    return Dense(w)(x, add_to=add_to, out=out)
+
+
+def swiglu_product_reference(
+    x: Float[Array, "*shape I"], w: Float[Array, "FF I"], eps: float
+) -> Float[Array, "*shape F"]:
+    """silu(gate) · up of x / rms(x), gate above up in W."""
+    return swiglu_reference(product_reference(x, w), PendingNorm(x, eps))
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Static facts of a launch."""
+
+    rows: int  # of x
+    outputs: int
+    columns: int
+    parts: int
+    eps: float
+    adds: bool
+    tuning: Tuning
+
+    @property
+    def tokens(self) -> int:
+        """Rows of x that are multiplied."""
+        return padded(self.rows)
+
+    @property
+    def steps(self) -> int:
+        """Tiles of a pass."""
+        return self.columns // self.tuning.tile_k
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """First rows of the tensor cores' tiles within one part."""
+        return tiles_of(self.tuning.rows)
+
+    @property
+    def subtiles(self) -> int:
+        """Products along a step's columns."""
+        return self.tuning.tile_k // DEPTH
+
+    @property
+    def sum_rows(self) -> int:
+        """Rows of sums: 64 a tile, and with SwiGLU those of x · xᵀ."""
+        return (self.parts * len(self.tiles) + self.parts - 1) * ROWS
+
+    @property
+    def quads(self) -> int:
+        """Results by fours, those of a row of W of four neighbouring tokens."""
+        return self.tuning.rows * self.tokens // 4
+
+
+def _quads(t: Threads, sizes: _Sizes) -> Any:
+    """(number, row of W, first token, whether it is one) of each of a thread's fours."""
+    for begin in range(0, sizes.quads, WARPGROUP):
+        number = t.index + begin
+        is_one = number < sizes.quads
+        number = t.minimum(number, sizes.quads - 1)
+        per_row = sizes.tokens // 4
+        yield number, number // per_row, number % per_row * 4, is_one
+
+
+def _keep_added(t: Threads, add_to: Ref, added: Ref, first: Word, *, sizes: _Sizes) -> None:
+    """Fetches what results are added to before there are any."""
+    for number, row, token, is_one in _quads(t, sizes):
+        places = [t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row) for i in range(4)]
+        t.store4(added, number * 4, [t.load(add_to, place) for place in places], only=is_one)
+
+
+def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
+    """Makes results of sums and stores them."""
+    *added, first = refs
+    tokens, height = sizes.tokens, sizes.tuning.rows
+    t.synchronize()
+    for number, row, token, is_one in _quads(t, sizes):
+        tile = row // ROWS
+        begin = t.minimum(tile * ROWS, max(0, height - ROWS))
+        place = (tile * ROWS + row - begin) * tokens + token
+        y = t.load4(sums, place)
+        if sizes.parts == 2:
+            part = len(sizes.tiles) * ROWS * tokens
+            of_up = t.load4(sums, place + part)
+            squares = [t.load(sums, (token + i) * tokens + (token + i) + 2 * part) for i in range(4)]
+            scales = [t.inverse_root(square * (1.0 / sizes.columns) + sizes.eps) for square in squares]
+            pairs = ((gate * scale, up * scale) for gate, up, scale in zip(y, of_up, scales, strict=True))
+            y = [threads.silu(t, gate) * up for gate, up in pairs]
+        if added:
+            y = [a + b for a, b in zip(y, t.load4(added[0], number * 4), strict=True)]
+        for i, value in enumerate(y):
+            is_there = t.where(is_one, token + i, t.constant(sizes.rows)) < sizes.rows
+            where = t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row)
+            t.store(out, where, value, only=is_there)
+    t.synchronize()
+
+
+class _Body:
+    """The kernel's body, static facts and references as attributes."""
+
+    def __init__(self, sizes: _Sizes, interpret: bool) -> None:
+        self.sizes, self.interpret = sizes, interpret
+
+    def __call__(self, *refs: Ref, **scratch: Ref) -> None:
+        self.x, self.w, *others, self.out = refs
+        self.add_to = others[0] if self.sizes.adds else None
+        self.s = scratch
+        self.block = lax.axis_index("block")
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == 0)(self._load)
+        pl.when(warpgroup == 1)(self._consume)
+
+    def _first(self, turn: Any) -> jax.Array:
+        """The first result of a pass. The last block's last ones are perhaps some that it or others have, too."""
+        tuning = self.sizes.tuning
+        first = (self.block * tuning.passes + turn) * tuning.rows
+        return pl.multiple_of(lax.min(first, self.sizes.outputs - tuning.rows), EIGHT)
+
+    def _x_rows(self, slot: jax.Array, subtile: int, count: int) -> Any:
+        """Rows of x's ring that have 64 columns of a step."""
+        return pl.ds(pl.multiple_of((slot * self.sizes.subtiles + subtile) * self.sizes.tokens, EIGHT), count)
+
+    # The loader's warpgroup.
+
+    def _load(self) -> None:
+        sizes, tuning = self.sizes, self.sizes.tuning
+        height = tuning.rows
+        x_smem = self.s["x_smem"][0 if self.interpret else 1]
+
+        def fetch(now: jax.Array, _: None) -> None:
+            slot, turn = lax.rem(now, tuning.stages), lax.div(now, sizes.steps)
+            column = pl.multiple_of(lax.rem(now, sizes.steps) * tuning.tile_k, tuning.tile_k)
+            full = self.s["full"].at[slot]
+            pl.when(now >= tuning.stages)(lambda: plgpu.barrier_wait(self.s["empty"].at[slot]))
+            for part in range(sizes.parts):
+                row = pl.multiple_of(self._first(turn) + part * sizes.outputs, EIGHT)
+                source = self.w.at[pl.ds(row, height), pl.ds(column, tuning.tile_k)]
+                begin = slot * (sizes.parts * height) + part * height
+                target = self.s["w_smem"].at[pl.ds(pl.multiple_of(begin, EIGHT), height)]
+                l2_policy.load_to_leave(source, target, full, interpret=self.interpret)
+            for subtile in range(sizes.subtiles):
+                # A beginning that is not known to be 0: rows behind the last one, which are zeros then, are asked for.
+                source = self.x.at[pl.ds(slot * 0, sizes.tokens), pl.ds(column + subtile * DEPTH, DEPTH)]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[self._x_rows(slot, subtile, sizes.tokens)], full)
+
+        lax.fori_loop(0, sizes.steps * tuning.passes, fetch, None)
+
+    # The consumer's warpgroup.
+
+    def _consume(self) -> None:
+        lax.fori_loop(0, self.sizes.tuning.passes, self._pass, None)
+
+    def _pass(self, turn: jax.Array, _: None) -> None:
+        sizes = self.sizes
+        first = self._first(turn)
+        if sizes.adds:
+            keep = functools.partial(_keep_added, sizes=sizes)
+            threads.run(keep, self.add_to, self.s["added"], first, interpret=self.interpret)
+        shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
+        sums = pl.run_scoped(functools.partial(self._accumulate, turn), *shapes)
+        for number, tile in enumerate(sums):
+            self.s["sums"][pl.ds(number * ROWS, ROWS)] = tile
+        added = [self.s["added"]] if sizes.adds else []
+        finish = functools.partial(_finish, sizes=sizes)
+        threads.run(finish, self.out, self.s["sums"], *added, first, interpret=self.interpret)
+
+    def _accumulate(self, turn: jax.Array, *accs: Ref) -> tuple[jax.Array, ...]:
+        """The sums of a pass, tile by tile of each part of W, and behind them those of x · xᵀ."""
+        sizes, tuning = self.sizes, self.sizes.tuning
+        w_smem, x_smem = self.s["w_smem"], self.s["x_smem"][0]
+        total = sizes.steps * tuning.passes
+
+        def step(k: jax.Array, _: None) -> None:
+            now = turn * sizes.steps + k
+            slot = lax.rem(now, tuning.stages)
+            plgpu.barrier_wait(self.s["full"].at[slot])
+            for subtile in range(sizes.subtiles):
+                x = x_smem.at[self._x_rows(slot, subtile, sizes.tokens)].transpose((1, 0))
+                firsts = [part * tuning.rows + tile for part in range(sizes.parts) for tile in sizes.tiles]
+                for acc, first in zip(accs, firsts, strict=False):
+                    row = pl.multiple_of(slot * (sizes.parts * tuning.rows) + first, EIGHT)
+                    plgpu.wgmma(acc, w_smem.at[pl.ds(row, ROWS), pl.ds(subtile * DEPTH, DEPTH)], x)
+                if sizes.parts == 2:
+                    plgpu.wgmma(accs[-1], x_smem.at[self._x_rows(slot, subtile, ROWS)], x)
+            plgpu.wgmma_wait(0)
+            pl.when(now + tuning.stages < total)(lambda: plgpu.barrier_arrive(self.s["empty"].at[slot]))
+
+        lax.fori_loop(0, sizes.steps, step, None)
+        return tuple(acc[...] for acc in accs)
+
+
+def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, sizes: _Sizes, interpret: Any) -> jax.Array:
+    """[rows, outputs] of x [rows, columns]."""
+    tuning, tokens, interprets = sizes.tuning, sizes.tokens, interpret is not None
+    step_rows = tuning.rows * sizes.parts
+    spare = max(0, ROWS - tuning.rows)  # behind the last tile, where tiles are of fewer rows than are multiplied
+    x_rows = tuning.stages * sizes.subtiles * tokens + (ROWS - tokens if sizes.parts == 2 else 0)
+    of_x = [plgpu.SMEM((x_rows, DEPTH), x.dtype, transforms=how) for how in (swizzled(), swizzled()[1:])]
+    copies = sizes.parts + sizes.subtiles
+    scratch: dict[str, Any] = {
+        "w_smem": plgpu.SMEM((tuning.stages * step_rows + spare, tuning.tile_k), w.dtype, transforms=swizzled()),
+        "x_smem": plgpu.RefUnion(*of_x),
+        "sums": plgpu.SMEM((sizes.sum_rows, tokens), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
+        "empty": plgpu.Barrier(num_barriers=tuning.stages),
+    }
+    operands: list[Any] = [x, w]
+    if sizes.adds:
+        scratch["added"] = plgpu.SMEM((tuning.rows, tokens), jnp.float32)
+        operands.append(add_to)
+    return plgpu.kernel(
+        _Body(sizes, interprets),
+        out_type=jax.ShapeDtypeStruct((sizes.rows, sizes.outputs), out),
+        grid=(tuning.blocks(sizes.outputs),),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=threads.compiler_params(),
+        interpret=interpret,
+        kernel_name="few_rows" if sizes.parts == 1 else "few_rows_swiglu",
+    )(*operands)
+
+
+# ------------------------------------------------------------------------------------------------------------ wrapper
+
+
+def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
+    rows, columns = x.size // x.shape[-1], x.shape[-1]
+    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype or w.ndim != 2 or not 0 < rows <= MOST_ROWS:
+        return False
+    try:
+        default_tuning(rows, w.shape[0] // parts, columns, parts)
+    except ValueError:
+        return False
+    return w.shape[0] % parts == 0
+
+
+def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
+    """True for products that the kernel computes: bfloat16, up to `MOST_ROWS` of x, results in bfloat16 or float32."""
+    result = jnp.dtype(x.dtype if out is None else out)
+    fits = result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
+    return fits and _supports_sizes(x, w, 1)
+
+
+def supports_swiglu_product(x: jax.Array, w: jax.Array, eps: float) -> bool:
+    """True for products with SwiGLU that the kernel computes: bfloat16, up to `MOST_ROWS` of x."""
+    return _supports_sizes(x, w, 2)
+
+
+@functools.partial(jax.jit, static_argnames=("out", "tuning", "interpret"))
+def product_mosaic(
+    x: Float[Array, "*shape I"],
+    w: Float[Array, "O I"],
+    *,
+    add_to: Float[Array, "*shape O"] | None = None,
+    out: Any = None,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "*shape O"]:
+    """Computes `few_row_product` by the kernel, rounding once, `add_to` included.
+
+    A jit of its own, so that a model's layers trace and lower the kernel once. `interpret` is
+    `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    result = jnp.dtype(x.dtype if out is None else out)
+    outputs = w.shape[0]
+    flat = None if add_to is None else add_to.reshape(-1, outputs)
+    return _run(x, w, flat, result, outputs, 1, 0.0, tuning, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "tuning", "interpret"))
+def swiglu_product_mosaic(
+    x: Float[Array, "*shape I"],
+    w: Float[Array, "FF I"],
+    eps: float,
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "*shape F"]:
+    """Computes `few_row_swiglu` by the kernel, rounding once; a jit of its own like `product_mosaic`."""
+    return _run(x, w, None, x.dtype, w.shape[0] // 2, 2, eps, tuning, interpret)
+
+
+def _run(
+    x: jax.Array,
+    w: jax.Array,
+    add_to: jax.Array | None,
+    result: Any,
+    outputs: int,
+    parts: int,
+    eps: float,
+    tuning: Tuning | None,
+    interpret: Any,
+) -> jax.Array:
+    *shape, columns = x.shape
+    flat = x.reshape(-1, columns)
+    rows = flat.shape[0]
+    if tuning is None:
+        tuning = default_tuning(rows, outputs, columns, parts)
+    reason = objection(tuning, rows, outputs, columns, parts)
+    if reason:
+        raise ValueError(f"{tuning}: {reason}")
+    sizes = _Sizes(rows, outputs, columns, parts, eps, add_to is not None, tuning)
+    return _launch(flat, w, add_to, result, sizes, interpret).reshape(*shape, outputs)
+
+
+few_row_product = Op(product_reference)
+few_row_product.register(Kernel("sm90", product_mosaic, supports_product))
+few_row_swiglu = Op(swiglu_product_reference)
+few_row_swiglu.register(Kernel("sm90", swiglu_product_mosaic, supports_swiglu_product))

@@ -1,0 +1,94 @@
+"""The static side of products of few rows: which sizes `skinny_gemm.py` takes, and how blocks divide them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smcjax.device import HOPPER
+
+ROWS = 64  # of W that the tensor cores multiply at once
+DEPTH = 64  # columns of W and x that one product takes: 128 bytes, as they are swizzled
+EIGHT = 8  # rows that shared memory keeps together
+BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
+# What an H200 was fastest with (docs/kernels.md): deeper rings take from other blocks, narrower tiles wait more often.
+MOST_OF_W = 128  # rows of W a step
+WIDEST = 256  # columns a step
+TILE_BYTES = 32 << 10  # of W a step
+STAGES = 4  # of the ring, or more where tiles are small
+IN_FLIGHT = 64 << 10  # bytes of W that a block then asks for ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Static choices of the kernel."""
+
+    rows: int  # results a block has at once: rows of W, with SwiGLU half of them
+    tile_k: int  # columns a step
+    stages: int  # depth of the ring, in steps
+    passes: int = 1  # times that a block goes over the columns, for other rows each
+
+    def blocks(self, outputs: int) -> int:
+        """Blocks along W's rows."""
+        return -(-outputs // (self.rows * self.passes))
+
+
+def tiles_of(rows: int) -> tuple[int, ...]:
+    """First rows of the tiles of 64 that cover as many: the last may begin early, one alone may end late."""
+    return tuple(min(first, max(0, rows - ROWS)) for first in range(0, rows, ROWS))
+
+
+def padded(rows: int) -> int:
+    """Rows of x that are multiplied."""
+    return EIGHT * -(-rows // EIGHT)
+
+
+def shared_memory(tuning: Tuning, rows: int, parts: int) -> int:
+    """Bytes a block."""
+    tokens = padded(rows)
+    w = (tuning.stages * tuning.rows * parts + ROWS) * tuning.tile_k * 2
+    x = (tuning.stages * tuning.tile_k // DEPTH * tokens + ROWS) * DEPTH * 2
+    sums = (parts * len(tiles_of(tuning.rows)) + parts - 1) * ROWS * tokens * 4
+    return w + x + sums + tuning.rows * tokens * 4 + BESIDE
+
+
+def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int = 1) -> str | None:
+    """Why a tuning does not apply to these sizes, as `default_tuning` names them, if it does not."""
+    if tuning.rows % EIGHT or not 0 < tuning.rows <= outputs:
+        return f"{tuning.rows} rows are no multiple of {EIGHT} up to {outputs}"
+    if outputs % EIGHT:
+        return f"{outputs} outputs are no multiple of {EIGHT}"
+    if tuning.rows * parts > 2 * MOST_OF_W:
+        return f"{tuning.rows * parts} rows of W are more than {2 * MOST_OF_W}"
+    if tuning.tile_k % DEPTH or columns % tuning.tile_k:
+        return f"{columns} columns are no multiple of {tuning.tile_k}"
+    if tuning.blocks(outputs) > HOPPER.multiprocessors:
+        return f"{tuning.blocks(outputs)} blocks do not run at the same time"
+    if shared_memory(tuning, rows, parts) > HOPPER.shared_memory:
+        return f"{shared_memory(tuning, rows, parts)} bytes of shared memory"
+    return None
+
+
+def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tuning:
+    """The tuning by which blocks have equal shares of W's rows, and tiles as wide as fit.
+
+    Args:
+        rows: of x.
+        outputs: results of each of these rows.
+        columns: of W and x.
+        parts: rows of W that make a result: 1, or 2 with SwiGLU.
+
+    Raises:
+        ValueError: if none applies.
+    """
+    share = -(-outputs // (EIGHT * HOPPER.multiprocessors))  # eights of rows a block
+    passes = -(-share * EIGHT * parts // MOST_OF_W)
+    height = EIGHT * -(-share // passes)
+    tile_k = WIDEST
+    while tile_k > DEPTH and (columns % tile_k or height * parts * tile_k * 2 > TILE_BYTES):
+        tile_k //= 2
+    stages = max(STAGES, IN_FLIGHT // (height * parts * tile_k * 2))
+    tuning = Tuning(height, tile_k, max(1, min(stages, columns // tile_k * passes)), passes)
+    reason = objection(tuning, rows, outputs, columns, parts)
+    if reason:
+        raise ValueError(f"no tuning for x [{rows}, {columns}] and {outputs} outputs: {reason}")
+    return tuning

@@ -1,0 +1,66 @@
+"""Private parts of JAX, for kernels: the only module that imports `jax._src` or changes what JAX does.
+
+JAX may move or drop any of it in a minor version. It was checked in JAX 0.11.2; the package takes JAX from 0.11.2 to
+before 0.13. Other MLIR bindings come from `jax.extend.mlir`, Mosaic's own from `jax.experimental.mosaic.gpu`.
+
+    llvm, nvvm        bindings of two MLIR dialects that `jax.extend.mlir` leaves out, for instructions that kernels
+                      write by themselves (`threads`, `tiles`, `l2_policy`)
+    after_lowering    a place in Mosaic's table of lowering rules, into which JAX offers no way, for instructions that
+                      carry a policy (`l2_policy`)
+
+Mosaic and the dialects take a second to import, which happens when a kernel first asks for something of them: on a CPU
+never.
+
+    pl, plgpu, mgpu, mu, fa Pallas, its Mosaic, Mosaic itself, and of that `utils` and `fragmented_array`
+    arith, vector           two dialects of MLIR that JAX does offer
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["after_lowering", "arith", "fa", "llvm", "mgpu", "mu", "nvvm", "pl", "plgpu", "vector"]
+
+
+class _Later(types.ModuleType):
+    """A module that is imported when something is first asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+if TYPE_CHECKING:
+    from jax._src.lib.mlir.dialects import llvm, nvvm
+    from jax.experimental import pallas as pl
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import dialect_lowering
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+    from jax.experimental.mosaic.gpu import utils as mu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.extend.mlir.dialects import arith, vector
+else:
+    arith, vector = _Later("jax.extend.mlir.dialects.arith"), _Later("jax.extend.mlir.dialects.vector")
+    llvm, nvvm = _Later("jaxlib.mlir.dialects.llvm"), _Later("jaxlib.mlir.dialects.nvvm")
+    mgpu = _Later("jax.experimental.mosaic.gpu")
+    dialect_lowering = _Later("jax.experimental.mosaic.gpu.dialect_lowering")
+    fa = _Later("jax.experimental.mosaic.gpu.fragmented_array")
+    mu = _Later("jax.experimental.mosaic.gpu.utils")
+    pl, plgpu = _Later("jax.experimental.pallas"), _Later("jax.experimental.pallas.mosaic_gpu")
+
+
+def after_lowering(name: str, change: Callable[[Any], None]) -> None:
+    """Calls `change(operation)` for every Mosaic operation `name`, in all kernels, when its own rule has lowered it.
+
+    The insertion point is then behind what the rule wrote. Raises KeyError where Mosaic has no such operation.
+    """
+    rule = dialect_lowering._lowerings[name]
+
+    def lowered(context: Any, operation: Any) -> Any:
+        results = rule(context, operation)
+        change(operation)
+        return results
+
+    dialect_lowering._lowerings[name] = lowered

@@ -1,0 +1,1 @@
+"""Kernels over the particles of a population: from log-weights to ESS and ancestors."""

@@ -1,0 +1,378 @@
+"""Compressed tokens made of stored keys and values and written to their pages, in one launch: Mosaic GPU (Hopper).
+
+    x_r = stored_r + position_r,  r < l                keys first rotated back by their own positions
+    hidden = silu(W₁ · vec(x) + b₁)                    φ = "mlp", by key-value head
+    pages[home] = rotate(W₂ · hidden + b₂)             keys alone rotated; φ = "linear": W · vec(x) in the place of both
+
+A forward bears few tokens, so that what takes time is W₁: [D, l·D] of each head. A cluster of up to eight blocks has
+one head's keys or values of up to eight tokens, and each block a part of the columns of W₁. Rows stream through shared
+memory from the first instruction on, while each lane gathers numbers of one token, and the tensor core multiplies what
+has come (`mosaic/tile_products.py`). Behind a barrier of the cluster each block adds up the parts of another token,
+does the rest of φ and writes. Clusters none of whose tokens is born read and write nothing, and what is not born is not
+written.
+
+Tokens and hidden numbers are f32, and each is multiplied as two of bfloat16, so that its first 16 bits count; weights
+are multiplied as they are. XLA's way, `smcjax.model.nsa_births`, does the same and is the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from smcjax.pallas.mosaic import threads
+from smcjax.pallas.mosaic.compat import pl, plgpu
+from smcjax.pallas.mosaic.thread_tiles import prefetch
+from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, WARPS, Ref, Threads, Word
+from smcjax.pallas.mosaic.tile_products import (
+    CHUNK,
+    NEAR,
+    ROWS,
+    STAGE,
+    VECTORS,
+    Factor,
+    Stages,
+    factor,
+    own_columns,
+    own_vector,
+    tile_products,
+)
+
+MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
+KINDS = ("mlp", "linear")
+MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
+LEAST_COLUMNS = CHUNK * WARPS  # of a block
+STAGES = 4  # at most: two blocks find room on a multiprocessor
+SECTOR = 16  # numbers of bfloat16 that the L2 asks for at once
+PADDING = 4  # words behind a vector's sums, so that lanes store to other banks
+
+Pair = tuple[jax.Array, jax.Array]
+Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]  # cosines and sines, f32
+
+
+class Births(NamedTuple):
+    """N tokens that a forward may bear; the same numbers in every layer of equal rotation, so XLA has them once."""
+
+    covered: Int[Array, "N l"]  # page · B + slot of each position that a token stands for
+    home: Int[Array, " N"]  # page · B/d + slot of the token itself
+    is_born: Bool[Array, " N"]  # what is not born is not written
+    turned: Angles | None  # of covered positions [N, l], where stored keys are rotated and are to be rotated back
+    begins: Angles | None  # [N], by which made keys are rotated
+
+
+class Sizes(NamedTuple):
+    """Sizes of a launch."""
+
+    number: int  # N
+    size: int  # l
+    heads: int  # Hkv
+    dim: int  # D
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster, which have the columns of W₁ between them."""
+        return math.gcd(MOST_BLOCKS, self.size * self.dim // LEAST_COLUMNS)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.size * self.dim // self.blocks
+
+    @property
+    def stages(self) -> int:
+        """Units of `tile_products` that a block waits for together."""
+        return min(STAGES, -(-self.dim // (NEAR * ROWS)) * -(-self.columns // (NEAR * LEAST_COLUMNS)))
+
+
+def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
+    """True where the kernels take N = `number` births: φ a product, heads of 64 or 128, all arrays bfloat16.
+
+    `pools` are pages of stored and of compressed keys and values.
+    """
+    if phi not in KINDS or not 0 < number <= MOST_BIRTHS:
+        return False
+    _, size, dim = weights["position_k"].shape
+    arrays = (*pools, *weights.values())
+    return (
+        dim in (64, 128)
+        and size * dim % LEAST_COLUMNS == 0
+        and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
+    )
+
+
+class Place(NamedTuple):
+    """The work of a block: keys or values of one head and of some tokens, by a part of the columns of W₁."""
+
+    first: Word  # of its cluster's tokens
+    head: Word
+    block: Word  # in its cluster
+
+
+def _products(
+    t: Threads,
+    pool: Ref,  # [P, B, Hkv, D] bf16 GMEM, as all that follow
+    position: Ref,  # [Hkv, l, D] bf16
+    weights: Ref,  # [Hkv, D, l·D] bf16
+    covered: Ref,  # [N, l] int32
+    *refs: Ref,  # where keys are rotated back: cosines, sines [N, l, D/2] f32; SMEM: stages of `tile_products`
+    place: Place,
+    sizes: Sizes,
+) -> list[list[Word]]:
+    """Sums over a warp's columns of W₁ times eight tokens, as `tile_products` leaves them, for `_sum_up`.
+
+    The tokens are the first of the cluster's and those behind it.
+    """
+    *turned, stages = refs
+    (number, size, heads, dim), of_warp = sizes, sizes.columns // WARPS
+    group, lane = own_vector(t), own_columns(t)
+    token = t.minimum(place.first + group, number - 1) * size
+    begin = place.block * sizes.columns + t.index // WARP * of_warp
+    length = math.gcd(of_warp, dim)
+    runs = [begin + start for start in range(0, of_warp, length)]  # each within one position
+    sources = [t.load(covered, token + run // dim) for run in runs]
+    origin = (place.head * dim + group * 4) * (size * dim) + begin + lane
+
+    def offset(tile: int, half: int, chunk: int) -> int:
+        # Of 32 rows a lane's four are neighbours, for whose sums it has one store a vector.
+        return (tile // 2 * 32 + tile % 2 * 2 + half) * size * dim + chunk * CHUNK
+
+    def factors() -> list[Factor]:
+        asked = []
+        for run, source in zip(runs, sources, strict=True):
+            at, ds = run // dim, [run % dim + (lane + chunk) for chunk in range(0, length, CHUNK)]
+            stored, rotations = (source * heads + place.head) * dim, (token + at) * (dim // 2)
+            numbers = _unturned(t, pool, turned, stored, rotations, ds, dim)
+            asked.append((numbers, [t.load8(position, (place.head * size + at) * dim + d) for d in ds]))
+        return [
+            factor(t, [a + b for a, b in zip(x, more, strict=True)])
+            for numbers, added in asked
+            for x, more in zip(numbers(), added, strict=True)
+        ]
+
+    shape = {"tiles": dim // ROWS, "chunks": of_warp // CHUNK}
+    return tile_products(t, weights, origin, offset, factors, **shape, stages=Stages(stages, sizes.stages))
+
+
+def _unturned(
+    t: Threads, pool: Ref, turned: Sequence[Ref], stored: Word, rotations: Word, ds: list[Word], dim: int
+) -> Callable[[], list[list[Word]]]:
+    """Asks for numbers of what is stored; the result waits for them, and rotates them back where they are to be.
+
+    They are eight from each of `ds` on at `stored` in the pool; `rotations` is where their position's cosines and sines
+    begin. Where `ds` are a lane's of a whole position, what they are rotated with is among them.
+    """
+    half, found = dim // 2, [t.load8(pool, stored + d) for d in ds]
+    if not turned:
+        return lambda: found
+    is_whole = len(ds) * CHUNK == dim
+    count = len(ds) // 2 if is_whole else len(ds)  # of angles, which are alike in both halves
+    others = found[count:] + found[:count] if is_whole else [t.load8(pool, stored + (d + half) % dim) for d in ds]
+    places = [rotations + d % half for d in ds[:count]]
+    angles = [[t.load4(ref, place) + t.load4(ref, place + 4) for ref in turned] for place in places]
+
+    def rotated() -> list[list[Word]]:
+        result = []
+        for i, (d, x, other) in enumerate(zip(ds, found, others, strict=True)):
+            cos, sin = angles[i % count]
+            signed = [t.where(d < half, one, t.constant(0.0) - one) for one in sin]
+            result.append([t.multiply_add(b, s, a * c) for a, b, c, s in zip(x, other, cos, signed, strict=True)])
+        return result
+
+    return rotated
+
+
+def _sum_up(t: Threads, made: list[list[Word]], parts: Ref, sums: Ref, place: Place, sizes: Sizes) -> None:
+    """Adds up what the block's warps have made, in shared memory `sums`, and leaves it in `parts`."""
+    number, _, heads, dim = sizes
+    stride = dim + PADDING
+    for tile in range(0, dim // ROWS, 2):
+        for vector in range(2):
+            line = t.index // WARP * VECTORS + t.index % 4 * 2 + vector
+            four = [made[tile + i // 2][i % 2 * 2 + vector] for i in range(4)]
+            t.store4(sums, line * stride + (own_vector(t) * 4 + tile * ROWS), four)
+    t.synchronize()
+    for turn in range(VECTORS * dim // WARPGROUP):
+        index = t.index + turn * WARPGROUP
+        vector, output = index // dim, index % dim
+        terms = [t.load(sums, (vector + VECTORS * i) * stride + output) for i in range(WARPS)]
+        token = place.first + vector
+        there = ((token * heads + place.head) * sizes.blocks + place.block) * dim + output
+        t.store(parts, there, functools.reduce(lambda a, b: a + b, terms), only=token < number)
+
+
+def _prefetch(t: Threads, bias: Ref, weights: Ref, out_bias: Ref, place: Place, sizes: Sizes) -> None:
+    """Asks for the block's share of a head's W₂ and for both biases, so that they are in the L2 when parts are."""
+    dim = sizes.dim
+    for ref in (bias, out_bias):
+        prefetch(t, ref, place.head * dim + t.index % dim)
+    of_block = dim * dim // sizes.blocks
+    for start in range(0, of_block, SECTOR * WARPGROUP):
+        share = t.minimum(t.index * SECTOR + start, of_block - 1)
+        prefetch(t, weights, place.head * (dim * dim) + place.block * of_block + share)
+
+
+def _conclude(
+    t: Threads,
+    parts: Ref,  # [N, Hkv, blocks, D] f32 GMEM, as all but the last two
+    pages: Ref,  # [P, B/d, Hkv, D] bf16
+    is_born: Ref,  # [N] int32
+    homes: Ref,  # [N] int32
+    *refs: Ref,  # of an MLP: b₁ [Hkv, D], W₂ [Hkv, D, D], b₂ [Hkv, D] bf16; where keys are rotated: cosines, sines
+    # [N, D/2] f32; SMEM: [D] f32, [D] f32
+    token: Word,
+    head: Word,
+    rotates: bool,
+    sizes: Sizes,
+    ready: Callable[[], None],
+) -> None:
+    """Makes one token's numbers of one head of their parts, and writes them if it is born.
+
+    All that does not wait for the parts is asked for first, then `ready` waits for them.
+    """
+    *others, hidden, made = refs
+    angles, mlp = (others[-2:], others[:-2]) if rotates else ([], others)
+    number, _, heads, dim = sizes
+    half, output, birth = dim // 2, t.index % dim, t.minimum(token, number - 1)
+    opposite = (output + half) % dim
+    there, home = t.load(is_born, birth) != 0, t.load(homes, birth)
+    turned = [t.load(ref, birth * half + output % half) for ref in angles]
+    begin = (birth * heads + head) * (sizes.blocks * dim) + output
+
+    def total() -> Word:
+        ready()
+        terms = [t.load(parts, begin + block * dim) for block in range(sizes.blocks)]
+        return functools.reduce(lambda a, b: a + b, terms)
+
+    if mlp:
+        bias, weights, out_bias = mlp
+        added = t.load(bias, head * dim + output)
+        out_added = [t.load(out_bias, head * dim + at) for at in (output, opposite)]
+        of_warp = dim // WARPS
+        first = t.index // WARP * of_warp + own_vector(t)
+        at = (head * dim + first) * dim + own_columns(t)
+
+        def offset(tile: int, half: int, chunk: int) -> int:
+            return (tile * ROWS + half * (ROWS // 2)) * dim + chunk * CHUNK
+
+        def factors() -> list[Factor]:
+            x = total() + added
+            t.store(hidden, output, threads.silu(t, x))
+            t.synchronize()
+            begins = [own_columns(t) + chunk * CHUNK for chunk in range(dim // CHUNK)]
+            return [factor(t, t.load4(hidden, at) + t.load4(hidden, at + 4)) for at in begins]
+
+        sums = tile_products(t, weights, at, offset, factors, tiles=of_warp // ROWS, chunks=dim // CHUNK)
+        for tile, (upper, _, lower, _) in enumerate(sums):  # all vectors are the one
+            t.store(made, first + tile * ROWS, upper)
+            t.store(made, first + (tile * ROWS + ROWS // 2), lower)
+        t.synchronize()
+        x, other = (t.load(made, at) + bias for at, bias in zip((output, opposite), out_added, strict=True))
+    else:
+        x = total()
+        t.store(made, output, x)
+        t.synchronize()
+        other = t.load(made, opposite)
+    if angles:
+        cos, sin = turned
+        x = x * cos + other * t.where(output < half, t.constant(0.0) - sin, sin)
+    t.store(pages, (home * heads + head) * dim + output, x, only=there & (token < number))
+
+
+@functools.partial(jax.jit, static_argnames=("phi", "interpret"))
+def bear(
+    phi: str,
+    weights: Mapping[str, jax.Array],
+    stored: Pair,
+    compressed: Pair,
+    births: Births,
+    *,
+    interpret: Any = None,
+) -> tuple[Float[Array, "P per_page Hkv D"], Float[Array, "P per_page Hkv D"]]:
+    """Returns pages of compressed keys and values with the tokens that are born written, in place.
+
+    For what `supports_births` accepts. A jit of its own, so that a model's layers trace and lower the kernels once.
+
+    Args:
+        phi: "mlp" or "linear".
+        weights: φ's, as `smcjax.model.nsa_compression.compression_shapes` names them.
+        stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
+        compressed: pages of compressed ones, [P, B/d, Hkv, D].
+        births: what is born, of which, and where.
+        interpret: `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    number, size = births.covered.shape
+    heads, dim = stored[0].shape[2:]
+    sizes, inside = Sizes(number, size, heads, dim), interpret is not None
+    chunks = -(-number // VECTORS)
+    is_born = births.is_born.astype(jnp.int32)
+    any_born = jnp.pad(is_born, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
+    first = "" if phi == "linear" else "_in"
+    names = () if phi == "linear" else ("in_bias", "out", "out_bias")
+    turned, begins = births.turned or (), births.begins or ()
+    # References, so that the kernel's results are its operands' buffers.
+    pages = [jax.new_ref(pool) for pool in compressed]
+    born = (is_born, births.home)
+    terms = []  # of keys and of values: what `_products` takes and what `_conclude` does
+    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (begins, ()), strict=True):
+        factors = (pool, weights[f"position_{of}"], weights[f"phi_{of}{first}"], births.covered, *back)
+        terms.append((factors, (page, *born, *(weights[f"phi_{of}_{name}"] for name in names), *onward)))
+    operands, tree = jax.tree.flatten(terms)
+
+    def body(
+        any_born: Ref, *refs: Ref, stages: Ref, sums: Ref, hidden: Ref, made: Ref, barrier: Ref | None = None
+    ) -> None:
+        *inputs, k_parts, v_parts = refs
+        chunk, of, head, block = (lax.axis_index(name) for name in ("chunk", "of", "head", "block"))
+        there, memory = any_born[chunk] > 0, (stages, sums, hidden, made)
+        given = zip(jax.tree.unflatten(tree, inputs), (k_parts, v_parts), strict=True)
+        for which, ((factors, rest), parts) in enumerate(given):
+
+            def program(t: Threads, *args: Any, count: int = len(factors), rotates: bool = which == 0) -> None:
+                *refs, stages, sums, hidden, made, first, head, block = args
+                place, (parts, *rest) = Place(first, head, block), refs[count:]
+                if phi == "mlp":
+                    bias, out, out_bias = rest[3:6]
+                    _prefetch(t, bias, out, out_bias, place, sizes)
+                sums_of_warp = _products(t, *refs[:count], stages, place=place, sizes=sizes)
+
+                def leave() -> None:
+                    _sum_up(t, sums_of_warp, parts, sums, place, sizes)
+                    threads.synchronize_cluster(t, barrier)
+
+                for turn in range(0, min(VECTORS, number), sizes.blocks):
+                    how = {"token": first + turn + block, "head": head, "rotates": rotates and bool(begins)}
+                    ready = leave if turn == 0 else t.synchronize  # before other numbers take the last ones' place
+                    _conclude(t, parts, *rest, hidden, made, **how, sizes=sizes, ready=ready)
+
+            # All blocks of a cluster come here or none does.
+            @pl.when(jnp.logical_and(there, of == which))
+            def _go(program: Any = program, given: tuple[Ref, ...] = (*factors, parts, *rest)) -> None:
+                threads.run(program, *given, *memory, chunk * VECTORS, head, block, interpret=inside)
+
+    part = jax.ShapeDtypeStruct((number, heads, sizes.blocks, dim), jnp.float32)
+    scratch: dict[str, Any] = {"stages": plgpu.SMEM((sizes.stages * STAGE,), jnp.bfloat16)}
+    scratch |= {"sums": plgpu.SMEM((WARPS * VECTORS * (dim + PADDING),), jnp.float32)}
+    scratch |= {name: plgpu.SMEM((dim,), jnp.float32) for name in ("hidden", "made")}
+    if inside:
+        scratch["barrier"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=1)
+    plgpu.kernel(
+        body,
+        out_type=(part, part),
+        grid=(chunks, 2, heads),
+        grid_names=("chunk", "of", "head"),
+        cluster=(sizes.blocks,),
+        cluster_names=("block",),
+        scratch_types=scratch,
+        compiler_params=threads.compiler_params(),
+        interpret=interpret,
+        kernel_name="compress",
+    )(any_born, *operands)
+    keys, values = (jax.freeze(page) for page in pages)
+    return keys, values

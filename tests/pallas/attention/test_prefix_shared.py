@@ -1,0 +1,457 @@
+"""The kernels that read what rows share once: interpreted, against the plain version; and lowered for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax import smc
+from smcjax.model.config import ModelConfig
+from smcjax.model.params import init_params
+from smcjax.pallas.attention.paged_attention import paged_attention, plan_sharing
+from smcjax.pallas.attention.prefix_plan import QUERIES, find_sharing
+from smcjax.pallas.attention.prefix_shared import (
+    padded,
+    shared_attention_mosaic,
+    supports,
+    supports_plan,
+)
+from smcjax.pallas.attention.reference import paged_attention_reference
+from smcjax.pallas.attention.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
+from smcjax.pallas.dispatch import implementations, uses_kernels
+from tests.helpers import Ask, batch
+
+INTERPRET = plgpu.InterpretGPUParams()
+Case = dict[str, jax.Array]
+
+# As one program each: their single operations would be compiled one by one.
+plan = jax.jit(find_sharing, static_argnames=("rows", "queries", "page_size", "chunk", "tiles"))
+reference = jax.jit(paged_attention_reference, static_argnames=("window", "scale"))
+
+
+def case(
+    lengths: list[int],
+    shared: list[int],
+    *,
+    rows: int,
+    columns: int = 1,
+    kv_heads: int = 1,
+    group: int = 4,
+    page_size: int = 16,
+    dim: int = 64,
+) -> tuple[Case, Case]:
+    """A family tree: row r names the first `shared[r]` pages of an earlier row of its group.
+
+    With NaN in all slots not in use, and with zeros there; where a table names nothing it names the trash page.
+    """
+    rng = np.random.default_rng(len(lengths) + columns + page_size)
+    count, width = len(lengths), -(-max(lengths) // page_size) + 2
+    table = 1 + rng.permutation(count * width).reshape(count, width)
+    for r in range(count):
+        if r % rows:
+            table[r, : shared[r]] = table[rng.integers(r - r % rows, r), : shared[r]]
+    shape = (count * width + 1, page_size, kv_heads, dim)
+    used = np.zeros(shape[:2], bool)
+    for r, length in enumerate(lengths):
+        slot = np.arange(length)
+        used[table[r, slot // page_size], slot % page_size] = True
+        table[r, -(-length // page_size) :] = 0
+    positions = np.maximum(np.array(lengths)[:, None] - columns + np.arange(columns), 0)
+    inputs = {
+        "q": jnp.asarray(rng.normal(size=(count, columns, kv_heads * group, dim)), jnp.bfloat16),
+        "block_table": jnp.asarray(table, jnp.int32),
+        "positions": jnp.asarray(positions, jnp.int32),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+    }
+    k, v = (rng.normal(size=shape) for _ in range(2))
+    mask = used[:, :, None, None]
+
+    def pages(values: np.ndarray, fill: float) -> jax.Array:
+        return jnp.asarray(np.where(mask, values, fill), jnp.bfloat16)
+
+    poisoned, clean = ({**inputs, "key_pages": pages(k, fill), "value_pages": pages(v, fill)} for fill in (np.nan, 0.0))
+    return poisoned, clean
+
+
+def want(clean: Case) -> np.ndarray:
+    inputs = {name: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else x for name, x in clean.items()}
+    return np.asarray(reference(**inputs))
+
+
+def check(poisoned: Case, clean: Case, *, rows: int, tuning: Tuning, chunk: int = 64) -> None:
+    """The kernels in bf16 on poisoned pages against the plain version in f32 on clean ones.
+
+    Weights, values and output round to bf16, 2⁻⁹ each relative to the largest value: four such roundings at most.
+    """
+    inputs = dict(poisoned)
+    table = inputs.pop("block_table")
+    _, columns, heads, _ = inputs["q"].shape
+    _, page_size, kv_heads, _ = inputs["key_pages"].shape
+    lengths = inputs["lengths"]
+    sharing = plan(
+        table,
+        lengths,
+        np.maximum(np.asarray(lengths) - columns, 0),
+        rows=rows,
+        queries=columns * padded(heads // kv_heads),
+        page_size=page_size,
+        chunk=chunk,
+        tiles=tuning.tiles,
+    )
+    got = shared_attention_mosaic(**inputs, sharing=sharing, tuning=tuning, interpret=INTERPRET)
+    assert got.dtype == jnp.bfloat16
+    got, expected = np.asarray(got, np.float32), want(clean)
+    assert np.isfinite(got).all()
+    live = np.asarray(lengths) > 0
+    np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())
+
+
+@pytest.mark.parametrize("group", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_two_warpgroups_in_turn(group: int) -> None:
+    """Two groups of unequal, finished and dead rows, two heads, shares, a ring that refills.
+
+    Units of the merge are of one row's heads, or of two or four rows.
+    """
+    poisoned, clean = case([200, 210, 70, 0], [9, 12, 9, 3], rows=2, kv_heads=2, group=group)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=2, stages=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_two_tiles(chunk: int) -> None:
+    """More queries than one warpgroup takes, of two rows that stand at different columns."""
+    poisoned, clean = case([450, 440], [27, 26], rows=2, columns=9, dim=128)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2, stages=2), chunk=chunk)
+
+
+@pytest.mark.slow
+def test_parts() -> None:
+    """Three tiles: one part of two, and one of one, whose tasks one warpgroup takes."""
+    poisoned, clean = case([150, 140, 150, 150], [9, 8, 8, 8], rows=4, columns=9)
+    check(poisoned, clean, rows=4, tuning=Tuning(splits=(2, 1), tiles=2, stages=2, last_tiles=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [(8, 64), (64, 64), (128, 64), (32, 128), (64, 128), (128, 128), (192, 128), (256, 128)],
+)
+def test_pages_and_chunks(page_size: int, chunk: int) -> None:
+    poisoned, clean = case([400, 410], [2, 2], rows=2, page_size=page_size)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), subs=1, stages=2), chunk=chunk)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(splits=(2,), stages=1), Tuning(splits=(2,), subs=3, stages=3)])
+def test_a_tuning_of_fewer_stages_or_more_turns_than_chunks_known_ahead(tuning: Tuning) -> None:
+    poisoned, clean = case([40, 40], [0, 1], rows=2)
+    with pytest.raises(ValueError, match="2 chunks are known before the others"):
+        check(poisoned, clean, rows=2, tuning=tuning)
+
+
+@pytest.mark.slow
+def test_nothing_shared_and_more_shares_than_tasks() -> None:
+    poisoned, clean = case([60, 70], [0, 0], rows=2)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(5,), subs=1, stages=2))
+
+
+@pytest.mark.slow
+def test_blocks_with_pieces_take_fewer_chunks() -> None:
+    """Nine chunks and pieces for one chunk of three blocks."""
+    poisoned, clean = case([620, 615], [38, 38], rows=2, columns=2)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(3,), subs=1, stages=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [37, 48])
+def test_many_queries_of_single_rows(columns: int) -> None:
+    """A chunk of prompts: one that begins, one further on whose queries fill their tiles or not, one absent."""
+    poisoned, clean = case([columns, 150, 0], [0, 0, 0], rows=1, columns=columns)
+    tuning = default_tuning(groups=3, queries=columns * 4, kv_heads=1, dim=64, chunk=64)
+    assert (tuning.tiles, tuning.warpgroups) == (3, 3)
+    check(poisoned, clean, rows=1, tuning=dataclasses.replace(tuning, splits=(2,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [3, 7])
+def test_heads_that_do_not_fill_a_tile(group: int) -> None:
+    """The kernel is right for 3 and 7 query heads per KV head, like in Llama 3.2 3B and Qwen 2.5 7B."""
+    poisoned, clean = case([150, 140], [9, 8], rows=2, columns=5, kv_heads=2, group=group)
+    check(poisoned, clean, rows=2, tuning=Tuning(splits=(2,), tiles=2 if group == 7 else 1, stages=2))
+
+
+@pytest.mark.slow
+def test_three_parts() -> None:
+    """Seven tiles of one row's queries: two parts of three, and one of one."""
+    poisoned, clean = case([230], [0], rows=1, columns=100)
+    tuning = default_tuning(groups=1, queries=400, kv_heads=8, dim=64, chunk=64)
+    assert tuning.last_tiles == 1
+    check(poisoned, clean, rows=1, tuning=dataclasses.replace(tuning, splits=(1, 2, 1)))
+
+
+REAL = [
+    {"T": 1},
+    {"T": 2},
+    {"T": 9, "D": 128},
+    {"T": 9, "D": 128, "R": 256},
+    {"T": 9, "D": 128, "N": 16},
+    {"T": 8, "D": 128, "H": 64, "N": 4},
+    {"T": 2, "H": 8},
+    {"T": 9, "H": 16, "D": 128},
+    {"T": 2, "B": 64},
+    {"T": 2, "B": 128, "N": 12},
+    {"T": 17, "D": 128, "M": 64},
+    {"T": 17, "D": 128, "N": 16},
+    {"T": 9, "D": 128, "H": 64, "M": 64},
+    {"T": 128, "D": 128, "N": 1},
+    {"T": 128, "N": 1, "R": 8, "M": 64},
+    {"T": 512, "D": 128, "H": 64, "N": 1},
+    {"T": 9, "D": 128, "H": 28, "Hkv": 4},
+]
+
+
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_lowers_for_cuda(shape: dict[str, int]) -> None:
+    """Plan and kernels through the wrappers: the real Mosaic lowering at the shapes of Llama 3, without a GPU."""
+    sizes = {"N": 8, "H": 32, "Hkv": 8, "D": 64, "B": 16, "P": 512, **shape}
+    sizes = {"R": sizes["N"], "M": 32768 // sizes["B"], **sizes}
+    if sizes["R"] % sizes["N"]:
+        sizes["R"] = sizes["N"]
+
+    def struct(dtype: Any, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([sizes[axis] for axis in axes], dtype)
+
+    def attend(q: Any, keys: Any, values: Any, table: Any, positions: Any, lengths: Any) -> jax.Array:
+        sharing = plan_sharing(
+            table,
+            lengths,
+            lengths - 9,
+            rows=sizes["N"],
+            columns=sizes["T"],
+            num_heads=sizes["H"],
+            num_kv_heads=sizes["Hkv"],
+            head_dim=sizes["D"],
+            page_size=sizes["B"],
+            dtype=q.dtype,
+        )
+        assert sharing is not None
+        return paged_attention(q, keys, values, table, positions, lengths, sharing=sharing)
+
+    arrays = (
+        struct(jnp.bfloat16, "R", "T", "H", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.bfloat16, "P", "B", "Hkv", "D"),
+        struct(jnp.int32, "R", "M"),
+        struct(jnp.int32, "R", "T"),
+        struct(jnp.int32, "R"),
+    )
+    with implementations("mosaic"):
+        text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "shared_attention_merge" in text
+    assert "L2::cache_hint" in text  # parts stay in the L2
+
+
+LLAMA = {
+    "rows": 8,
+    "columns": 9,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "page_size": 16,
+    "dtype": jnp.bfloat16,
+}
+
+
+def test_where_it_applies() -> None:
+    assert supports(**LLAMA)
+    assert supports(**{**LLAMA, "rows": 1, "columns": 512})
+    assert supports(**{**LLAMA, "rows": 1, "columns": 512, "num_heads": 64})
+    others: list[dict[str, Any]] = [
+        {"rows": 0},
+        {"rows": 32},
+        {"columns": 129},
+        {"num_heads": 12},
+        {"num_heads": 8 * 65},
+        {"head_dim": 96},
+        {"page_size": 1},
+        {"dtype": jnp.float32},
+    ]
+    assert not any(supports(**{**LLAMA, **other}) for other in others)
+
+
+def test_plans_are_made_where_they_pay() -> None:
+    """For wide tables and on request; a plan for T = 2 serves T = 1, one for another number of parts does not."""
+
+    def plan(width: int, implementation: str = "mosaic", **other: int) -> Any:
+        # Its shape only: nothing of a plan's making may run where there is no GPU.
+        make = functools.partial(plan_sharing, **{**LLAMA, **other})
+        rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+        with implementations(implementation):
+            return jax.eval_shape(make, jax.ShapeDtypeStruct((8, width), jnp.int32), rows, rows)
+
+    assert plan(64) is None
+    assert plan(256, rows=1) is None
+    assert plan(256, "xla") is None
+    verify = plan(256)
+    assert supports_plan(verify, columns=9, group=4)
+    assert not supports_plan(verify, columns=1, group=4)
+    draft = plan(256, columns=2, head_dim=64)
+    assert draft is not None
+    assert supports_plan(draft, columns=1, group=4)
+    assert not supports_plan(draft, columns=9, group=4)
+    for many in ({"columns": 17}, {"num_heads": 64}, {"columns": 128, "rows": 1}):  # that no other kernel takes
+        assert plan(64, **many) is not None
+
+
+def test_a_plan_serves_only_what_it_covers() -> None:
+    """One for the verify's queries is not used for one token's."""
+
+    def text(columns: int) -> str:
+        poisoned, _ = case([1500] * 8, [0] * 8, rows=8, columns=columns, kv_heads=8, dim=128)
+        poisoned["block_table"] = jnp.zeros((8, 256), jnp.int32)
+
+        def compute(table: jax.Array, lengths: jax.Array, **inputs: jax.Array) -> jax.Array:
+            sharing = plan_sharing(table, lengths, lengths, **LLAMA)
+            return paged_attention(**inputs, block_table=table, lengths=lengths, sharing=sharing)
+
+        with implementations("mosaic"):
+            traced = jax.jit(compute).trace(poisoned.pop("block_table"), poisoned.pop("lengths"), **poisoned)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "call @shared_attention_mosaic" in text(9)
+    assert "call @shared_attention_mosaic" not in text(1)
+
+
+@pytest.mark.parametrize("queries", [8, 64, 128, 144, 256, 288, 400, 576, 1024, 1088, 2048, 4096])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("groups", [1, 2, 32])
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_default_tuning_fits(queries: int, dim: int, groups: int, chunk: int) -> None:
+    """Parts cover the queries, shared memory of a block is at most 224 KiB and a little, the GPU is filled once.
+
+    Of more parts than that each has one share.
+    """
+    tuning = default_tuning(groups=groups, queries=queries, kv_heads=8, dim=dim, chunk=chunk)
+    assert tuning.tiles == tiles_of(queries)
+    assert len(tuning.splits) == -(-queries // (QUERIES * tuning.tiles)) == -(-queries // (QUERIES * 3))
+    assert tuning.stages >= 2
+    assert tuning.stages % tuning.subs == 0
+    assert tuning.stages * 2 * chunk * dim * 2 + tuning.warpgroups * QUERIES * dim * 2 <= 224 * 1024
+    if 8 * len(tuning.splits) > 132:
+        assert set(tuning.splits) == {1}
+    elif groups == 1:
+        assert 120 <= 8 * sum(tuning.splits) <= 132
+
+
+@pytest.mark.parametrize(("kv_heads", "shares"), [(1, MOST_SHARES), (2, MOST_SHARES), (4, 33), (8, 16)])
+def test_shares_of_a_head_are_few_enough_to_merge(kv_heads: int, shares: int) -> None:
+    for queries in (64, 288):
+        tuning = default_tuning(groups=1, queries=queries, kv_heads=kv_heads, dim=128, chunk=64)
+        assert sum(tuning.splits) == shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_model_len", "calls"), [(2048, 3), (512, 0)])
+def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None:
+    """Draft head, the loop of other drafts and verify; with narrow tables each row by itself."""
+
+    def model(dim: int) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=dim,
+            max_position_embeddings=max_model_len,
+        )
+
+    target, draft = model(128), model(64)
+    config = smc.SMC(n_particles=4, gamma=2)
+    program = smc.Program(config, target, draft, max_model_len, implementation="mosaic")
+    params = smc.PairParams(*(init_params(m, jax.random.key(0), jnp.bfloat16) for m in (target, draft)))
+    prompts, requests = batch([Ask((1, 2, 3), 16)], 64, max_model_len)
+
+    def cycle(params: smc.PairParams, prompts: jax.Array, requests: Any) -> tuple[smc.State, smc.Info]:
+        return smc.step(program, params, smc.init(program, params, prompts, requests))
+
+    with implementations("mosaic"):
+        traced = jax.jit(cycle).trace(params, prompts, requests)
+    assert str(traced.jaxpr).count("name=shared_attention_mosaic") == calls  # whose lowering the tests above see
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("columns", "dim", "of_a_head"),
+    [
+        (1, 64, 4),
+        (2, 64, 4),
+        (9, 128, 4),
+        (9, 64, 4),
+        (1, 64, 1),
+        (9, 128, 2),
+        (5, 128, 8),
+        (17, 128, 4),
+        (9, 128, 8),
+        (9, 128, 7),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_on_the_gpu(columns: int, dim: int, of_a_head: int, groups: int) -> None:
+    """A family tree, wide tables, unequal and dead rows."""
+    lengths = [1500, 1501, 1499, 1500, 700, 1500, 0, 64] * groups
+    shared = [0, 90, 93, 40, 43, 85, 20, 3] * groups
+    check_on_the_gpu(*case(lengths, shared, rows=8, columns=columns, kv_heads=8, group=of_a_head, dim=dim), rows=8)
+
+
+@pytest.mark.gpu
+def test_a_long_prompt_on_the_gpu() -> None:
+    """Blocks with more pieces take fewer chunks."""
+    lengths = [4137, 4139, 4140, 4141, 4100, 4137, 4137, 4144]
+    check_on_the_gpu(*case(lengths, [0, *[256] * 7], rows=8, columns=9, kv_heads=8, dim=128), rows=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [[128], [128, 1500, 0, 256, 131, 1408]], ids=str)
+def test_prompts_on_the_gpu(lengths: list[int], dim: int) -> None:
+    """A chunk of each."""
+    zeros = [0] * len(lengths)
+    check_on_the_gpu(*case(lengths, zeros, rows=1, columns=128, kv_heads=8, dim=dim), rows=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [4, 7, 8])
+def test_a_long_chunk_on_the_gpu(group: int) -> None:
+    check_on_the_gpu(*case([3000], [0], rows=1, columns=512, kv_heads=4, group=group, dim=128), rows=1)
+
+
+def check_on_the_gpu(poisoned: Case, clean: Case, *, rows: int) -> None:
+    """The compiled kernels through the wrappers, as `check`."""
+    assert uses_kernels()
+    _, columns, heads, dim = poisoned["q"].shape
+    table, lengths = poisoned["block_table"], poisoned["lengths"]
+    plan = functools.partial(
+        plan_sharing,
+        rows=rows,
+        columns=columns,
+        num_heads=heads,
+        num_kv_heads=poisoned["key_pages"].shape[2],
+        head_dim=dim,
+        page_size=poisoned["key_pages"].shape[1],
+        dtype=jnp.bfloat16,
+    )
+    sharing = jax.jit(plan)(table, lengths, jnp.maximum(lengths - columns, 0))
+    assert sharing is not None
+    got = np.asarray(jax.jit(paged_attention)(**poisoned, sharing=sharing), np.float32)
+    assert np.isfinite(got).all()
+    live = np.asarray(lengths) > 0
+    expected = want(clean)
+    np.testing.assert_allclose(got[live], expected[live], rtol=0, atol=4 * 2**-9 * np.abs(expected[live]).max())

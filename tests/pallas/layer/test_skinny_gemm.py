@@ -1,0 +1,224 @@
+"""Products of few rows: against float64, interpreted and on a GPU, and lowered for CUDA at the sizes of real models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smcjax.pallas.dispatch import implementations, uses_kernels
+from smcjax.pallas.layer.skinny_gemm import (
+    few_row_product,
+    few_row_swiglu,
+    product_mosaic,
+    product_reference,
+    swiglu_product_mosaic,
+    swiglu_product_reference,
+)
+from smcjax.pallas.layer.skinny_gemm_tuning import Tuning, default_tuning, objection, tiles_of
+
+EPS = 1e-5
+INTERPRETED = plgpu.InterpretGPUParams()
+LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+
+
+def operands(rows: int, outputs: int, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, W and what the product is added to; sums are of the order of x, which differs from row to row."""
+    keys = jax.random.split(jax.random.key(outputs + columns), 3)
+    x = jax.random.normal(keys[0], (rows, columns), jnp.bfloat16) * (1 + jnp.arange(rows, dtype=jnp.bfloat16))[:, None]
+    w = jax.random.normal(keys[1], (outputs, columns), jnp.bfloat16) * columns**-0.5
+    return x, w, jax.random.normal(keys[2], (rows, outputs), jnp.bfloat16)
+
+
+def exact(x: jax.Array, w: jax.Array, add_to: jax.Array | None = None) -> np.ndarray:
+    y = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    return y if add_to is None else y + np.asarray(add_to, np.float64)
+
+
+def exact_swiglu(x: jax.Array, w: jax.Array) -> np.ndarray:
+    scale = 1 / np.sqrt((np.asarray(x, np.float64) ** 2).mean(axis=-1, keepdims=True) + EPS)
+    gate, up = np.split(exact(x, w) * scale, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def check(got: jax.Array, want: np.ndarray, dtype: Any = jnp.bfloat16, of_row: float = 1e-5) -> None:
+    """One rounding to `dtype`, and what sums in f32 may miss: a part of the row's largest number."""
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    rounding = 2**-8 if dtype == jnp.bfloat16 else 0.0
+    atol = np.abs(want).max(axis=-1, keepdims=True) * of_row
+    difference = np.abs(np.asarray(got, np.float64) - want)
+    assert (difference <= rounding * np.abs(want) * 1.01 + atol).all(), (difference / (np.abs(want) + atol)).max()
+
+
+def test_references() -> None:
+    x, w, add_to = operands(3, 48, 96)
+    check(product_reference(x, w, out=jnp.float32), exact(x, w), jnp.float32)
+    check(product_reference(x, w, add_to=add_to), exact(x, w, add_to), of_row=2**-7)
+    check(swiglu_product_reference(x, w, EPS), exact_swiglu(x, w), of_row=2**-7)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 32])
+def test_every_number_of_rows(rows: int) -> None:
+    x, w, add_to = operands(rows, 64, 256)
+    got = product_mosaic(x, w, add_to=add_to, tuning=Tuning(32, 64, 3), interpret=INTERPRETED)
+    check(got, exact(x, w, add_to))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tuning"),
+    [
+        (32, Tuning(16, 128, 2)),  # fewer rows a block than are multiplied
+        (72, Tuning(32, 64, 2)),  # the last block begins early
+        (104, Tuning(104, 64, 2)),  # tiles that overlap
+        (88, Tuning(24, 64, 3, passes=2)),  # the ring goes on from pass to pass
+        (64, Tuning(32, 64, 1)),
+    ],
+    ids=str,
+)
+def test_rows_of_w_are_divided(outputs: int, tuning: Tuning) -> None:
+    x, w, _ = operands(9, outputs, 256)
+    check(product_mosaic(x, w, out=jnp.float32, tuning=tuning, interpret=INTERPRETED), exact(x, w), jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [5, 16, 27])
+@pytest.mark.parametrize("tuning", [Tuning(16, 64, 2), Tuning(24, 128, 2), Tuning(72, 64, 3)], ids=str)
+def test_swiglu(rows: int, tuning: Tuning) -> None:
+    x, w, _ = operands(rows, 2 * 72, 256)
+    check(swiglu_product_mosaic(x, w, EPS, tuning=tuning, interpret=INTERPRETED), exact_swiglu(x, w))
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    x, w, _ = operands(9, 64, 128)
+    got = swiglu_product_mosaic(x.at[2, 5].set(jnp.nan), w, EPS, tuning=Tuning(32, 64, 2), interpret=INTERPRETED)
+    assert jnp.isnan(got[2]).all()
+    others = jnp.arange(9) != 2
+    check(got[others], exact_swiglu(x, w)[np.asarray(others)])
+
+
+def test_a_column_that_is_left_out_shows() -> None:
+    """The control of all that stands above."""
+    x, w, _ = operands(9, 64, 256)
+    got = product_mosaic(x, w, tuning=Tuning(32, 64, 2), interpret=INTERPRETED)
+    with pytest.raises(AssertionError):
+        check(got, exact(x, w.at[5, 17].set(0)))
+
+
+def test_leading_axes_stay() -> None:
+    x, w, add_to = operands(6, 32, 128)
+    got = product_mosaic(x.reshape(2, 3, 128), w, add_to=add_to.reshape(2, 3, 32), interpret=INTERPRETED)
+    check(got.reshape(6, 32), exact(x, w, add_to))
+
+
+# ------------------------------------------------------------------------------------------------------------- tuning
+
+
+@pytest.mark.parametrize("rows", [8, 32, 64, 104, 112, 248])
+def test_tiles_cover_the_rows(rows: int) -> None:
+    tiles = tiles_of(rows)
+    assert {row for first in tiles for row in range(first, first + 64)} >= set(range(rows))
+    assert all(first % 8 == 0 and first + 64 <= max(rows, 64) for first in tiles)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16, 32])
+@pytest.mark.parametrize("name", LLAMA_8B)
+def test_blocks_have_equal_shares(name: str, rows: int) -> None:
+    """Each row of W is in one block, and 128 of 132 multiprocessors are at work, at an 8B model's sizes."""
+    outputs, columns = LLAMA_8B[name]
+    parts = 2 if name == "gate_up" else 1
+    tuning = default_tuning(rows, outputs // parts, columns, parts)
+    blocks = tuning.blocks(outputs // parts)
+    assert blocks == 128
+    assert blocks * tuning.rows * tuning.passes * parts == outputs
+    assert objection(tuning, rows, outputs // parts, columns, parts) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rows": 12}, "no multiple of 8"),
+        ({"rows": 264}, "more than 256"),
+        ({"tile_k": 192}, "columns"),
+        ({"rows": 8}, "at the same time"),
+        ({"stages": 40}, "shared memory"),
+    ],
+    ids=str,
+)
+def test_objections(change: dict[str, Any], why: str) -> None:
+    tuning = dataclasses.replace(default_tuning(9, 4096, 4096), **change)
+    reason = objection(tuning, 9, 4096, 4096)
+    assert reason is not None
+    assert why in reason
+
+
+def test_no_tuning_for_odd_sizes() -> None:
+    for outputs, columns, why in [(4092, 4096, "4092 outputs"), (4096, 4064, "4064 columns")]:
+        with pytest.raises(ValueError, match=why):
+            default_tuning(9, outputs, columns)
+    x, w, _ = operands(9, 64, 128)
+    with pytest.raises(ValueError, match="columns"):
+        product_mosaic(x, w, tuning=Tuning(32, 256, 2), interpret=INTERPRETED)
+
+
+# ----------------------------------------------------------------------------------------------------------- lowering
+
+
+def lowered(rows: int, outputs: int, columns: int, swiglu: bool, dtype: Any = jnp.bfloat16, how: str = "mosaic") -> str:
+    x, w, add_to = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, columns), (outputs, columns), (rows, outputs))
+    )
+    with implementations(how):
+        if swiglu:
+            traced = jax.jit(lambda x, w: few_row_swiglu(x, w, EPS)).trace(x, w)
+        else:
+            traced = jax.jit(lambda x, w, add_to: few_row_product(x, w, add_to=add_to)).trace(x, w, add_to)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("rows", [9, 32])
+@pytest.mark.parametrize("name", LLAMA_8B)
+def test_lowers_for_cuda(name: str, rows: int) -> None:
+    text = lowered(rows, *LLAMA_8B[name], swiglu=name == "gate_up")
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.pad" not in text
+    assert "stablehlo.dot_general" not in text
+
+
+def test_lowers_for_cuda_with_one_row() -> None:
+    assert lowered(1, 2048, 8192, swiglu=False).count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
+    for swiglu in (False, True):
+        assert "mosaic_gpu" not in lowered(9, 4096, 4096, swiglu, how="xla")
+        assert "mosaic_gpu" not in lowered(9, 4096, 4096, swiglu, dtype=jnp.float32)
+        assert "mosaic_gpu" not in lowered(33, 4096, 4096, swiglu)
+        assert "mosaic_gpu" not in lowered(9, 4096, 4080, swiglu)
+        assert "mosaic_gpu" not in lowered(9, 4092, 4096, swiglu)
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 27, 32])
+@pytest.mark.parametrize("name", [*LLAMA_8B, "odd"])
+def test_on_a_gpu(name: str, rows: int) -> None:
+    """The compiled kernel, chosen by the operation, and 200 times the same bits."""
+    assert uses_kernels()
+    outputs, columns = LLAMA_8B.get(name, (2 * 2376, 1536))
+    x, w, add_to = operands(rows, outputs, columns)
+    if name == "gate_up":
+        assert few_row_swiglu.kernel_for(x, w, EPS) is not None
+        run, want = jax.jit(lambda x, w, _: few_row_swiglu(x, w, EPS)), exact_swiglu(x, w)
+    else:
+        assert few_row_product.kernel_for(x, w, add_to=add_to) is not None
+        run, want = jax.jit(lambda x, w, add_to: few_row_product(x, w, add_to=add_to)), exact(x, w, add_to)
+    got = run(x, w, add_to)
+    assert all(bool(jnp.array_equal(got, run(x, w, add_to))) for _ in range(200))
+    check(got, want)
