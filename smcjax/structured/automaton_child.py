@@ -120,7 +120,7 @@ def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[
         if kind == "grammar":
             return grammar_automaton(text, depth, most_states)
         try:
-            return rules_automaton(rules_of_schema(json.loads(text)), depth, most_states)
+            return rules_automaton(rules_of_schema(json.loads(text), most_states), depth, most_states)
         except Refusal as refusal:
             raise type(refusal)(f"has a JSON schema that {refusal}") from None
     except RecursionError:

@@ -126,6 +126,18 @@ def _pruned(part: Part, productive: set[str]) -> Part:
     return part
 
 
+def weight_of_list(items: int, required: tuple[bool, ...]) -> int:
+    """The weight (`_Weights`) of a list, of its items' weight together and of which of them are required.
+
+    Behind each item, those are looked for that may come next: the optional ones up to a required one.
+    """
+    steps = following = 0
+    for is_required in reversed(required):
+        following = 1 if is_required else following + 1
+        steps += following
+    return max(items, 2 * steps // MOST_MEMBERS)
+
+
 class _Weights:
     """Numbers of states that automata of parts have at least, as a rule: what is far too large is not begun."""
 
@@ -143,8 +155,7 @@ class _Weights:
             return self.of(part.part) * max(part.least, part.most or 1)
         if isinstance(part, Listed):
             others = 0 if part.others is None else self.of(part.others) * max(part.least, part.most or 1)
-            optional = len(part.items) - sum(part.required)  # of which each is looked for behind each
-            return max(sum(map(self.of, part.items)) + others, optional**2 // MOST_MEMBERS)
+            return weight_of_list(sum(map(self.of, part.items)) + others, part.required)
         if isinstance(part, Reference):
             if part.name not in self._of_rule:
                 self._of_rule[part.name] = 0

@@ -15,15 +15,21 @@ import dataclasses
 from typing import Any
 
 from smcjax.plain import short
-from smcjax.structured.byte_automata import Refusal
+from smcjax.structured.byte_automata import Refusal, TooLarge
+from smcjax.structured.grammar import weight_of_list
 from smcjax.structured.json_texts import COMMA, Strings, array, element, literal, object_, pair
 from smcjax.structured.json_values import Alternative, Arrays, Nodes, Objects, Record, Values, key_of
 from smcjax.structured.parts import NOTHING, START, Choice, Listed, Part, Reference, Repeat, Sequence
 from smcjax.structured.schema_alternatives import Alternatives, key_of_nodes, schemas_within
 
+PAIR = 6  # states at least of a pair without its name: quotes, colon and spaces
 
-def rules_of_schema(schema: object) -> dict[str, Part]:
-    """The rules of a schema, `START` among them. Raises Refusal (the place, the keyword) for what cannot be kept."""
+
+def rules_of_schema(schema: object, most_states: int) -> dict[str, Part]:
+    """The rules of a schema, `START` among them. Raises Refusal (the place, the keyword) for what cannot be kept.
+
+    Raises TooLarge, before it reads them, for properties whose names alone show that there are more states.
+    """
     for part in schemas_within(schema):
         name = part.get("$id")
         if (
@@ -35,7 +41,7 @@ def rules_of_schema(schema: object) -> dict[str, Part]:
             raise Refusal(
                 f"has the $id {short(name)} within it, below which references mean another schema; leave it out"
             )
-    reader = _Writer(schema)
+    reader = _Writer(schema, most_states)
     reader.rules[START] = reader.part(((schema, "the schema"),))
     return reader.rules
 
@@ -43,8 +49,9 @@ def rules_of_schema(schema: object) -> dict[str, Part]:
 class _Writer(Alternatives):
     """Makes parts of one schema."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, most_states: int) -> None:
         super().__init__(root)
+        self._most = most_states
         self.rules: dict[str, Part] = {}
         self._names: dict[tuple[int, ...], str] = {}  # of rules, by the schemas that hold together in them
 
@@ -115,6 +122,7 @@ class _Writer(Alternatives):
     def _object(self, given: Objects) -> Part:
         names = [*given.properties, *(name for name in given.required if name not in given.properties)]
         required = set(given.required)
+        self._count_states(given, names, required)
         kept = {name: given.of(name) for name in names if self.may_be_named(given, name)}
         kept = {name: nodes for name, nodes in kept.items() if name in required or self.is_possible(nodes)}
         pairs = tuple(pair(literal(name), self.part(nodes)) for name, nodes in kept.items())
@@ -129,6 +137,13 @@ class _Writer(Alternatives):
         if most is not None and others is None and most >= len(pairs):
             most = None
         return object_(Listed(COMMA, pairs, tuple(name in required for name in kept), others, least, most))
+
+    def _count_states(self, given: Objects, names: list[str], required: set[str]) -> None:
+        """Refuses an object whose pairs would have too many states, before their values are read."""
+        said = [name for name in names if not any(schema is False for schema, _ in given.properties.get(name, ()))]
+        least = sum(len(name) + PAIR for name in said)
+        if weight_of_list(least, tuple(name in required for name in said)) > self._most:
+            raise TooLarge(f"has an automaton of over {self._most} states")
 
     def _others(self, given: Objects, names: set[str]) -> Part | None:
         """The pairs of properties that have no name of their own."""
