@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from smcjax.auto import Choice
 from smcjax.cli.failures import InputLineError, refuses
+from smcjax.cli.form_options import check_form
 from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.files import MIB
@@ -93,6 +94,7 @@ def _line(number: int, line: str, params: SamplingParams, decoding: Choice) -> L
     chosen = {field: value for field, value in asked.items() if field in FIELDS}
     own = dataclasses.replace(params, **chosen)
     decoding.check(dataclasses.replace(own, stop=None))
+    check_form(own)
     return Line(number, name, content, own)
 
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.parser import text
 from smcjax.cli.stdin import read_file
 from smcjax.files import MIB
 from smcjax.structured.response_format import GRAMMAR_DEPTH
 
+if TYPE_CHECKING:
+    from smcjax.engine.sampling_params import SamplingParams
+
 FILE_BYTES = 4 * MIB
 
 
 def add_form_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options, of which one may be given, and one beside --grammar."""
-    options = parser.add_argument_group("form of the answer (extra structured)")
+    options = parser.add_argument_group("form of the answer")
     group = options.add_mutually_exclusive_group()
     group.add_argument("--regex", type=text, metavar="REGEX", help="what the whole answer matches")
     group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of the schema in this file")
     group.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
     group.add_argument(
-        "--grammar", metavar="FILE", help="the answer is derived by the grammar in this file, Lark's notation or GBNF"
+        "--grammar",
+        metavar="FILE",
+        help="the answer is derived by the grammar in this file, Lark's notation or GBNF (extra structured)",
     )
     options.add_argument(
         "--max-depth", type=int, metavar="N", help=f"levels of nesting of --grammar (default: {GRAMMAR_DEPTH})"
@@ -54,3 +59,12 @@ def form_from(args: argparse.Namespace) -> dict[str, Any] | None:
     except RecursionError:
         raise ValueError(f"--json-schema {args.json_schema} is nested too deeply; flatten it.") from None
     return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def check_form(params: SamplingParams) -> None:
+    """Raises ValueError for a form that no model can keep: here, since a model takes its time to load."""
+    expression = params.expression
+    if expression is not None:
+        from smcjax.structured.automaton import check_expression  # NumPy, which `smcjax --help` has no need of
+
+        check_expression(expression)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from smcjax.auto import CHOICES, Choice
 from smcjax.cli.answers import Doubt, answer, summary
 from smcjax.cli.batch import answer_lines, read_lines, write_results
-from smcjax.cli.form_options import add_form_options, form_from
+from smcjax.cli.form_options import add_form_options, check_form, form_from
 from smcjax.cli.options import (
     add_decoding_options,
     add_model_options,
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     # Requests of a file have seeds that follow one another, unless they bring their own.
     seed = args.seed if args.input_file is None else None
     params = sampling_from(args, decoding, seed=seed, response_format=form_from(args))
+    check_form(params)
     check_models(args)
     if args.input_file is not None:
         return _run_lines(args, decoding, params)

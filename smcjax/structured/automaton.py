@@ -18,11 +18,14 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import numpy as np
 
+from smcjax.errors import extra_missing
 from smcjax.plain import short
-from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED
+from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED, byte_automaton, worded
+from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer import Tokenizer
@@ -76,8 +79,7 @@ class Automata:
         an error of this package's own.
         """
         tokens = self._spelled()
-        if expression.kind == "grammar" and importlib.util.find_spec("lark") is None:
-            raise ValueError("response_format needs lark; install smc-sd-jax with its extra 'structured'.")
+        _require_package(expression)
         key = self._key(expression, stops, tokens)
         found = self._found(key)
         if found is None:
@@ -126,6 +128,24 @@ class Automata:
             self._kept[key] = made
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
+
+
+@lru_cache(KEPT)
+def check_expression(expression: Expression) -> None:
+    """Raises ValueError, in the words of `Automata.of`, for an expression that has no automaton over any vocabulary.
+
+    It is read in this process, without a limit of time or memory, so it is to be its user's own.
+    """
+    _require_package(expression)
+    try:
+        byte_automaton(expression.kind, expression.text, expression.depth, MOST_STATES)
+    except Refusal as refusal:
+        raise ValueError(f"response_format {worded(refusal, _mend(expression))}.") from None
+
+
+def _require_package(expression: Expression) -> None:
+    if expression.kind == "grammar" and importlib.util.find_spec("lark") is None:
+        raise ValueError(extra_missing("response_format", "lark", "structured") + ".")
 
 
 def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:

@@ -72,28 +72,14 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
 
     classes, columns = token_columns(table, tokens, most_cells)
     dead = table.shape[0] - 1
-    reach = np.where(accepts, 0, UNREACHED)
-    distance = 0
-    while True:
-        near = (reach == distance)[columns].any(axis=1) & (reach == UNREACHED)
-        near[dead] = False
-        if not near.any():
-            break
-        distance += 1
-        reach[near] = distance
+    before, kinds = np.nonzero(columns != dead)  # of each transition: its state, and the one that it leads to
+    behind = columns[before, kinds]
+    reach = _distances(behind, before, np.flatnonzero(accepts), dead + 1)
     if reach[0] == UNREACHED:
         raise Refusal("matches no text that this model's tokens can spell; change it")
     columns = np.where(reach[columns] == UNREACHED, dead, columns)
-    reached = np.zeros(dead + 1, bool)
-    reached[0] = True
-    frontier = reached.copy()
-    while frontier.any():
-        after = np.zeros(dead + 1, bool)
-        after[columns[frontier].reshape(-1)] = True
-        after[dead] = False
-        frontier = after & ~reached
-        reached |= after
-    kept = np.flatnonzero(reached)
+    hopeful = reach[behind] != UNREACHED
+    kept = np.flatnonzero(_distances(before[hopeful], behind[hopeful], np.zeros(1, int), dead + 1) != UNREACHED)
     number = np.full(dead + 1, -1, np.int32)
     number[kept] = np.arange(len(kept))
     table, again = np.unique(number[columns[kept]], axis=1, return_inverse=True)
@@ -110,8 +96,29 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
     }
 
 
+def _distances(sources: Any, targets: Any, first: Any, states: int) -> Any:
+    """The fewest transitions to each state from the first ones; `UNREACHED` where there is no way.
+
+    Each transition is looked at once, so a chain of states takes no more than a bush of them.
+    """
+    import numpy as np
+
+    order = np.argsort(sources, kind="stable")
+    targets, begin = targets[order], np.searchsorted(sources[order], np.arange(states + 1)).tolist()
+    distances = np.full(states, UNREACHED)
+    distance = 0
+    while len(first):
+        distances[first] = distance
+        distance += 1
+        after = np.unique(np.concatenate([targets[begin[state] : begin[state + 1]] for state in first.tolist()]))
+        first = after[distances[after] == UNREACHED]
+    return distances
+
+
 def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[Any, Any]:
     """The minimal automaton over bytes of a form's texts (`smcjax.structured.response_format`). Raises Refusal."""
+    most_calls = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(most_calls, MOST_CALLS))
     try:
         if kind == "regex":
             return expression_automaton(text, most_states)
@@ -127,6 +134,13 @@ def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[
         raise Refusal("is nested too deeply to be read; flatten it") from None
     except UnicodeEncodeError:
         raise Refusal("has half of a surrogate pair, which no text has; mend it") from None
+    finally:
+        sys.setrecursionlimit(most_calls)
+
+
+def worded(refusal: Refusal, mend: str) -> str:
+    """The words of a refusal, with `mend` where it lacks one."""
+    return f"{refusal}; {mend}" if isinstance(refusal, TooLarge) else str(refusal)
 
 
 def main() -> None:
@@ -139,7 +153,6 @@ def main() -> None:
     import signal
 
     setup = json.loads(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
-    sys.setrecursionlimit(MOST_CALLS)
     resource.setrlimit(resource.RLIMIT_AS, (setup["bytes"], setup["bytes"]))
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # what ends by it is the process
     try:
@@ -148,8 +161,7 @@ def main() -> None:
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except Refusal as refusal:
-        mend = f"; {setup['mend']}" if isinstance(refusal, TooLarge) else ""
-        sys.stdout.buffer.write(f"{refusal}{mend}".encode())
+        sys.stdout.buffer.write(worded(refusal, setup["mend"]).encode())
         sys.exit(REFUSED)
     import numpy as np
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smcjax.cli.form_options import add_form_options, form_from
+from smcjax.cli.form_options import add_form_options, check_form, form_from
+from smcjax.engine.sampling_params import SamplingParams
+from smcjax.structured.automaton_child import MOST_CALLS
 from tests.cli.conftest import Command
 
 
@@ -60,11 +64,52 @@ def test_an_answer_and_refusals(smcjax: Command, models: list[str], tmp_path: Pa
     for words, said in (
         (("--json-schema", str(file), "--max-tokens", "3"), "and --max-tokens and --max-model-len leave 3"),
         (("--regex", "a", "--stop", "x"), "and the form of the answer says where an answer ends"),
-        (("--regex", "(a"), "the form of the answer is no regular expression"),
-        (("--grammar", str(file)), "the form of the answer has a grammar that goes beyond Lark's notation in line 1"),
         (("--grammar", str(rules), "--max-depth", "101"), "--max-depth must be an integer from 0 to 100, got 101"),
     ):
         refused = smcjax(*common, *words)
         assert refused.code == 2
         assert said in refused.err
         assert refused.err.strip().count("\n") == 0
+
+
+BAD_FORMS = {
+    "(a": "no regular expression that has an automaton ('(a': missing ), unterminated subpattern",
+    "a{100000}": "has an automaton of over 32000 states; simplify it.",
+    "[^\\s\\S]": "matches no text at all; mend it.",
+}
+
+
+def test_forms_are_read_before_models(
+    smcjax: Command, models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a file of requests, and before what reads them is asked for in vain."""
+    monkeypatch.setattr("smcjax.engine.llm.LLM", lambda *arguments, **more: pytest.fail("a model is loaded"))
+    (tmp_path / "s.json").write_text('{"type": "strin"}')
+    (tmp_path / "g.lark").write_text("{")
+    (tmp_path / "i.jsonl").write_text(
+        '{"prompt": "a"}\n{"prompt": "a", "response_format": {"type": "regex", "regex": "("}}'
+    )
+    forms = [("--regex", regex) for regex in BAD_FORMS]
+    forms += [("--json-schema", str(tmp_path / "s.json")), ("--grammar", str(tmp_path / "g.lark"))]
+    said = [*BAD_FORMS.values(), "has a JSON schema that has the type 'strin'", "a grammar that goes beyond Lark's"]
+    for form, words in zip(forms, said, strict=True):
+        refused = smcjax("generate", "ab", *models, *form)
+        assert refused.code == 2
+        assert refused.err.startswith("smcjax: error: the form of the answer ")
+        assert words in refused.err
+        assert refused.err.count("\n") == 1
+    refused = smcjax("generate", *models, "--input-file", str(tmp_path / "i.jsonl"))
+    assert refused.code == 2
+    assert "i.jsonl line 2: response_format is no regular expression" in refused.err
+    (tmp_path / "g.lark").write_text('start: "a"')
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lark" else find(name))
+    refused = smcjax("generate", "ab", *models, "--grammar", str(tmp_path / "g.lark"))
+    assert refused.code == 2
+    assert "the form of the answer needs lark, which is not installed; run 'uv run --extra structured" in refused.err
+
+
+def test_a_form_of_much_nesting_is_read_like_in_the_process_that_compiles_it() -> None:
+    schema = {"type": "array", "prefixItems": [{"type": "null"}] * 300, "items": False}
+    check_form(SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema}}))
+    assert sys.getrecursionlimit() < MOST_CALLS

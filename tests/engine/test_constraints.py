@@ -217,7 +217,7 @@ def test_what_is_missing(plain: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         plain.generate(PROMPT, SamplingParams(response_format=OBJECT))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lark" else find(name))
-    with pytest.raises(ValueError, match="request 0: response_format needs lark; install"):
+    with pytest.raises(ValueError, match="request 0: response_format needs lark, which is not installed; run"):
         llm.generate(PROMPT, SamplingParams(response_format={"type": "grammar", "grammar": "start:"}))
     assert llm.generate(PROMPT, SamplingParams(response_format=OBJECT), use_tqdm=False)
     assert isinstance(plain.decoding, Autoregressive)
