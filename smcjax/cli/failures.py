@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from smcjax.errors import CheckpointError
 
+PLUGIN_LOG = "jax._src.xla_bridge"  # where JAX says which of its plugins it cannot use
 FILTERING = "JAX_TRACEBACK_FILTERING"  # which we set ourselves
 _EXPECTED = (ValueError, OSError, RuntimeError, MemoryError, ImportError)
 
@@ -46,3 +48,12 @@ def sentence(error: Exception) -> str:
     if settings := jax_settings():
         text += f" (the environment sets {settings[:200]})"
     return text if isinstance(error, _EXPECTED) else f"{text}; --debug shows where"
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """Filters a log: a record with an error is one line, which says the error and what tells more."""
+    if record.exc_info and record.exc_info[1] is not None:
+        error = " ".join(str(record.exc_info[1]).split())
+        record.msg, record.args = f"{record.getMessage()} ({error}); 'smcjax doctor' says more.", ()
+        record.exc_info = record.exc_text = None
+    return True

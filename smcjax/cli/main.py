@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from smcjax import __version__
 from smcjax.cli import bench, chat, doctor, evaluate, generate, profile, serve, tune_draft, viz
-from smcjax.cli.failures import InputLineError, refuses, sentence
+from smcjax.cli.failures import PLUGIN_LOG, InputLineError, refuses, sentence, without_traceback
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser
 from smcjax.cli.wording import in_options
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(argv)
         logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
         logging.getLogger("smcjax").setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.INFO)
+        if not args.debug:
+            logging.getLogger(PLUGIN_LOG).addFilter(without_traceback)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to lose an answer
         _require_directory()

@@ -38,6 +38,25 @@ def ended(command: list[str], redirections: str = "", **kwargs: object) -> tuple
     return done.returncode, done.stdout, done.stderr
 
 
+def test_a_plugin_that_jax_cannot_use_is_one_line(tmp_path: Path) -> None:
+    """As where the extras cuda12 and cuda13 are installed side by side: JAX logs a traceback for each."""
+    for name in ("xla_one", "xla_two"):
+        (tmp_path / "jax_plugins" / name).mkdir(parents=True)
+        broken = 'def initialize():\n    raise RuntimeError("Unable to load cuDNN.\\nIs it installed?")\n'
+        (tmp_path / "jax_plugins" / name / "__init__.py").write_text(broken)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code, out, err = ended([sys.executable, "-m", "smcjax", "doctor"], env=environment)
+    assert code == 0
+    assert out.startswith("ok    versions")
+    lines = err.splitlines()
+    assert len(lines) == 2
+    for name, line in zip(("xla_one", "xla_two"), sorted(lines), strict=True):
+        assert line.startswith("Jax plugin configuration error: Exception when calling jax_plugins.")
+        assert line.endswith(
+            f"{name}.initialize() (Unable to load cuDNN. Is it installed?); 'smcjax doctor' says more."
+        )
+
+
 CLOSED = "smcjax: error: standard output is closed; redirect it, to /dev/null if need be.\n"
 FULL = "remark\nsmcjax: error: standard output cannot be written (No space left on device).\n"
 
