@@ -22,7 +22,7 @@ head wait for each other:
     down      x += down·…;              x∘g for the next norm
     head      (after the last layer) logits by blocks of 32 ids; their Gumbel maximum and log-sum-exp, never stored
 
-How products divide among blocks and add up: `mosaic/wgmma.py`.
+How products divide among blocks and add up: `products.py`.
 
 Activations are bf16 as in `smcjax.model.decoder`, whose roundings it follows, except that x∘g is rounded before the
 scale 1/rms instead of after. Gumbel noise has the bits of `smcjax.noise.gumbels` with the row's key.

@@ -25,7 +25,7 @@ from smcjax.pallas.mosaic.wgmma import QUERIES, Ref
 def operands(ref: Ref, width: int, *, interpret: bool = False) -> Iterator[jax.Array]:
     """64 stored rows in shared memory as bfloat16 that `plgpu.wgmma` takes for its first factor; `width` columns each.
 
-    Blocks of columns are converted one by one, so that few are in registers. `ref` is `products.swizzled_int8`.
+    Blocks of columns are converted one by one, so that few are in registers. `ref` is `wgmma.swizzled_int8`.
     """
     starts = range(0, ref.shape[1], width)
     if interpret:
