@@ -464,7 +464,7 @@ def attend(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def walk(run: Callable[[Refs, int, Segment], None], read: Callable[[], None]) -> jax.Array:
-        """Finds the block's share, calls `read` when its words are loaded and `run` for each segment; returns its chunks."""
+        """Finds the share, calls `read` when its words are loaded and `run` for each segment; returns its chunks."""
         # All warpgroups find the same share by themselves, each with all of its 128 threads, in the same words of
         # shared memory: they write the same numbers.
         shares = {"lines": shape.lines, "blocks": tuning.blocks}
