@@ -62,6 +62,11 @@ def _kernel(
     product: Product,
     unseen: int,
 ) -> None:
+    """Attends from a row's new tokens to one split of its slots, for one key-value head: the body of a block.
+
+    Every warpgroup loads and multiplies the chunks of its own range; the first one also loads the queries and, where
+    there are several, adds up what all have found.
+    """
     _, columns, heads, dim = q_ref.shape
     _, page_size, kv_heads, _ = keys_ref.shape
     group = heads // kv_heads
@@ -69,36 +74,46 @@ def _kernel(
     row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
     own_heads = pl.ds(head * group, group)
+    # Each warpgroup has `stages` places of the rings, from this one on, and is the only one that fills and reads them.
     ring = warpgroup * stages
 
     @pl.when(warpgroup == 0)
     def _load_queries() -> None:
+        # The 64 rows of the product are (token, head) pairs: G heads of each token by one copy, each an arrival at
+        # `q_ready`. Rows behind T·G keep whatever shared memory held: their results are never stored.
         for t in range(columns):
             plgpu.copy_gmem_to_smem(q_ref.at[row, t, own_heads], q_smem.at[pl.ds(t * group, group)], q_ready)
 
     first, last = positions_ref[row, 0], positions_ref[row, columns - 1]
+    # Slots in use: never more than the last query sees, nor than the table names.
     length = lax.min(lax.min(lengths_ref[row], last + 1), table_ref.shape[1] * page_size)
     chunks = lax.div(length + (chunk - 1), chunk)
+    # Contiguous ranges of equal length, rounded up, so the last ranges may be empty: start ≥ stop, and no copy is sent
+    # for.
     share = lax.div(chunks + (tuning.splits * warpgroups - 1), tuning.splits * warpgroups)
     start = (part * warpgroups + warpgroup) * share
     stop = lax.min(start + share, chunks)
     last_page = lax.div(length - 1, page_size)
 
     def fetch(source: Ref, buffer: Ref, ready: Ref, index: jax.Array, slot: jax.Array) -> None:
-        """Chunk `index` into `buffer[slot]`; beyond the row's end the last page again, which is masked later."""
+        """Sends for chunk `index`, to `buffer[slot]`; beyond the row's end for its last page again, which is masked."""
+        # A chunk lies within one page: one copy [C, D]. The barrier counts max(1, C/B) arrivals, one a copy.
         if page_size >= chunk:
             page = table_ref[row, lax.div(index * chunk, page_size)]
             offset = pl.multiple_of(lax.rem(index * chunk, page_size), chunk)
             plgpu.copy_gmem_to_smem(source.at[page, pl.ds(offset, chunk), head], buffer.at[slot], ready.at[slot])
             return
+        # A chunk is several whole pages, whose names are loaded together before the first copy.
         pages = chunk // page_size
         names = [table_ref[row, lax.min(index * pages + j, last_page)] for j in range(pages)]
         for j, page in enumerate(names):
             target = buffer.at[slot, pl.ds(j * page_size, page_size)]
             plgpu.copy_gmem_to_smem(source.at[page, :, head], target, ready.at[slot])
 
+    # Keys and values have buffers and barriers of their own, in the same places of both rings.
     fetch_keys = functools.partial(fetch, keys_ref, k_smem, k_ready)
     fetch_values = functools.partial(fetch, values_ref, v_smem, v_ready)
+    # Fills the ring, as far as the range goes: `step` sends for a place again as soon as it has read it.
     for i in range(stages):
 
         @pl.when(start + i < stop)
@@ -106,40 +121,59 @@ def _kernel(
             fetch_keys(start + i, ring + i)
             fetch_values(start + i, ring + i)
 
+    # Q [64, D] stays in registers as the first factor of every chunk's product. All warpgroups wait for the copies that
+    # the first one has sent for.
     plgpu.barrier_wait(q_ready)
     q = plgpu.layout_cast(q_smem[...], plgpu.Layout.WGMMA)
+    # Scores are in base 2.
     scale = math.log2(math.e) / math.sqrt(dim)
 
     def step(index: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
+        # One chunk: S = Q·Kᵀ [64, C] f32, softmax, O += P·V [64, D].
         acc, m, mass = carry
         slot = ring + lax.rem(index - start, stages)
+        # The same place of the ring takes the chunk `stages` ahead, if the range has one.
         refill = index + stages < stop
 
+        # Completes when all of the chunk's copies have come.
         plgpu.barrier_wait(k_ready.at[slot])
         s = product(None, (q, k_smem.at[slot].transpose((1, 0)))) * scale
+        # The product is done when it returns, and only this warpgroup reads the place: the next copy may overwrite it
+        # at once, with no barrier between consumer and producer.
         pl.when(refill)(lambda: fetch_keys(index + stages, slot))
+        # Chunks at the row's end: causal masks between the new tokens, the end of what the row holds, and slots before
+        # the first that any query sees.
         if masked:
             query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + index * chunk
             # Query i is column i // G, so it sees key ≤ first + i // G, that is (key − first)·G ≤ i.
             seen = ((key - first) * group <= query) & (key < length)
             s = jnp.where(seen & (key >= unseen) if unseen else seen, s, MASKED)
+        # Online softmax: O and Σ so far shrink by 2^(m − m'). A query whose scores were all masked so far has m =
+        # `MASKED` and weighs them 1 each; its first visible score shrinks that to 0.
         new_m = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - new_m)
         p = jnp.exp2(s - across(new_m, s.shape))
         mass = mass * alpha + p.sum(axis=1)
         acc = acc * across(alpha, acc.shape)
 
+        # Values are waited for only now, behind the softmax.
         plgpu.barrier_wait(v_ready.at[slot])
         if masked:  # 0 · NaN is NaN: slots that hold nothing must be zeros
+            # V goes through registers and back. Only slots beyond the row's end may hold NaN; for others P of 0 is
+            # enough.
             v = plgpu.layout_cast(v_smem[slot], plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + index * chunk
             v_smem[slot] = jnp.where(key < length, v, jnp.zeros_like(v))
+            # The tensor core must see these ordinary stores.
             plgpu.commit_smem()
+        # P [64, C] goes from registers, rounded to bf16, as the first factor.
         acc = product(acc, (p.astype(q.dtype), v_smem.at[slot]))
+        # As for keys: the product has read the values.
         pl.when(refill)(lambda: fetch_values(index + stages, slot))
         return acc, new_m, mass
 
+    # O, m and Σ before the first chunk, in the layouts of a product's result and of its rows.
     carry = (
         plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
         plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
@@ -149,27 +183,37 @@ def _kernel(
     clear = lax.clamp(start, lax.div(lax.min(first + 1, length), chunk), lax.max(start, stop))
     begin = start
     if unseen:  # and those behind the slots that none of them sees
+        # Up to here chunks hold slots before `unseen`, so they need masks.
         begin = lax.clamp(start, jnp.int32(-(-unseen // chunk)), lax.max(start, stop))
         carry, clear = lax.fori_loop(start, begin, functools.partial(step, masked=True), carry), lax.max(begin, clear)
+    # Three ranges of one sequence: masked for unseen slots, unmasked, masked for the row's end.
     carry = lax.fori_loop(begin, clear, functools.partial(step, masked=False), carry)
     acc, m, mass = lax.fori_loop(clear, stop, functools.partial(step, masked=True), carry)
 
     def finish(acc: jax.Array, m: jax.Array, mass: jax.Array) -> None:
-        """Normalises and stores; called by one warpgroup."""
+        """Divides by the sums and stores; one warpgroup of the block calls it."""
+        # A range without a chunk has Σ = 0: its output is 0, and its log-sum-exp −∞ with splits.
         seen = mass > 0
         mass = jnp.where(seen, mass, 1.0)
+        # [64, D], rounded to q's dtype, or f32 where splits are merged by XLA.
         out_smem[...] = (acc / across(mass, acc.shape)).astype(out_smem.dtype)
         target = out_ref
         if lse_ref is not None:
+            # Takes the place of the first warpgroup's maxima, which every warpgroup has read before `merged[1]`
+            # completed.
             row_smem[0, 0] = jnp.where(seen, m + jnp.log2(mass), -jnp.inf)
             target = out_ref.at[part]
+        # The copy engine must see these ordinary stores.
         plgpu.commit_smem()
+        # The reverse of the queries' copies: G rows of each token; rows behind T·G are not stored.
         for t in range(columns):
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(t * group, group)], target.at[row, t, own_heads])
         if lse_ref is not None:
             plgpu.copy_smem_to_gmem(row_smem.at[0, 0], lse_ref.at[part, row, head])
+        # The block must not end while the stores still read its shared memory.
         plgpu.wait_smem_to_gmem(0)
 
+    # One warpgroup had all of the split.
     if warpgroups == 1:
         finish(acc, m, mass)
         return
@@ -181,22 +225,27 @@ def _kernel(
     def row_values(ref: Ref) -> jax.Array:
         return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA.reduce(1))
 
+    # First exchange: each warpgroup leaves its maxima [64], and all wait, since each needs all of them.
     row_smem[0, warpgroup] = m
     everyone(merged.at[0])
+    # Each brings its own O and Σ to the common maximum, so that they can be added as they are.
     top = functools.reduce(jnp.maximum, [row_values(row_smem.at[0, w]) for w in range(warpgroups)])
     alpha = jnp.exp2(m - top)
     acc, mass = acc * across(alpha, acc.shape), mass * alpha
 
     @pl.when(warpgroup > 0)
     def _give() -> None:
+        # Second exchange: all but the first leave Σ [64] and O [64, D] f32.
         row_smem[1, warpgroup] = mass
         acc_smem[warpgroup - 1] = acc
 
+    # All warpgroups arrive, as at the first barrier; only the first warpgroup reads what was left.
     everyone(merged.at[1])
 
     @pl.when(warpgroup == 0)
     def _take() -> None:
         total_acc, total_mass = acc, mass
+        # In the order of warpgroups, so sums have the same bits run after run.
         for w in range(1, warpgroups):
             total_acc = total_acc + plgpu.layout_cast(acc_smem[w - 1], plgpu.Layout.WGMMA)
             total_mass = total_mass + row_values(row_smem.at[1, w])
@@ -313,8 +362,10 @@ def _merge(
     splits, rows, columns, heads, _ = parts.shape
     kv_heads = log2_sums.shape[2]
     group = heads // kv_heads
+    # [S, R, Hkv, 64] to [S, R, T, H], without the rows behind T·G.
     lse = log2_sums[..., : columns * group].reshape(splits, rows, kv_heads, columns, group)
     lse = lse.transpose(0, 1, 3, 2, 4).reshape(splits, rows, columns, heads)
+    # A split that saw nothing has −∞ and weighs 0; a query for which all are −∞ gets 0, not NaN.
     weights = jnp.exp2(lse - jnp.maximum(jnp.max(lse, axis=0), MASKED))
     weights = weights / jnp.maximum(jnp.sum(weights, axis=0), 1e-30)
     return jnp.sum(parts * weights[..., None], axis=0).astype(dtype)

@@ -2,16 +2,16 @@
 
     logit = x · Wᵀ / temperature, −∞ where forbidden;   token and log-probability by Gumbel-max (`mosaic/gumbel_max.py`)
 
-The persistent step (`decode_step/kernel.py`) does so for few rows; this is for layers that are launched one by one. A
-block stays and takes every so many tiles of the vocabulary. Its five warpgroups:
+The persistent step (`decode_step/kernel.py`) does so for few rows; this is for layers that are launched one by one. Of
+P blocks each stays for the whole launch and takes every P-th tile of the vocabulary. A block has five warpgroups:
 
     0, 1   multiply: 64 rows by 128 ids each, and leave the sums in shared memory
     2, 3   draw from what 0 and 1 left, while these multiply the next tile
     4      loads tiles of W and x
 
-Of up to 64 rows a tile has 256 ids where these divide the vocabulary. Otherwise it has 128 ids and 128 rows, and blocks
-divide the rows among them. The noise takes 75 integer operations a logit, more time than the products, so what counts
-is that the two run side by side.
+With up to 64 rows a tile has 256 ids, if that divides the vocabulary. Otherwise a tile has 128 ids and 128 rows, and
+blocks divide the rows among them. The noise takes 75 integer operations a logit, more time than the products, so what
+counts is that the two run side by side.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tiling:
 
     @property
     def halves(self) -> tuple[int, int]:
-        """Rows and ids from the first half of a tile to the second."""
+        """How many rows, and how many ids, lie between the two halves of a tile; one of them is 0."""
         return (0, IDS) if self.rows == ROWS else (ROWS, 0)
 
     @property
@@ -113,17 +113,27 @@ def _kernel(
     tiling: Tiling,
     interpret: bool,
 ) -> None:
+    """Finds the candidates of one group of rows among every P-th tile of ids: the body of a block.
+
+    Warpgroups h and 2 + h share half h of every tile: h multiplies it and 2 + h draws from it, and they pass
+    `logits_smem[h]` to and fro by `made[h]` and `taken[h]`.
+    """
+    # A tile takes E / `DEPTH` steps; a step is one place of the ring.
     stages, steps = tiling.stages, x_ref.shape[1] // DEPTH
+    # Where the second half of a tile begins: 64 rows or 128 ids behind the first.
     row_step, id_step = tiling.halves
     group, program = lax.axis_index("group"), lax.axis_index("program")
     warpgroup = lax.axis_index("warpgroup")
+    # This block has tiles program, program + P, program + 2·P, … of the vocabulary.
     tiles = lax.div(w_ref.shape[0] // tiling.ids - 1 - program, tiling.programs) + 1
+    # The ring runs on from one tile to the next: step s of the whole launch has place s mod `stages`.
     total = tiles * steps
 
     def first_id(number: jax.Array) -> jax.Array:
         return (program + number * tiling.programs) * tiling.ids
 
     def registers(which: int, action: Any) -> None:
+        # All threads are launched with 96 registers; multiplying and drawing take what loading gives back.
         if not interpret:
             plgpu.set_max_registers(REGISTERS[which], action=action)
 
@@ -133,8 +143,12 @@ def _kernel(
 
         def load(step: jax.Array, _: None) -> None:
             slot = lax.rem(step, stages)
+            # `empty` completes when both multiplying warpgroups have read the tiles that had this place. The first
+            # round waits for nothing.
             pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             column = pl.ds(pl.multiple_of(lax.rem(step, steps) * DEPTH, DEPTH), DEPTH)
+            # Two copies a step, W [ids, 64] and x [rows, 64], are the two arrivals of `full`. x comes again for every
+            # tile.
             start = pl.multiple_of(first_id(lax.div(step, steps)), tiling.ids)
             plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(start, tiling.ids), column], w_smem.at[slot], full.at[slot])
             rows = pl.ds(pl.multiple_of(group * tiling.rows, tiling.rows), tiling.rows)
@@ -147,37 +161,50 @@ def _kernel(
         registers(0, "increase")
 
         def tile(number: jax.Array, _: None) -> None:
+            # [64, 128] f32 in registers over all of E: 64 rows of x against 128 ids of W.
             def sums(acc: Ref) -> jax.Array:
                 def step(k: jax.Array, _: None) -> None:
                     now = number * steps + k
                     slot = lax.rem(now, stages)
+                    # Both tiles of the step have come.
                     plgpu.barrier_wait(full.at[slot])
+                    # This half: other rows of the same ids, or other ids of the same rows.
                     x = x_smem.at[slot, pl.ds(pl.multiple_of(warpgroup * row_step, ROWS), ROWS)]
                     w = w_smem.at[slot, pl.ds(pl.multiple_of(warpgroup * id_step, IDS), IDS)]
+                    # The product is only begun here; it reads its operands from shared memory while the warpgroup goes
+                    # on.
                     plgpu.wgmma(acc, x, w.transpose((1, 0)))
+                    # At most this step's product is still running, so the one before has read its place of the ring.
                     plgpu.wgmma_wait(1)
                     release(now - 1, k > 0)
 
                 lax.fori_loop(0, steps, step, None)
+                # The last product of the tile ends, and with it the use of the last place.
                 plgpu.wgmma_wait(0)
                 release((number + 1) * steps - 1, True)
                 return acc[...]
 
             acc = pl.run_scoped(sums, plgpu.ACC((ROWS, IDS), jnp.float32))
+            # `logits_smem[h]` has one place. The draw of the tile before may still be reading it: it arrives at `taken`
+            # when it has read all.
             pl.when(number > 0)(lambda: plgpu.barrier_wait(taken.at[warpgroup]))
             leave(logits_smem.at[warpgroup], acc)
+            # The sums are stored: the drawing warpgroup of this half may begin, and this one multiplies the next tile.
             plgpu.barrier_arrive(made.at[warpgroup])
 
         def leave(place: Ref, sums: jax.Array) -> None:
-            """Leaves sums for the draw, by pieces of as many ids as are drawn from at once."""
+            """Stores sums [64, 128] for the draw, cut into pieces of as many ids as are drawn from at once."""
             if interpret:
                 place[...] = sums.reshape(ROWS, IDS // NARROW, NARROW).swapaxes(0, 1)
                 return
+            # [64, 128] becomes 16 pieces [64, 8], so that the draw loads each piece at a place known at run time.
             for part in range(IDS // NARROW):
                 place[part] = lax.slice(sums, (0, part * NARROW), (ROWS, (part + 1) * NARROW))
 
         def release(step: jax.Array, due: Any) -> None:
-            """Frees the place of this step's tiles, where another will want it."""
+            """Frees the place of a step's tiles in the ring, if the loader will wait for it."""
+            # No load follows the last `stages` steps, so an arrival for them would be one that nothing waits for. `due`
+            # is false at a tile's first step: the step before it was freed at the end of its own tile.
             pl.when((step + stages < total) & due)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step, stages)]))
 
         lax.fori_loop(0, tiles, tile, None)
@@ -185,46 +212,63 @@ def _kernel(
     @pl.when((warpgroup >= 2) & (warpgroup < 4))
     def _draw() -> None:
         registers(1, "increase")
+        # The same half of rows or ids as warpgroup 0 or 1 has.
         half = warpgroup - 2
         rows = pl.ds(pl.multiple_of(group * tiling.rows + half * row_step, ROWS), ROWS)
+        # A *place* is an element of [64, 8]: a row, and an id modulo 8. Each keeps a candidate over all ids that pass
+        # it.
         shape = (ROWS, NARROW)
 
         def of_rows(ref: Ref) -> jax.Array:
+            # One number a row, in the layout of the rows of a product.
             return plgpu.load(ref.at[rows], layout=row_layout(), optimized=False)
 
+        # What a row draws with, [64] each, is repeated along the 8 ids once for all tiles.
         terms = (keys_ref.at[0], keys_ref.at[1], inverse_ref, noise_ref)
         draw = Draw(*(across(of_rows(ref), shape) for ref in terms))
         forbids = of_rows(forbids_ref)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
         def tile(number: jax.Array, found: Candidates) -> Candidates:
+            # The sums of this half of the tile are in `logits_smem[half]`.
             plgpu.barrier_wait(made.at[half])
 
             def word(c: jax.Array, found: Candidates) -> Candidates:
+                # 32 ids share a word of flags a row; a row whose `forbids` is 0 forbids nothing.
                 start = first_id(number) + half * id_step + c * WORD
                 flags = across(of_rows(forbidden_ref.at[lax.div(start, WORD)]) & forbids, shape)
 
                 def part(number: jax.Array, found: Candidates) -> Candidates:
+                    # [64, 8] sums come into registers in the layout of a product's result, as the rows' numbers above.
                     place = logits_smem.at[half, c * (WORD // NARROW) + number]
                     product = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+                    # Temperature, forbidden ids and noise come here; the logit goes into five numbers and is kept
+                    # nowhere.
                     return update(found, product, column + number * NARROW, start, flags, draw)
 
                 return lax.fori_loop(0, WORD // NARROW, part, found)
 
             found = lax.fori_loop(0, IDS // WORD, word, found)
+            # All of the half has been read: the multiplying warpgroup may overwrite it. Behind the last tile nothing
+            # waits for that.
             pl.when(number + 1 < tiles)(lambda: plgpu.barrier_arrive(taken.at[half]))
             return found
 
         def full_of(value: float | int, dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA)
 
+        # Over all tiles of the block: [64, 8] candidates, of which each row's eight become one.
         best, ids, logit, top, mass = lax.fori_loop(0, tiles, tile, initial(full_of))
         most = best.max(axis=1)
         first = best == across(most, shape)
+        # Of equal perturbed logits the lowest id wins, as everywhere (`gumbel_max.py`).
         token = jnp.where(first, ids, NO_ID).min(axis=1)
         chosen = jnp.where(first & (ids == across(token, shape)), logit, -jnp.inf).max(axis=1)
         highest = top.max(axis=1)
+        # Each place's mass counts from its own top, so it shrinks to the row's.
         total_mass = (mass * jnp.exp(top - across(highest, shape))).sum(axis=1)
+        # With halves of ids each half is a candidate of the same rows; with halves of rows each writes its own rows of
+        # one candidate. The candidates of all blocks are compared behind the launch.
         candidate = program * (tiling.ids // IDS) + (half if id_step else 0)
         refs = (best_ref, id_ref, logit_ref, top_ref, mass_ref)
         for ref, value in zip(refs, (most, token, chosen, highest, total_mass), strict=True):
