@@ -87,7 +87,7 @@ class Attention(BlockPart):
         arrived: jax.Array,
         wait: Callable[[jax.Array, jax.Array, int], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Sends for the block's chunks in a layer's first half; keys and values take one place of the ring, or one each.
+        """Sends for the block's chunks in a layer's first half; keys and values take one place of the ring or two.
 
         `t` counts the ring's places that were sent for and `arrived` those waited for; `wait(t, arrived, most)` makes
         place t free and leaves fewer than `most` on their way.
