@@ -38,8 +38,9 @@ def merge_unit(
     head: jax.Array,
     tuning: Tuning,
 ) -> None:
-    """The attention of queries 4·unit … 4·unit + 3 of a group and key-value head."""
+    """Merges the attention of queries 4·unit … 4·unit + 3 of a group and key-value head, and stores it."""
     total = _merged(parts_ref, lse_ref, unit, group=group, head=head, tuning=tuning).astype(out_ref.dtype)
+    # Four queries that are heads of one (row, column) pair go straight to the pair's place.
     if len(out_ref.shape) == 3:
         kv_heads = parts_ref.shape[3]
         of_a_pair = out_ref.shape[1] // kv_heads // UNIT  # units
@@ -52,11 +53,13 @@ def merge_unit(
 def _merged(
     parts_ref: Ref, lse_ref: Ref, unit: jax.Array, *, group: jax.Array, head: jax.Array, tuning: Tuning
 ) -> Float[Array, "4 D"]:
-    """Merges the shares of queries 4·unit … 4·unit + 3."""
+    """Loads and merges what all shares found for queries 4·unit … 4·unit + 3."""
     dim = parts_ref.shape[-1]
+    # [4, D] in the registers of a warpgroup, a query for each warp.
     layout = plgpu.Layout.TILED(fa.Tiling(((UNIT, dim), (dim // 32,))), (-3,), (-2,), -1)
     first_query = unit * UNIT
     tile, place = lax.div(first_query, QUERIES), lax.rem(first_query, QUERIES)
+    # Which part of the queries, and which tile of it: the shares of that part are `first` … `first` + `splits` − 1.
     part, lane = lax.div(tile, tuning.tiles), lax.rem(tile, tuning.tiles)
     before, first, splits = 0, jnp.int32(0), jnp.int32(tuning.splits[0])
     for p in range(1, len(tuning.splits)):
@@ -65,6 +68,8 @@ def _merged(
         splits = jnp.where(part >= p, tuning.splits[p], splits)
     queries = pl.ds(place, UNIT)
     lse, values = [], []
+    # Written out over the largest number of shares, so all loads are issued before the first is used. Parts with fewer
+    # shares load their last one again, at a log-sum-exp so low that it weighs 0.
     for s in range(max(tuning.splits)):
         share = first + lax.min(jnp.int32(s), splits - 1)
         for sub in range(tuning.subs):
@@ -72,6 +77,7 @@ def _merged(
             values.append(plgpu.load(parts_ref.at[where], layout=layout, optimized=False))
             found = plgpu.load(lse_ref.at[where], layout=layout.reduce(1), optimized=False)
             lse.append(found + jnp.broadcast_to(jnp.where(s < splits, 0.0, 4 * MASKED), found.shape))
+    # Log-sum-exps are finite (a share that saw nothing has 2 · `MASKED`), so there is no ∞ − ∞.
     top = functools.reduce(jnp.maximum, lse)
     weights = [jnp.exp2(x - top) for x in lse]
     mass = functools.reduce(jnp.add, weights)
@@ -79,6 +85,7 @@ def _merged(
         lax.broadcast_in_dim(weight / mass, (UNIT, dim), [0]) * value.astype(jnp.float32)
         for weight, value in zip(weights, values, strict=True)
     ]
+    # In the order of shares, so that results have the same bits run after run.
     return functools.reduce(jnp.add, terms)
 
 

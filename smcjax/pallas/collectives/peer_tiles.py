@@ -43,29 +43,39 @@ def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any
     def go(_: Any, addresses: ir.Value, tile: Any, *scalars: Any) -> Any:
         number, turn, last = map(scalar, scalars)
         base, t = llvm.ptrtoint(i64(), mu.memref_ptr(addresses)), thread()
+        # The table of addresses begins with this device's rank; the start of device d's workspace is word d + 1 of 64
+        # bits.
         rank = load_one("global.b32", base, i32())
 
         def start(device: ir.Value) -> ir.Value:
             return load_one("global.b64", plus(base, 8, times(device, 8)), i64())
 
         own = start(rank)
+        # The number of this exchange: what the workspace has counted in earlier launches, plus this launch's turns. All
+        # devices count alike, so they agree on it.
         counter = plus(own, exchanges_at(size), times(number, 4))
         call = arith.addi(load_one("global.b32", counter, i32()), arith.addi(turn, word_of(1)))
 
         def place(device: ir.Value) -> ir.Value:
+            # Two slots in turns by the number's lowest bit; in each a place for every device, and in that for every
+            # tile.
             slot = arith.addi(arith.muli(arith.andi(call, word_of(1)), word_of(size)), device)
             slot = arith.addi(arith.muli(slot, word_of(MOST_TILES)), number)
             return plus(times(slot, TILE_BYTES), times(t, tokens), exchanges_at(size) + 4 * MOST_TILES)
 
+        # A word of f32 travels with the number of its exchange in one store of 64 bits, so it is its own flag.
         words = [arith.bitcast(i32(), value) for value in values_of(tile, tokens)]
         for distance in range(1, size + 1):  # to itself last
             there = plus(start(arith.remui(arith.addi(rank, word_of(distance)), word_of(size))), place(rank))
             for j, word in enumerate(words):
                 ptx = "{.reg .b64 a; mov.b64 a, {$1,$2}; st.relaxed.sys.global.b64 [$0], a;}"
                 mu.inline_ptx(ptx, plus(there, 8 * j), word, call, has_side_effects=True)
+        # Reads what every device, itself included, has pushed here, in the order of devices: all devices have the same
+        # bits.
         total = _added([plus(own, place(word_of(device))) for device in range(size)], len(words), call)
         mu.warpgroup_barrier()  # all have the number of the exchange
         eq = arith.CmpIPredicate.eq
+        # Only the last exchange of a launch is stored, by one thread, for the next launch to count on from.
         ends = arith.andi(arith.cmpi(eq, t, word_of(0)), arith.cmpi(eq, last, word_of(1)))
         mu.inline_ptx("st.global.b32 [$0], $1;", counter, call, predicate=ends, has_side_effects=True)
         return tile_of(total, tokens, f32(), None)
@@ -76,6 +86,7 @@ def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any
 
 def _added(places: Sequence[ir.Value], count: int, call: ir.Value) -> list[ir.Value]:
     """The sums of `count` numbers at these places, which are waited for."""
+    # Waits, word by word, until the word has this exchange's number.
     load = "again: ld.relaxed.sys.global.b64 a, [$1]; mov.b64 {k,p}, a; setp.ne.b32 late, p, $2; @late bra again;"
     ptx = f"{{.reg .pred late; .reg .b64 a; .reg .b32 k, p; {load} mov.b32 $0, k;}}"
     total: list[ir.Value] = []

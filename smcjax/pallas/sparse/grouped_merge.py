@@ -64,7 +64,7 @@ class Unmerged:
 
 
 def of_refs(refs: Sequence[Ref], shape: Shape, tuning: Tuning) -> tuple[Segments, Sequence[Ref]]:
-    """The segments whose arrays a kernel's references begin with, and the other references."""
+    """Splits a kernel's references into the segments that they begin with and the others."""
     (parts, lse, notes, *numbers), others = refs[: 3 + len(shape.units)], refs[3 + len(shape.units) :]
     return Segments(parts, lse, notes, tuple(numbers), shape, tuning), others
 
@@ -80,11 +80,14 @@ class Place(NamedTuple):
 def merge(*refs: Ref, shape: Shape, tuning: Tuning) -> None:
     """Merges a unit of four rows of a branch. `refs`: the segments' arrays, then what `result_types` says."""
     group, of_set, unit, branch = (lax.axis_index(name) for name in ("group", "set", "unit", "branch"))
+    # A block is one unit of one branch; the branch is known at run time, the code is written out for each.
     row, (segments, results) = unit * UNIT, of_refs(refs, shape, tuning)
 
     def merge_branch(b: int) -> None:
         out_ref, sums_ref = results[2 * b : 2 * b + 2]
         ((out, lse),) = merged(segments, group, of_set, row, [b])
+        # Four rows that are heads of one query go straight to its place; otherwise rows stay by group, and XLA puts
+        # them in order.
         if not by_pair(shape):
             sums_ref[group, of_set, pl.ds(row, UNIT)] = lse
             out_ref[group, of_set, pl.ds(row, UNIT)] = out
@@ -113,18 +116,21 @@ def merged(
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Outputs [4, D] and log-sum-exps [4] of some branches, of the rows from `row` on; all their loads side by side."""
     shape, dim = segments.shape, segments.parts.shape[-1]
+    # Four rows lie within one tile of 64, and the tile within one line.
     tile, in_tile, at_once = lax.div(row, QUERIES), lax.rem(row, QUERIES), segments.at_once
     layout, rows = row_layout(dim), row_layout(dim).reduce(1)
     # A tile's results are those of all warpgroups, if they have taken turns, or of its own.
     subs = [jnp.int32(sub) for sub in range(segments.tuning.subs)]
     if shape.together > 1:
         subs = [lax.rem(tile, shape.together)]
+    # The numbers of lines that `grouped_shares.py` gives.
     first_line = (group * shape.sets + of_set) * len(shape.units)
     lines = [(first_line + b) * shape.lines + lax.div(tile, shape.together) for b in branches]
     firsts, counts = ([segments.notes[line, i] for line in lines] for i in range(2))
     # Nothing has been noted of a line without tasks.
     tasks = [segments.numbers[b][group, of_set] for b in branches]
     counts = [jnp.where(number > 0, count, 0) for number, count in zip(tasks, counts, strict=True)]
+    # Segments of a line lie at line + block for consecutive blocks, from the first one on.
     lines = [line + first for line, first in zip(lines, firsts, strict=True)]
     places = [jnp.where(count > 0, place, 0) for place, count in zip(lines, counts, strict=True)]
     # Where another branch's line has segments, something that has been written is read in the place of none.
@@ -136,21 +142,26 @@ def merged(
         for place, count in zip(places, counts, strict=True):
             lse, values = [], []
             for i in range(at_once):
+                # Behind the last segment the last one is loaded again, at a log-sum-exp so low that it weighs 0.
                 number = turn * at_once + i
                 there = jnp.where(number < count, 0.0, 4 * MASKED)
                 for sub in subs:
                     where = (place + lax.max(lax.min(number, count - 1), 0), sub, pl.ds(in_tile, UNIT))
+                    # [4, D] f16 a segment, a row for each warp; all loads of a turn are issued before the first is
+                    # used.
                     values.append(plgpu.load(segments.parts.at[where], layout=layout, optimized=False))
                     one = plgpu.load(segments.lse.at[where], layout=rows, optimized=False)
                     lse.append(one + jnp.broadcast_to(there, one.shape))
             found.append((lse, values))
         return [_taken(*one, *state) for one, state in zip(found, so_far, strict=True)]
 
+    # Below every log-sum-exp that may come, those of absent segments included.
     nothing = (
         plgpu.layout_cast(jnp.full((UNIT,), 8 * MASKED, jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((UNIT, dim), jnp.float32), layout),
     )
+    # As many turns as the branch with the most segments needs.
     turns = lax.div(functools.reduce(lax.max, counts) + (at_once - 1), at_once)
     return [_result(*state) for state in lax.fori_loop(0, turns, take, [nothing] * len(branches))]
 
@@ -158,8 +169,9 @@ def merged(
 def _taken(
     lse: list[jax.Array], values: list[jax.Array], top: jax.Array, mass: jax.Array, acc: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The softmax so far of four rows with some more segments."""
+    """Takes some more segments into the softmax of four rows."""
     new_top = functools.reduce(jnp.maximum, lse, top)
+    # In the order of segments, so that the same segments give the same bits.
     weights = [jnp.exp2(x - new_top) for x in lse]
     before = jnp.exp2(top - new_top)
     mass = functools.reduce(jnp.add, weights, mass * before)
@@ -170,7 +182,8 @@ def _taken(
 
 
 def _result(top: jax.Array, mass: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of rows; of those that nobody has seen 0 and −∞."""
+    """Returns output and log-sum-exp of rows: 0 and −∞ for a row that saw no slot."""
+    # A row that saw nothing has 2 · `MASKED` from each segment. Natural logarithm for the caller.
     seen = top > 1.5 * MASKED
     lse = jnp.where(seen, (top + jnp.log2(jnp.where(seen, mass, 1.0))) * math.log(2), -jnp.inf)
     return acc * lax.broadcast_in_dim(jnp.where(seen, 1 / mass, 0.0), acc.shape, [0]), lse

@@ -66,7 +66,7 @@ def default_tuning(dim: int) -> Tuning:
 
 
 class Counts(NamedTuple):
-    """A branch's tasks, as shares count them."""
+    """What shares are computed from: how many tasks each line of a branch has, and of how many slots."""
 
     number: Ref  # [G, S] int32 GMEM
     unit: int  # slots of a task
@@ -82,7 +82,7 @@ class Share(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The part of a line that a share has."""
+    """The part of one line that one share has."""
 
     group: jax.Array
     of_set: jax.Array
@@ -95,7 +95,7 @@ class Segment(NamedTuple):
 
 
 def chunks_of(tasks: jax.Array, unit: int) -> jax.Array:
-    """The chunks that so many tasks of `unit` slots make."""
+    """Returns how many chunks of 64 slots so many tasks of `unit` slots make."""
     per = CHUNK // unit
     return lax.div(tasks + (per - 1), per)
 
@@ -136,29 +136,39 @@ def _find(
 ) -> None:
     """Writes a `Share` at the beginning of `scratch`; a thread has one pair of every 128."""
     assert len(Share._fields) == WARPS, "the words of a share take the place of one turn of sums"
+    # More pairs than threads take several turns: thread i has pairs i, i + 128, i + 256, …
     turns = -(-pairs // WARPGROUP)
 
     def cost_of_turn(turn: int) -> Word:
         pair, cost = t.index + turn * WARPGROUP, t.constant(0)
         for ref, unit in zip(number, units, strict=True):
             per = CHUNK // unit
+            # All lines of a pair and branch have the same tasks, so the same chunks. A line without tasks costs
+            # nothing.
             chunks = (t.load(ref, t.minimum(pair, pairs - 1)) + (per - 1)) // per
             cost = cost + t.where(chunks == 0, 0, (chunks * chunk_cost(unit) + SEGMENT) * lines)
+        # Behind the last pair the last one was loaded again; it must not count twice.
         return t.where(pair < pairs, cost, 0)
 
     # All turns, and then again each by itself: many words of a thread would not stay in its registers.
     mine = functools.reduce(lambda a, b: a + b, map(cost_of_turn, range(turns)))
+    # First the total of all costs, then the share: what costs size · block … size · (block + 1). Its words take the
+    # place of turn 0 of the sums, so these begin at turn 1.
     before, total = threads.sums(t, mine, scratch, 1)
+    # No smaller than any chunk, so that a line's segments are in consecutive blocks.
     size = t.maximum((total + (blocks - 1)) // blocks, max(map(chunk_cost, units)))
     first = block * size
     end = t.minimum(first + size, total)
     of_turns = t.constant(0)
     for turn in range(turns):
         cost = mine
+        # Prefix sums within this turn's 128 pairs, behind all pairs of the turns before.
         if turns > 1:
             cost = cost_of_turn(turn)
             before, of_turn = threads.sums(t, cost, scratch, 2 + turn)
             before, of_turns = of_turns + before, of_turns + of_turn
+        # Exactly one pair has `first` within its costs, and one has `end`; the threads that hold them store. A share
+        # behind all costs has no pairs: 0 … 0.
         pair, ends = t.index + turn * WARPGROUP, before + cost
         some, nothing = first < end, (end < first + 1) & (pair == 0)
         begins_here, ends_here = (before < first + 1) & (first < ends), (before < end) & (end < ends + 1)
@@ -168,6 +178,7 @@ def _find(
         for place in range(3):
             t.store(scratch, t.constant(place), t.constant(0), only=nothing)
     t.store(scratch, t.constant(3), size, only=t.index == 0)
+    # The words are in shared memory for all threads of this warpgroup; every warpgroup has stored the same ones.
     t.synchronize()
 
 
@@ -181,6 +192,7 @@ def walk(
 ) -> jax.Array:
     """Calls `visit[b]` for each segment of branch b in a block's share, in their order; returns the share's chunks."""
     sets = counts[0].number.shape[1]
+    # Walks the pairs that the share touches and cuts each line at the share's two ends. All warpgroups walk alike.
     first, end = block * share.size, (block + 1) * share.size
 
     def of_pair(pair: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -196,7 +208,10 @@ def walk(
                 cost: int = chunk_cost(counts[branch].unit),
             ) -> tuple[jax.Array, jax.Array]:
                 before, number = so_far
+                # A line costs `SEGMENT` and then its chunks.
                 chunks_at = before + SEGMENT
+                # The first chunk whose cost begins at or behind a bound: a chunk belongs to the share in which its cost
+                # begins.
                 here, behind = (
                     lax.min(lax.div(lax.max(bound - chunks_at, 0) + (cost - 1), cost), chunks) for bound in (first, end)
                 )
@@ -204,7 +219,9 @@ def walk(
                 # If this is a line's first segment, its last one is in the share in which its last chunk begins.
                 segments = lax.div(chunks_at + (chunks - 1) * cost, share.size) - block + 1
                 segment = Segment(group, of_set, which, line, here, behind, number, segments)
+                # A share that has only the line's own cost, but none of its chunks, has no segment of it.
                 pl.when(here < behind)(functools.partial(visit[branch], segment))
+                # Costs before the next line, and the chunks that the share has had so far.
                 return before + jnp.where(chunks > 0, SEGMENT + chunks * cost, 0), number + (behind - here)
 
             so_far = of_line(jnp.int32(0), so_far) if lines == 1 else lax.fori_loop(0, lines, of_line, so_far)
@@ -218,6 +235,7 @@ def note(notes: Ref, segment: Segment, block: jax.Array, *, interpret: bool) -> 
 
     `notes` is [lines, 2] int32 GMEM.
     """
+    # The first segment has the line's first chunk; it alone writes, so each line is written once.
     is_first = jnp.where(segment.begin == 0, 1, 0)
     threads.run(_note, notes, segment.line, block, segment.segments, is_first, interpret=interpret)
 

@@ -74,15 +74,20 @@ def store_by_slot(
         def times(value: ir.Value, by: int) -> ir.Value:
             return arith.muli(value, mu.c(by, value.type))
 
+        # A product [64, 64] leaves each thread, for every eight columns, a pair of neighbours in row 16·warp + lane/4
+        # and one in the row 8 below; the pair is at column 2·(lane mod 4).
         warp, lane = arith.divui(thread(), mu.c(WARP, i32())), arith.remui(thread(), mu.c(WARP, i32()))
         own = arith.addi(times(warp, 16), arith.divui(lane, mu.c(4, i32())))
         column = times(arith.remui(lane, mu.c(4, i32())), 2)
         own_row = arith.extui(i64(), arith.addi(scalar(row), own))
+        # In 64 bits, since rows times slots may exceed 32.
         element = arith.addi(times(own_row, width), arith.extui(i64(), column))
         mine = arith.addi(llvm.ptrtoint(i64(), mu.memref_ptr(kept)), times(element, BYTES))
         pairs = scores.registers.reshape(-1, 2)  # by eight columns, then by row
         for task, (first, has_part) in enumerate(zip(firsts, parts, strict=True)):
+            # Slots of the task begin at its first slot in every row of the array.
             place = arith.addi(mine, times(arith.extui(i64(), scalar(first)), BYTES))
+            # The row layout gives a thread the flags of exactly its two rows.
             flags = [llvm.extractelement(flag, mu.c(0, i32())) for flag in has_part.registers.flat]
             takes = [arith.cmpi(arith.CmpIPredicate.ne, flag, mu.c(0, i32())) for flag in flags]
             for i in range(unit // NARROW):
