@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from tqdm import tqdm
 
 from smcjax.engine.memory import device_memory
 from smcjax.engine.settings import own_settings
@@ -271,6 +270,8 @@ def shown(stack: contextlib.ExitStack, use_tqdm: bool) -> Progress:
     def heard(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
+            from tqdm import tqdm  # a tenth of what the package takes to be imported
+
             line = "Compiling: {n} of {total} programs, {elapsed}"
             bar = tqdm(total=total, bar_format=line, disable=unless_terminal if wanted else True, mininterval=0)
             stack.enter_context(bar)

@@ -40,15 +40,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from smcjax.pallas.dispatch import uses_kernels
-from smcjax.pallas.mosaic.compat import arith, llvm, mu, plgpu
+from smcjax.pallas.mosaic.compat import arith, ir, llvm, mu, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, compiler_params, f32, i32, i64, scalar, scalar_layout, thread
 
 Ref = Any
-Words = list[ir.Value]  # four of a vector
+type Words = list[ir.Value]  # four of a vector
 MOST_DEVICES = 8
 BLOCKS = 128  # of at least 132 multiprocessors: all run at once
 VECTOR = 16  # bytes that a thread moves at once

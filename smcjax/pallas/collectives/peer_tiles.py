@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.mlir import ir
 
 from smcjax.pallas.collectives.peer_memory import (
     MOST_TILES,
@@ -23,7 +22,7 @@ from smcjax.pallas.collectives.peer_memory import (
     times,
     word_of,
 )
-from smcjax.pallas.mosaic.compat import arith, llvm, mu, plgpu
+from smcjax.pallas.mosaic.compat import arith, ir, llvm, mu, plgpu
 from smcjax.pallas.mosaic.threads import f32, i32, i64, scalar, scalar_layout, thread
 from smcjax.pallas.mosaic.tiles import tile_layout, tile_of, values_of
 

@@ -1,18 +1,17 @@
 """Private parts of JAX, for kernels: the only module that imports `jax._src` or changes what JAX does.
 
 JAX may move or drop any of it in a minor version. It was checked in JAX 0.11.2; the package takes JAX from 0.11.2 to
-before 0.13. Other MLIR bindings come from `jax.extend.mlir`, Mosaic's own from `jax.experimental.mosaic.gpu`.
+before 0.13. Other MLIR bindings are those of `jax.extend.mlir`, Mosaic's own of `jax.experimental.mosaic.gpu`.
 
     llvm, nvvm        bindings of two MLIR dialects that `jax.extend.mlir` leaves out, for instructions that kernels
                       write by themselves (`threads`, `tiles`, `l2_policy`)
     after_lowering    a place in Mosaic's table of lowering rules, into which JAX offers no way, for instructions that
                       carry a policy (`l2_policy`)
 
-Mosaic and the dialects take a second to import, which happens when a kernel first asks for something of them: on a CPU
-never.
+Mosaic and MLIR take a second to import, which happens when a kernel first asks for something of them: on a CPU never.
 
     pl, plgpu, mgpu, mu, fa Pallas, its Mosaic, Mosaic itself, and of that `utils` and `fragmented_array`
-    arith, vector           two dialects of MLIR that JAX does offer
+    ir, arith, vector       what JAX does offer of MLIR: its types and values, and two dialects
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["after_lowering", "arith", "fa", "llvm", "mgpu", "mu", "nvvm", "pl", "plgpu", "vector"]
+__all__ = ["after_lowering", "arith", "fa", "ir", "llvm", "mgpu", "mu", "nvvm", "pl", "plgpu", "vector"]
 
 
 class _Later(types.ModuleType):
@@ -40,8 +39,10 @@ if TYPE_CHECKING:
     from jax.experimental.mosaic.gpu import fragmented_array as fa
     from jax.experimental.mosaic.gpu import utils as mu
     from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import arith, vector
 else:
+    ir = _Later("jax.extend.mlir.ir")
     arith, vector = _Later("jax.extend.mlir.dialects.arith"), _Later("jax.extend.mlir.dialects.vector")
     llvm, nvvm = _Later("jaxlib.mlir.dialects.llvm"), _Later("jaxlib.mlir.dialects.nvvm")
     mgpu = _Later("jax.experimental.mosaic.gpu")

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir import ir
 
 from smcjax.matmul import restore
-from smcjax.pallas.mosaic.compat import fa, mgpu, mu, plgpu
+from smcjax.pallas.mosaic.compat import fa, ir, mgpu, mu, plgpu
 from smcjax.pallas.mosaic.wgmma import QUERIES, Ref
 
 

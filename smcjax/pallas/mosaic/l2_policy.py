@@ -15,9 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jax.extend.mlir import ir
-
-from smcjax.pallas.mosaic.compat import after_lowering, llvm, mu, plgpu
+from smcjax.pallas.mosaic.compat import after_lowering, ir, llvm, mu, plgpu
 from smcjax.pallas.mosaic.threads import i64
 from smcjax.pallas.mosaic.wgmma import Ref
 

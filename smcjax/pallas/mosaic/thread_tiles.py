@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.mlir import ir
 from jaxtyping import Array, Float
 
-from smcjax.pallas.mosaic.compat import arith, mu
+from smcjax.pallas.mosaic.compat import arith, ir, mu
 from smcjax.pallas.mosaic.threads import (
     WARPGROUP,
     WARPS,

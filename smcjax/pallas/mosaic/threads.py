@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.mlir import ir
 
-from smcjax.pallas.mosaic.compat import arith, llvm, mu, nvvm, pl, plgpu
+from smcjax.pallas.mosaic.compat import arith, ir, llvm, mu, nvvm, pl, plgpu
 
 Ref = Any
 Word = Any  # what a program computes with: `_Word` or a vector of 128

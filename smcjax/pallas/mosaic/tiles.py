@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir import ir
 
-from smcjax.pallas.mosaic.compat import arith, llvm, mgpu, mu, pl, plgpu, vector
+from smcjax.pallas.mosaic.compat import arith, ir, llvm, mgpu, mu, pl, plgpu, vector
 from smcjax.pallas.mosaic.threads import WARPGROUP, f32, i32, i64, scalar, scalar_layout, thread
 from smcjax.pallas.mosaic.wgmma import Ref, of_part, swizzled
 

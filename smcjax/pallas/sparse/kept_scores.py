@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.mlir import ir
 
-from smcjax.pallas.mosaic.compat import arith, llvm, mgpu, mu, pl, plgpu
+from smcjax.pallas.mosaic.compat import arith, ir, llvm, mgpu, mu, pl, plgpu
 from smcjax.pallas.mosaic.online_softmax import row_layout
 from smcjax.pallas.mosaic.threads import WARP, i32, i64, scalar, scalar_layout, thread
 from smcjax.pallas.mosaic.wgmma import QUERIES, Ref
