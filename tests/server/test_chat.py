@@ -42,18 +42,23 @@ def test_contents_in_every_form(client: openai.OpenAI) -> None:
     assert answer(*HELLO, {**empty, "content": None}, *HELLO) == answer(*HELLO, empty, *HELLO)
 
 
+def set_template(server: Running, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """Gives the served model another chat template for a test."""
+    tokenizer = server.llm().tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer._inner, "chat_template", template)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_templates_own_variables_and_errors(
     server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """A variable reaches the template; what the template raises is said, in JSON, before any stream."""
-    tokenizer = server.llm().tokenizer
-    assert tokenizer is not None
     template = (
         "{% if messages[0]['content'] == 'no' %}{{ raise_exception('no such thing') }}{% endif %}"
         "{{ messages[0]['content'] }}{% if thinking %} hm{% endif %}"
     )
-    monkeypatch.setattr(tokenizer._inner, "chat_template", template)
+    set_template(server, monkeypatch, template)
 
     def ask(content: str, **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
@@ -172,13 +177,11 @@ CALLED: list[Any] = [
 
 def test_histories_with_tool_calls(http: httpx.Client, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """They reach the template, arguments as data."""
-    tokenizer = server.llm().tokenizer
-    assert tokenizer is not None
     template = (
         "{% for message in messages %}{{ message.role }}{% for call in message.tool_calls %}"
         "{{ call.function.name }}{{ call.function.arguments.a + 1 }}{% endfor %}{{ message.tool_call_id }}{% endfor %}"
     )
-    monkeypatch.setattr(tokenizer._inner, "chat_template", template)
+    set_template(server, monkeypatch, template)
     for messages in (CALLED, [CALLED[0], {"role": "assistant", "tool_calls": [CALL]}, CALLED[2]]):
         reply = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2}).json()
         assert reply["usage"]["prompt_tokens"] == len("userassistantadd2toolcall_1")
