@@ -60,10 +60,9 @@ def contenders(
     controls: Sequence[float] = (0.0,),
     answers: Sequence[int] = (),
     early_ends: bool = False,
-    branching: Sequence[float] = (),
 ) -> list[Contender]:
     """The target alone, first; the draft alone; rejection along a `tree`, and for each K all other exact decoders,
-    the majority of several exact `answers`, and SMC of N particles under each control, then by `branching` with each λ.
+    the majority of several exact `answers`, and SMC of N particles under each control.
 
     With `early_ends` SMC under a control decodes with early ends as well.
 
@@ -90,9 +89,6 @@ def contenders(
             result.append(Contender(name, smc))
             if early_ends:
                 result.append(Contender(f"{name}, early end", dataclasses.replace(smc, early_end=True)))
-        for n, lam in itertools.product(particles, branching):
-            smc = SMC(n_particles=n, gamma=gamma, branching=lam, approximate=approximate, **by)
-            result.append(Contender(f"SMC, N={n}, K={gamma}, branching {lam:g}", smc))
     return result
 
 

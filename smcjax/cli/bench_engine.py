@@ -79,14 +79,6 @@ def add_parsers(benchmarks: argparse._SubParsersAction) -> None:
     decoders.add_argument(
         "--controls", type=share, nargs="+", default=[0.0], metavar="C", help="of SMC, each from 0 to 1 (0)"
     )
-    decoders.add_argument(
-        "--branching",
-        type=float,
-        nargs="*",
-        default=[],
-        metavar="LAMBDA",
-        help="SMC by branching too, each from 1 on (none)",
-    )
     decoders.add_argument("--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection (8)")
     decoders.add_argument(
         "--answers", type=ROWS, nargs="*", default=[], metavar="N", help="exact ones, whose majority counts (none)"
@@ -224,7 +216,6 @@ def run_decoders(args: argparse.Namespace) -> int:
             args.controls,
             args.answers,
             args.early_ends,
-            args.branching,
         ),
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         name: name
         for name in (
             *("n_particles", "gamma", "power", "draft_temperature", "ess_threshold", "resampling", "select"),
-            *("control", "watchdog", "early_end", "branching", "pipelined", "approximate"),
+            *("control", "early_end", "pipelined", "approximate"),
         )
     },
     "rejection": {
@@ -203,16 +203,7 @@ def add_decoding_options(
         "--control", type=float, help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0)"
     )
     group.add_argument(
-        "--watchdog", type=float, metavar="NATS", help="of SMC: raise control when evidence falls faster a token (off)"
-    )
-    group.add_argument(
         "--early-end", action="store_const", const=True, help="of SMC: do not wait for the longest particle (wait)"
-    )
-    group.add_argument(
-        "--branching",
-        type=float,
-        metavar="LAMBDA",
-        help="of SMC: draw from weighted children, LAMBDA from 1, in place of a control (off)",
     )
     group.add_argument(
         "--pipelined",

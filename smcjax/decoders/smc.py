@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal, get_args
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
+from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
 from smcjax.plain import names_unknown, short, use_plain_numbers
 from smcjax.sparse import SparseVerification
 
@@ -17,8 +17,8 @@ SCHEMES, SELECTIONS = get_args(Scheme), get_args(Selection)
 
 # Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
-ALARM = 3.0  # nats by which evidence falls short of a rate before a control is raised, or a warning given
-USUAL_RATE = 0.5  # nats a token: SMC without a watchdog says where evidence falls faster (docs/usage.md, "Control")
+ALARM = 3.0  # nats by which evidence falls short of a rate before a warning is given
+USUAL_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/usage.md, "Control")
 
 
 @names_unknown
@@ -33,7 +33,7 @@ class SMC(Decoding):
         power: α > 0, the exponent of the target distribution; 1 is the plain target model. Requests whose
             power/temperature exceeds 1,000 are refused, as float32 would round their weights too much.
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
-        resampling: one of `smcjax.smc.SCHEMES`.
+        resampling: one of `smcjax.smc.SCHEMES`, or a `smcjax.smc.Resampler`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
             sample of the target nor its mode).
         bonus: draw one more token a cycle from the target's last column.
@@ -44,24 +44,18 @@ class SMC(Decoding):
         control: c in [0, 1], where a request brings none. Draft d is accepted with probability min(1, p(d)/(c·q(d))),
             else its particle's block ends with a token of the residual max(p − q, 0), and a token's weight is at least
             c. 0 accepts everything; 1 is speculative sampling of every particle, whose weights are 1 at power 1
-            (rejection control: Liu, Chen & Wong 1998). A cycle advances a particle by 1 to K + 1 tokens.
-        watchdog: a rate in nats a token, above 0, for power 1; None: no watchdog. Once a request's evidence has fallen
-            by `ALARM` nats more than that rate allows, its control is exp(−rate) from the next cycle on, under which
-            the evidence cannot fall faster. Results say so (`RequestOutput.smc.control`), and a warning.
+            (rejection control: Liu, Chen & Wong 1998). A cycle advances a particle by 1 to K + 1 tokens. Another rule
+            about drafts is a `smcjax.smc.Acceptance` in the number's place.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
         early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
             or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
-            the others weigh 0 then, until they are resampled.
-        branching: λ ≥ 1; None: off. In place of a control's coins every particle offers K + 1 weighted children: one
-            leaves its drafts behind each number of them for a token of max(p − λq, 0), one keeps them all, each draft
-            with a weight of at most λ (`smcjax.smc.branching`). N of a request's N(K + 1) children are drawn in every
-            cycle, by `resampling`, and all weights are equal then. Right for any draft.
+            the others weigh 0 then, until they are resampled. Another rule about ends is a `smcjax.smc.Ending`.
+        potentials: factors of the target, each a `smcjax.smc.Potential`: the target is then p(x)^α·∏ φ(x).
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
-            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: no control, no
-            watchdog, no branching.
+            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: no control.
     """
 
     name = "smc"
@@ -73,17 +67,16 @@ class SMC(Decoding):
     draft_temperature: float | None = None
     power: float = 1.0
     ess_threshold: float = 0.5
-    resampling: Scheme = "systematic"
+    resampling: Scheme | Resampler = "systematic"
     select: Selection = "sample"
     bonus: bool = True
     defer_bonus: bool | None = None
     trace: bool = False
-    control: float = 0.0
-    watchdog: float | None = None
+    control: float | Acceptance = 0.0
     sparse: SparseVerification | None = None
     approximate: bool = False
-    early_end: bool = False
-    branching: float | None = None
+    early_end: bool | Ending = False
+    potentials: tuple[Potential, ...] = ()
     pipelined: bool = False
 
     def __post_init__(self) -> None:
@@ -94,23 +87,19 @@ class SMC(Decoding):
             raise ValueError(f"power must be a number from 0.001 to 1000, got {self.power!r}.")
         if not is_number(self.ess_threshold, 0.0, 1.0):
             raise ValueError(f"ess_threshold must be a number from 0 to 1, got {self.ess_threshold!r}.")
-        if not is_number(self.control, 0.0, 1.0):
-            raise ValueError(f"control must be a number from 0 to 1, got {self.control!r}.")
-        if self.watchdog is not None:
-            self._check_watchdog()
-        if self.resampling not in SCHEMES:
-            raise ValueError(f"resampling must be one of {', '.join(SCHEMES)}, got {self.resampling!r}.")
+        self._check_parts()
         if self.select not in SELECTIONS:
             raise ValueError(f"select must be 'sample' or 'best', got {self.select!r}.")
-        for name in ("bonus", "trace", "approximate", "early_end", "pipelined"):
+        for name in ("bonus", "trace", "approximate", "pipelined"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.defer_bonus, bool | None):
             raise ValueError(f"defer_bonus must be True, False or None, got {self.defer_bonus!r}.")
-        if self.branching is not None:
-            self._check_branching()
-        if self.pipelined:
-            self._check_pipelined()
+        if self.pipelined and self.ragged:
+            raise ValueError(
+                f"pipelined is True and control {_shown(self.control)}, which would reject drafts that the next block "
+                "stands on; leave one of them out."
+            )
         self._check_effects()
         check_sparse(self.sparse)
         is_approximate = self.sparse is not None and self.sparse.precision == "approximate"
@@ -122,11 +111,32 @@ class SMC(Decoding):
         if self.approximate and not is_approximate:
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
 
+    def _check_parts(self) -> None:
+        """Refuses what is neither an option of the package's own parts nor a part."""
+        if not isinstance(self.control, Acceptance) and not is_number(self.control, 0.0, 1.0):
+            raise ValueError(f"control must be a number from 0 to 1, or an Acceptance, got {self.control!r}.")
+        if not isinstance(self.resampling, Resampler) and self.resampling not in SCHEMES:
+            raise ValueError(
+                f"resampling must be one of {', '.join(SCHEMES)}, or a Resampler, got {self.resampling!r}."
+            )
+        if not isinstance(self.early_end, bool | Ending):
+            raise ValueError(f"early_end must be True, False or an Ending, got {self.early_end!r}.")
+        if isinstance(self.potentials, list):
+            object.__setattr__(self, "potentials", tuple(self.potentials))
+        if not isinstance(self.potentials, tuple) or not all(isinstance(one, Potential) for one in self.potentials):
+            raise ValueError(f"potentials must be a tuple of Potentials, got {short(self.potentials)}.")
+        try:
+            hash(self)
+        except TypeError as error:
+            raise ValueError(
+                f"control, resampling, early_end and potentials must be hashable, as they are static parts of a "
+                f"compiled program: {error}; make them frozen dataclasses of numbers and tuples."
+            ) from None
+
     def _check_effects(self) -> None:
         """Refuses options that others leave without an effect."""
         idle: dict[str, tuple[bool, tuple[str, ...]]] = {
             "n_particles is 1": (self.n_particles == 1, ("resampling", "select", "early_end")),
-            f"branching is {self.branching}": (self.branching is not None, ("ess_threshold",)),
             "pipelined is True": (self.pipelined, ("bonus", "defer_bonus")),
             "bonus is False": (not self.bonus, ("defer_bonus",)),
             "ess_threshold is 0": (self.ess_threshold == 0, ("resampling",)),
@@ -139,52 +149,10 @@ class SMC(Decoding):
                         f"{cause}, which leaves {name} {getattr(self, name)!r} without an effect; leave {name} out."
                     )
 
-    def _check_pipelined(self) -> None:
-        """Refuses what would reject drafts, on which others have been built by then."""
-        for name in ("control", "watchdog", "branching"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"pipelined is True and {name} {getattr(self, name):g}, which would reject drafts that the next "
-                    "block stands on; leave one of them out."
-                )
-
-    def _check_watchdog(self) -> None:
-        """Refuses rates out of range, or without a use."""
-        if not is_number(self.watchdog, 1e-3, 100.0):
-            raise ValueError(
-                f"watchdog must be a number of nats a token from 0.001 to 100, or None, got {self.watchdog!r}."
-            )
-        if self.power != 1.0:
-            raise ValueError(
-                f"watchdog is {self.watchdog:g} and power {self.power:g}, at which evidence falls by itself; use "
-                "power=1, or control without a watchdog."
-            )
-        if self.control >= self.raised_control:
-            raise ValueError(
-                f"watchdog is {self.watchdog:g} and control {self.control:g}, under which evidence never falls as fast "
-                "as that; leave one of them out."
-            )
-
-    def _check_branching(self) -> None:
-        """Refuses a λ out of range, and what decides about drafts or ends in another way."""
-        if not is_number(self.branching, 1.0, 1e6):
-            raise ValueError(f"branching must be a number from 1 to 1000000, or None, got {self.branching!r}.")
-        others = {
-            f"control {self.control:g}": self.control > 0.0,
-            f"watchdog {self.watchdog}": self.watchdog is not None,
-            "early_end True": self.early_end,
-            "select 'best'": self.select == "best",
-        }
-        for other in (name for name, is_set in others.items() if is_set):
-            raise ValueError(
-                f"branching is {self.branching:g} and {other}, but branching decides about drafts by itself, and "
-                "resamples in every cycle so that all particles weigh the same; leave one of them out."
-            )
-
     @property
-    def raised_control(self) -> float:
-        """The control that the watchdog raises a request to; without one the request's."""
-        return self.control if self.watchdog is None else math.exp(-self.watchdog)
+    def rejection_control(self) -> float | None:
+        """c where the rule about drafts is rejection control; None for another rule."""
+        return None if isinstance(self.control, Acceptance) else self.control
 
     @property
     def speculation(self) -> Speculation:
@@ -206,12 +174,13 @@ class SMC(Decoding):
         The heaviest particle is none where coins make weights differ.
         """
         drawn = self.select == "sample" or not self.early_end
-        return self.control == 1.0 and self.power == 1.0 and drawn and super().exact
+        plain = self.power == 1.0 and not self.potentials
+        return self.rejection_control == 1.0 and plain and drawn and super().exact
 
     @property
     def ragged(self) -> bool:
         """True where drafts can be rejected."""
-        return self.control > 0.0 or self.watchdog is not None or self.branching is not None
+        return self.control.rejects if isinstance(self.control, Acceptance) else self.control > 0.0
 
     @property
     def overlaps(self) -> bool:
@@ -220,32 +189,31 @@ class SMC(Decoding):
 
     def __str__(self) -> str:
         words = [f"SMC, N={self.n_particles}, K={self.gamma}"]
-        words += [f"control {self.control:g}"] if self.control else []
-        words += [f"branching {self.branching:g}"] if self.branching is not None else []
-        words += [f"watchdog {self.watchdog:g}"] if self.watchdog is not None else []
-        words += ["early end"] if self.early_end else []
+        words += [f"control {_shown(self.control)}"] if self.control else []
+        words += ["early end" if self.early_end is True else _shown(self.early_end)] if self.early_end else []
+        words += [_shown(self.resampling)] if isinstance(self.resampling, Resampler) else []
+        words += [_shown(one) for one in self.potentials]
         words += ["pipelined"] if self.pipelined else []
         return ", ".join(words) + in_words(self.sparse)
 
     def check_draft(self, draft: Drafting, control: float | None = None) -> None:
-        """Refuses drafts that give probability 0 to tokens of the target, but at control 1 and with branching.
+        """Refuses drafts that give probability 0 to tokens of the target, but at control 1.
 
         No weight makes up for what is never drawn, as tokens beside a certain draft that is always accepted: below 1
-        such a draft is, where the target likes it. Branching's children that leave have all that drafts lack.
-        Pipelined, it refuses drafts that wait for the target.
+        such a draft is, where the target likes it. Pipelined, it refuses drafts that wait for the target.
         """
         if self.pipelined and draft.taps:
             raise ValueError(
                 f"pipelined is True and draft_model is {draft}, which drafts from what the target has computed; use "
                 "pipelined=False, or a draft model that needs none of it."
             )
-        if self.branching is not None:
-            return
-        if not draft.full_support and (self.control if control is None else control) < 1.0:
+        own = self.control if control is None else control
+        suits = own.suits_any_draft if isinstance(own, Acceptance) else own == 1.0
+        if not draft.full_support and not suits:
             raise ValueError(
                 f"draft_model is {draft}, whose drafts leave the target's other tokens no probability, and SMC weighs "
                 "drafts by target over draft; use decoding=Rejection() or SMC(control=1), which are exact with any "
-                "draft, SMC(branching=2), which is unbiased with any, or a model."
+                "draft, or a model."
             )
 
     def check(self, params: Any) -> None:
@@ -287,22 +255,27 @@ class SMC(Decoding):
                 "that it makes; use decoding=Rejection() or Autoregressive(), which honour it, or leave it out.",
                 f"{name} changes the distribution, which an exact decoder honours",
             )
-        if self.branching is not None and params.control is not None:
+        if self.rejection_control is None and params.control is not None:
             raise ValueError(
-                f"control is {params.control:g} and decoding branches, which takes the place of a control; leave it "
-                "out, or use SMC() without branching."
+                f"control is {params.control:g} and decoding has a rule of its own about drafts, "
+                f"{_shown(self.control)}; leave control out, or use SMC() without that rule."
             )
         if self.pipelined and params.control:
             raise ValueError(
                 f"control is {params.control:g} and the decoder pipelined, which cannot reject drafts that the next "
                 "block stands on; leave control out, or use SMC(pipelined=False)."
             )
-        if self.watchdog is not None and params.expression is not None:
+        if params.stop_strings and self.potentials:
             raise ValueError(
-                f"watchdog is {self.watchdog:g}, and under a response_format evidence falls by itself; use a control "
-                "without a watchdog, or leave response_format out."
+                "stop strings cut answers behind which potentials have looked; use stop_token_ids, which are exact, or "
+                "leave potentials out."
             )
         if params.stop_strings and self.power != 1.0:
             raise ValueError(
                 f"stop strings change the law at power {self.power}; use power=1, or stop_token_ids, which are exact."
             )
+
+
+def _shown(part: object) -> str:
+    """A number as users write it, or a part of their own by what its repr says."""
+    return f"{part:g}" if isinstance(part, float | int) else short(part)

@@ -147,7 +147,5 @@ def head_view(speculation: Speculation, groups: Groups, copies: Copies | None, *
         return view
     # At group start `prev` is the last prompt token: its KV is there, perhaps shared with other groups.
     there = sequences.length == groups.per_row(groups.requests.prompt_length) + 1
-    if sequences.settled is not None:
-        there |= sequences.settled
     pages = view.write_pages.at[:, 0].set(jnp.where(there, TRASH, view.write_pages[:, 0]))
     return dataclasses.replace(view, write_pages=pages)

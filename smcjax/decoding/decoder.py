@@ -24,7 +24,6 @@ class RowsAfter(NamedTuple):
     ancestors: np.ndarray  # [N] int32: the row that each was a copy of
     alive: np.ndarray  # [N] bool: rows that may still answer, or be ancestors of one that does
     finished: np.ndarray  # [N] bool
-    block_of: np.ndarray  # [N] int32: the row of the report whose block each went on with, mostly its ancestor
 
 
 class CycleHistory(Protocol):
@@ -43,8 +42,7 @@ class Report:
 
     resamples: int = 0
     mean_ess: float | None = None
-    control: float | None = None  # under which the next cycle would run
-    raised_cycles: int = 0  # cycles under a control that a watchdog had raised
+    control: float | None = None  # c of rejection control
     warning: str | None = None  # one sentence about the answer
     accepted: int | None = None  # drafts among the tokens that were kept
     accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
@@ -119,7 +117,7 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
 def _going_on(n: int) -> RowsAfter:
     """n rows that all go on as they are. Shared, and so read-only."""
     own = np.arange(n, dtype=np.int32)
-    rows = RowsAfter(own, np.ones(n, bool), np.zeros(n, bool), own)
+    rows = RowsAfter(own, np.ones(n, bool), np.zeros(n, bool))
     for array in rows:
         array.setflags(write=False)
     return rows

@@ -82,9 +82,6 @@ class Sequences:
     # [R] int32, the state of each row's automaton behind its tokens (`smcjax.decoding.constraints`); None: no request
     # has one.
     automaton: Any = None
-    # [R] bool, rows for whose token before the frontier a draft model has the KV already; None: for none, but at a
-    # group's start. Rows of unequal lengths may share that token's page, where a second writing would not be the same.
-    settled: Any = None
 
     @classmethod
     def create(cls, num_rows: int, *, max_tokens: int, max_pages: int) -> Sequences:

@@ -56,7 +56,6 @@ class Trace:
     selected: int = 0  # the row that answered
     tokens: Sequence[list[list[int]]] = ()  # [C][N] what each row went on with, before resampling
     log_evidences: np.ndarray | None = None  # [C] float64, log Ẑ as if the request ended after the cycle
-    branched: bool = False  # rows were copied first, as `Cycle.branched` says: `tokens` are then the copies'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
@@ -67,9 +66,8 @@ class SMCOutput:
     particles: list[Particle]
     log_weights: np.ndarray  # [N] float32, after the last resampling
     selected: int  # index of the particle that answered
-    control: float  # c in the end: the decoder's, or what its watchdog has raised it to
-    raised_cycles: int = 0  # of `RequestMetrics.cycles`, those under a raised control
-    warning: str | None = None  # a sentence, once a watchdog has raised the control, or without one would have
+    control: float | None  # c of the request or the decoder; None where the decoder has a rule of its own about drafts
+    warning: str | None = None  # a sentence where evidence fell faster than `USUAL_RATE` a token
     trace: Trace | None = None
 
 
@@ -142,7 +140,7 @@ class Cycle:
     """One cycle of a request as it runs, over its N rows. Cycle 0 draws the first tokens.
 
     With `a` the ancestor of row i, row i's tokens after the cycle are those of row `a` before it and then
-    `blocks[a][: lengths[i] - (length of row a before it)]`; of a cycle that is `branched`, then `blocks[i]`.
+    `blocks[a][: lengths[i] - (length of row a before it)]`.
     """
 
     index: int  # 0, 1, 2 …; a request that was preempted goes on where its reader was
@@ -154,7 +152,6 @@ class Cycle:
     ess: float | None = None  # likewise
     resampled: bool = False
     log_evidence: float | None = None  # log Ẑ as if the request ended after the cycle; None as above
-    branched: bool = False  # rows were resampled first, by their children's weights, and then given their own tokens
 
 
 @dataclasses.dataclass(frozen=True)

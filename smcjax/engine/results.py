@@ -91,7 +91,6 @@ def assemble(
     )
     weighted = None
     if decoder.decoding.weighted:
-        assert report.control is not None
         weights = normalized(np.asarray(population.log_weight))
         weighted = SMCOutput(
             log_evidence=float(population.log_evidence),
@@ -108,7 +107,6 @@ def assemble(
             log_weights=np.array(population.log_weight),
             selected=selected,
             control=report.control,
-            raised_cycles=report.raised_cycles,
             warning=report.warning,
             trace=_trace(report, request, sequences, selected, tokenizer),
         )

@@ -156,7 +156,7 @@ class Running:
             return (*self.certain.begin(value.tokens), 0)
         rows = self.decoder.rows_after(value)
         lengths = value.length - len(self.request.token_ids)
-        said = self.certain.advance(value.tokens, lengths, rows.ancestors, rows.alive, rows.block_of)
+        said = self.certain.advance(value.tokens, lengths, rows.ancestors, rows.alive)
         return (*said, 0 if len(lengths) == 1 else int(np.argmax(rows.alive)))
 
     def _cycle(self, kind: str, value: Any) -> Cycle | None:

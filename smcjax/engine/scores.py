@@ -44,11 +44,11 @@ def scores_along(
     for cycle in range(len(infos) - 1, -1, -1):
         info = infos[cycle]
         rows = decoder.rows_after(info)
-        source, block = int(rows.ancestors[row]), int(rows.block_of[row])
+        source = int(rows.ancestors[row])
         before = 1 if cycle == 0 else int(infos[cycle - 1].length[source]) - prompt_length
         after = int(info.length[row]) - prompt_length
         for position in range(min(after, end) - 1, max(before, begin) - 1, -1):
-            found.appendleft(_at(info.scores, (block, position - before), count))
+            found.appendleft(_at(info.scores, (source, position - before), count))
         row = source
         if before <= begin:
             break

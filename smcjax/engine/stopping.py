@@ -48,17 +48,16 @@ class StopStrings:
         ancestors: Sequence[int],
         alive: Sequence[bool],
         finished: Sequence[bool],
-        block_of: Sequence[int],
     ) -> bool:
-        """A cycle: blocks [N, C], ancestors [N], after it lengths, who lives and has ended, and whose block each has.
+        """Follows a cycle: blocks [N, C], ancestors [N]; after it the rows' lengths, who lives and who has ended.
 
         Returns whether all rows that live are settled.
         """
-        before, longer = self._rows, dict[tuple[int, int], _Row]()
-        for row, block, length in zip(ancestors, block_of, lengths, strict=True):
-            if (row, block) not in longer:
-                longer[row, block] = self._longer(before[row], blocks[block][: length - before[row].length])
-        self._rows = [longer[both] for both in zip(ancestors, block_of, strict=True)]
+        before, longer = self._rows, dict[int, _Row]()
+        for row, length in zip(ancestors, lengths, strict=True):
+            if row not in longer:
+                longer[row] = self._longer(before[row], blocks[row][: length - before[row].length])
+        self._rows = [longer[row] for row in ancestors]
         return all(
             row.stopped or ended or not living for row, ended, living in zip(self._rows, finished, alive, strict=True)
         )

@@ -47,15 +47,14 @@ class _Rows:
         lengths: list[int],
         ancestors: list[int],
         alive: list[bool],
-        block_of: list[int],
     ) -> None:
-        """Makes row i a copy of its ancestor, with as much of block `block_of[i]` as makes it `lengths[i]` long."""
+        """Makes row i a copy of its ancestor, with as much of the ancestor's block as makes it `lengths[i]` long."""
         before, old = self._at, self._lengths
         self._at = []
-        for row, block, length, living in zip(ancestors, block_of, lengths, alive, strict=True):
+        for row, length, living in zip(ancestors, lengths, alive, strict=True):
             node = before[row] if living else None
             if node is not None:
-                for token in blocks[block][: length - old[row]]:
+                for token in blocks[row][: length - old[row]]:
                     node = node.children.setdefault(token, _Node(token, node))
                 node.ends += 1
             self._at.append(node)
@@ -124,7 +123,7 @@ class StablePrefixStream:
         count = len(first)
         self._rows, self._agreed = _Rows(count), 0
         own = list(range(count))
-        self._rows.advance([[int(token)] for token in first], [1] * count, own, [True] * count, own)
+        self._rows.advance([[int(token)] for token in first], [1] * count, own, [True] * count)
         return self._news()
 
     def advance(
@@ -133,15 +132,12 @@ class StablePrefixStream:
         lengths: np.ndarray,
         ancestors: np.ndarray,
         alive: np.ndarray,
-        block_of: np.ndarray | None = None,
     ) -> tuple[str, list[int]]:
         """Follows a cycle: blocks [N, C], ancestors [N]; after it, generated lengths [N], who lives.
 
-        `block_of` [N] says whose block each row went on with; None: its ancestor's. Returns the text and the tokens
-        that have become certain by it.
+        Returns the text and the tokens that have become certain by it.
         """
-        blocks = ancestors if block_of is None else block_of
-        self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist(), blocks.tolist())
+        self._rows.advance(tokens.tolist(), lengths.tolist(), ancestors.tolist(), alive.tolist())
         return self._news()
 
     def _news(self) -> tuple[str, list[int]]:

@@ -54,8 +54,11 @@ class VirtualModel:
             return {"decoder": self.name, "decoding": Auto.name, "exact": decoding.exact, "strategies": strategies}
         numbers: dict[str, float | None] = {}
         if isinstance(decoding, SMC):
-            numbers = {"n_particles": decoding.n_particles, "gamma": decoding.gamma, "control": decoding.control}
-            numbers |= {} if decoding.branching is None else {"branching": decoding.branching}
+            numbers = {
+                "n_particles": decoding.n_particles,
+                "gamma": decoding.gamma,
+                "control": decoding.rejection_control,
+            }
             numbers |= {"pipelined": True} if decoding.pipelined else {}
         elif isinstance(decoding, Rejection):
             numbers = {"n_candidates": decoding.n_candidates, "gamma": decoding.gamma}
@@ -129,10 +132,8 @@ def label_of(decoding: Decoding) -> str:
     parts = [decoding.name]
     if isinstance(decoding, SMC):
         parts += [f"n{decoding.n_particles}", f"k{decoding.gamma}"]
-        parts += [f"c{decoding.control:g}"] if decoding.control else []
-        parts += [f"w{decoding.watchdog:g}"] if decoding.watchdog is not None else []
+        parts += [f"c{decoding.rejection_control:g}"] if decoding.rejection_control else []
         parts += [f"p{decoding.power:g}"] if decoding.power != 1 else []
-        parts += [f"b{decoding.branching:g}"] if decoding.branching is not None else []
         parts += ["early"] if decoding.early_end else []
         parts += ["pipelined"] if decoding.pipelined else []
     elif isinstance(decoding, Rejection):

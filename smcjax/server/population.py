@@ -28,7 +28,6 @@ def population_of(output: RequestOutput, ask: SMCAsk, tokenizer: Tokenizer | Non
         "ess": [] if smc.trace is None else numbers(smc.trace.ess),
         "selected": smc.selected,
         "control": smc.control,
-        "raised_cycles": smc.raised_cycles,
         "warning": smc.warning,
         "cycles": output.metrics.cycles,
         "resamples": output.metrics.resamples,
@@ -71,9 +70,8 @@ def numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
 class Cycles:
     """Turns the cycles of one request into events, with the text that each row's tokens add to it.
 
-    A row's text is its ancestor's and then the event's `texts` of the ancestor, as far as `lengths` goes; of an event
-    that is `branched` its ancestor's and then its own `texts`. Bytes that are no whole character wait for those that
-    complete it.
+    A row's text is its ancestor's and then the event's `texts` of the ancestor, as far as `lengths` goes. Bytes that
+    are no whole character wait for those that complete it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> None:
@@ -96,15 +94,12 @@ class Cycles:
             "resampled": cycle.resampled,
             "ess": None if cycle.ess is None else number(cycle.ess),
             "log_weights": None if cycle.log_weights is None else numbers(cycle.log_weights),
-            **({"branched": True} if cycle.branched else {}),
         }
         self._lengths = found["lengths"]
         return found
 
     def _kept(self, cycle: Cycle) -> list[list[int]]:
         """The blocks as far as some descendant has them; all of it of rows without any."""
-        if cycle.branched:
-            return cycle.blocks
         kept: dict[int, int] = {}
         for ancestor, length in zip(cycle.ancestors.tolist(), cycle.lengths.tolist(), strict=True):
             kept[ancestor] = max(kept.get(ancestor, 0), length - self._lengths[ancestor])
@@ -115,9 +110,6 @@ class Cycles:
             return None
         if cycle.index == 0:
             self._rows = [AnswerText(self._tokenizer, self._prompt) for _ in blocks]
-        if cycle.branched:
-            self._rows = [self._rows[ancestor].copy() for ancestor in cycle.ancestors.tolist()]
-            return ["".join(map(row.feed, block)) for row, block in zip(self._rows, blocks, strict=True)]
         texts = ["".join(map(row.copy().feed, block)) for row, block in zip(self._rows, blocks, strict=True)]
         after = []
         for ancestor, length in zip(cycle.ancestors.tolist(), cycle.lengths.tolist(), strict=True):

@@ -8,12 +8,16 @@ state, infos = run(program, params, state, 16)          # many, in one program
 """
 
 from smcjax.decoders import SCHEMES, SMC
+from smcjax.decoders.parts import Ending, Potential, Resampler
 from smcjax.decoding.admission import prefill
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.decoding.sequences import Requests
+from smcjax.smc.acceptance import Acceptance, KeepAll, RejectionControl
 from smcjax.smc.decoder import SMCDecoder
+from smcjax.smc.ending import Outcomes, Roulette, WaitForAll
 from smcjax.smc.lifecycle import begin, conclude, init, log_evidence, select, start
+from smcjax.smc.potential import Answers, ConstantPotential, TokenPotential
 from smcjax.smc.resampling import resample
 from smcjax.smc.state import Info, State
 from smcjax.smc.steps import run, step
@@ -22,13 +26,25 @@ from smcjax.smc.weights import effective_sample_size
 __all__ = [
     "SCHEMES",
     "SMC",
+    "Acceptance",
+    "Answers",
+    "ConstantPotential",
+    "Ending",
     "Info",
+    "KeepAll",
     "Memory",
+    "Outcomes",
     "PairParams",
+    "Potential",
     "Program",
+    "RejectionControl",
     "Requests",
+    "Resampler",
+    "Roulette",
     "SMCDecoder",
     "State",
+    "TokenPotential",
+    "WaitForAll",
     "begin",
     "conclude",
     "effective_sample_size",

@@ -19,8 +19,6 @@ leading axes and may be traced. NaN stays NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -69,34 +67,6 @@ def increment(
     behind = log_q - log_p
     above = -jnp.logaddexp(jnp.log1p(-correction) + behind, jnp.log(correction))
     return jnp.where(log_p < log_q, jnp.maximum(-behind, jnp.log(control)), above)
-
-
-class Verdict(NamedTuple):
-    """The decision about the drafts of each row."""
-
-    accepted: Int[Array, " R"]  # of its drafts, from the first
-    law: Float[Array, "R V"]  # of the token behind them, as logits; stale where C = K drafts are all accepted
-
-
-def judge(
-    log_p: Float[Array, "R C V"],
-    log_q: Float[Array, "R K V"],
-    drafts: Int[Array, "R K"],
-    uniforms: Float[Array, "R K"],
-    control: Float[Array, " R"],
-) -> Verdict:
-    """Accepts drafts up to the first rejection, behind which comes the residual; behind all K of them p, if C = K + 1.
-
-    log_p[r, j] is the target's law behind row r's first j drafts, log_q[r, j] the law that drafts[r, j] was drawn from.
-    """
-    columns = drafts.shape[1]
-    chance = acceptance(at(log_p[:, :columns], drafts), at(log_q, drafts), control[:, None])
-    accepted = jnp.sum(jnp.cumprod(uniforms < chance, axis=1, dtype=jnp.int32), axis=1)
-    row, column = jnp.arange(drafts.shape[0]), jnp.minimum(accepted, columns - 1)
-    law = residual(log_p[row, column], log_q[row, column])
-    if log_p.shape[1] > columns:
-        law = jnp.where((accepted == columns)[:, None], log_p[:, columns], law)
-    return Verdict(accepted, law)
 
 
 def at(laws: Float[Array, "*shape V"], tokens: Int[Array, "*shape"]) -> Float[Array, "*shape"]:

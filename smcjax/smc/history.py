@@ -13,13 +13,10 @@ from smcjax.smc.state import Info
 
 
 class History:
-    """Turns one group's `Info` of each cycle, as host arrays, into the fields of `smcjax.engine.outputs.Cycle`.
+    """Turns one group's `Info` of each cycle, as host arrays, into the fields of `smcjax.engine.outputs.Cycle`."""
 
-    With `branched` rows are copies before they go on, so that a block is what the copy was given.
-    """
-
-    def __init__(self, prompt_length: int, *, branched: bool = False) -> None:
-        self._prompt_length, self._branched = prompt_length, branched
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
         self._lengths: np.ndarray | None = None  # [N] after the last cycle; None: one token each
         self._log_evidence = 0.0  # up to the last resampling
         self.cycles = 0
@@ -28,8 +25,7 @@ class History:
         """The fields of the next cycle."""
         n = len(info.length)
         before = np.ones(n, np.int32) if self._lengths is None else self._lengths
-        begun = before[np.asarray(info.ancestors)] if self._branched else before
-        grown = np.asarray(info.weighed) - self._prompt_length - begun
+        grown = np.asarray(info.weighed) - self._prompt_length - before
         self._lengths = np.asarray(info.length, np.int32) - self._prompt_length
         self.cycles += 1
         evidence = self._log_evidence + _log_mean(np.asarray(info.log_weight, np.float64))
@@ -45,15 +41,14 @@ class History:
             "ess": float(info.ess),
             "log_weights": np.asarray(info.log_weight, np.float32),
             "log_evidence": evidence,
-            "branched": self._branched,
         }
 
 
-def alarmed_after(infos: Sequence[Info], prompt_length: int, rate: float, *, branched: bool = False) -> int | None:
+def alarmed_after(infos: Sequence[Info], prompt_length: int, rate: float) -> int | None:
     """The cycle, from 1, after which log Ẑ lay `ALARM` nats below `rate` a token; None: it never did, or is no number.
 
-    The law is the watchdog's (`smcjax.smc.watchdog`), by the reports that any SMC program makes. Rows that are
-    `branched` were copies before they went on, and weigh the same.
+    With f_t nats by which the evidence fell in cycle t and n_t the mean tokens of the cycle, by weight, the excess is
+    e_t = max(0, e_{t−1} + f_t − rate·n_t), a one-sided CUSUM (Page 1954).
     """
     if not infos:
         return None
@@ -62,8 +57,6 @@ def alarmed_after(infos: Sequence[Info], prompt_length: int, rate: float, *, bra
     resampled = np.array([info.resampled for info in infos], bool)[:-1, None]
     first = np.full_like(weighed[:1], prompt_length + 1)  # one token of the answer, all weights equal
     begun = np.concatenate([first, np.array([info.length for info in infos[:-1]], np.int64).reshape(-1, len(first[0]))])
-    if branched:
-        begun = np.take_along_axis(begun, np.array([info.ancestors for info in infos], np.int64), axis=1)
     before = np.concatenate([np.zeros_like(log_weight[:1]), np.where(resampled, 0.0, log_weight[:-1])])
     with np.errstate(all="ignore"):  # weights of 0, or none at all
         share = np.exp(before - before.max(axis=1, keepdims=True))
@@ -93,7 +86,6 @@ def trace_of(cycles: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
         "lengths": stacked("lengths", np.int32, n),
         "finished": stacked("finished", np.bool_, n),
         "tokens": [cycle["blocks"] for cycle in cycles],
-        "branched": any(cycle["branched"] for cycle in cycles),
         "log_evidences": stacked("log_evidence", np.float64),
     }
 

@@ -8,8 +8,6 @@ length run through programs of fixed shapes.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,7 +18,8 @@ from smcjax.decoding.program import by_implementation
 from smcjax.decoding.sampling import Purpose, draw, forbid_stops, group_keys, row_keys
 from smcjax.decoding.sequences import Population, Requests, population
 from smcjax.model.decoder import unembed
-from smcjax.smc.cycle import Proposal, weigh
+from smcjax.smc.acceptance import NewBlock
+from smcjax.smc.cycle import commit
 from smcjax.smc.state import SMCProgram, State
 from smcjax.smc.weights import bonus_increment, log_mean_weight, logprob_at, temper
 
@@ -36,15 +35,11 @@ def begin(
     """A population for each prompt, weights equal: `smcjax.decoding.admission.begin`."""
     smc, groups = program.decoding, admission.begin(program, memory, prompts, requests, present, prefix)
     of_rows = (present.shape[0], program.rows)
-    if smc.branching is not None:
-        none = jnp.zeros(groups.sequences.length.shape, bool)
-        groups = dataclasses.replace(groups, sequences=dataclasses.replace(groups.sequences, settled=none))
     return State(
         **vars(groups),
         log_weight=jnp.zeros(of_rows, jnp.float32),
         log_evidence=jnp.zeros(present.shape, jnp.float32),
-        control=jnp.where(requests.control < 0, jnp.float32(smc.control), requests.control),
-        excess=None if smc.watchdog is None else jnp.zeros(present.shape, jnp.float32),
+        log_potential=jnp.zeros(of_rows, jnp.float32) if smc.potentials else None,
     )
 
 
@@ -61,12 +56,12 @@ def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Fl
     constraint = row_constraint(state, smc.n_particles)
     allowed = None if constraint is None else constraint.allowed()
     first = draw(keys, masked(smc.power * logits, allowed))
-    proposal = Proposal(
+    block = NewBlock(
         tokens=first[:, None],
         increments=bonus_increment(smc.power, logits, allowed)[:, None],
         logprobs=logprob_at(logits, first)[:, None],
     )
-    return weigh(state, proposal)
+    return commit(program, state, block)
 
 
 def init(

@@ -32,11 +32,11 @@ from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
-from smcjax.decoding.scores import Scores, by_group, scores
+from smcjax.decoding.scores import Scores, scores
 from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score
-from smcjax.smc.cycle import Proposal, draft_law, resample, tempered, update_running, weigh
-from smcjax.smc.roulette import spin
+from smcjax.smc.acceptance import NewBlock
+from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import draft_increment, logprob_at
 
@@ -46,17 +46,12 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     """Advances every live particle by its K pending tokens and drafts the next K; a group's first cycle only drafts."""
     ran, waiting = state.running, state.running & (state.cycle == 0)
     pending = pending_of(state, program.decoding.gamma)
-    state, drafts, proposal = draft_and_score(program, params, state, pending)
-    state = weigh_pending(state, waiting, proposal)
-    if program.decoding.early_end:
-        state = update_running(spin(state))
+    state, drafts, block = draft_and_score(program, params, state, pending)
+    state = commit_pending(program, state, waiting, block)
     # Behind the committed tokens, among which the block before it is by now.
     sequences = put_behind(state.sequences, drafts.tokens, drafts.logprobs, state.live)
-    state = dataclasses.replace(state, sequences=sequences)
-    state, info = resample(program, state, proposal.tokens, pending=program.decoding.gamma)
-    state = dataclasses.replace(state, cycle=state.cycle + ran)
-    of_rows = None if proposal.scores is None else by_group(state, proposal.scores)
-    return state, dataclasses.replace(info, ran=ran, done=~state.running, scores=of_rows)
+    state = end(program, dataclasses.replace(state, sequences=sequences))
+    return resample(program, state, block, ran, pending=program.decoding.gamma)
 
 
 def pending_of(state: State, gamma: int) -> Drafts:
@@ -85,7 +80,7 @@ def ahead_of(state: State, pending: Drafts) -> State:
 @jax.named_scope("draft and score")
 def draft_and_score(
     program: SMCProgram, params: PairParams, state: State, pending: Drafts
-) -> tuple[State, Drafts, Proposal]:
+) -> tuple[State, Drafts, NewBlock]:
     """The next K drafts a row, and the pending block with its weights, each written to its model's KV."""
     smc, waiting = program.decoding, state.cycle == 0
     proposer = program.proposer
@@ -99,7 +94,7 @@ def draft_and_score(
     def drafting(memory: Any) -> tuple[Any, Drafts]:
         groups = dataclasses.replace(ahead, memory=dataclasses.replace(ahead.memory, draft=memory))
         drafts, memory = proposer.propose(
-            program.speculation, params.draft, groups, copies, draft_law(program, ahead),
+            program.speculation, params.draft, groups, copies, draft_distribution(program, ahead),
             page_size=program.page_size,
         )  # fmt: skip
         return memory, drafts
@@ -112,7 +107,7 @@ def draft_and_score(
             state, running=state.running & ~waiting, memory=dataclasses.replace(state.memory, target=memory)
         )
         groups, logits = score(program, params, groups, pending.tokens, None, once=True)
-        logits = tempered(groups, logits, groups.per_row(groups.requests.temperature), jnp.arange(smc.gamma))
+        logits = tempered(groups, logits)
         logprobs = logprob_at(logits, pending.tokens)
         return groups.memory.target, (logprobs, scores(logits, logprobs) if program.scores else None)
 
@@ -121,10 +116,10 @@ def draft_and_score(
     )
     state = dataclasses.replace(state, memory=dataclasses.replace(state.memory, target=target, draft=draft))
     increments = draft_increment(smc.power, logprobs, pending.logprobs)
-    return state, drafts, Proposal(pending.tokens, increments, logprobs, scores=of_block)
+    return state, drafts, NewBlock(pending.tokens, increments, logprobs, scores=of_block)
 
 
-def weigh_pending(state: State, waiting: Bool[Array, " G"], proposal: Proposal) -> State:
-    """Commits pending blocks to the live rows and their weights, as `weigh` does; groups that wait have none."""
-    weighed = weigh(dataclasses.replace(state, running=state.running & ~waiting), proposal)
-    return dataclasses.replace(weighed, running=weighed.running | waiting)
+def commit_pending(program: SMCProgram, state: State, waiting: Bool[Array, " G"], block: NewBlock) -> State:
+    """Commits pending blocks to the live rows and their weights, as `commit` does; groups that wait have none."""
+    committed = commit(program, dataclasses.replace(state, running=state.running & ~waiting), block)
+    return dataclasses.replace(committed, running=committed.running | waiting)

@@ -8,6 +8,8 @@ A scheme turns uniforms into offspring counts through one shared inverse CDF, wi
 Counts become ancestors by the fewest moves: a survivor stays in its own row, only dead rows receive copies. The
 expectation therefore holds for counts, not for what a given row receives.
 
+A scheme of one's own is a `smcjax.decoders.parts.Resampler` in place of a name.
+
 Sources: Doucet & Johansen (2011), §3.4; Douc & Cappé (2005).
 """
 
@@ -21,9 +23,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smcjax import noise
 from smcjax.decoders import SCHEMES
+from smcjax.decoders.parts import Resampler
 from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.pallas.population.ancestors import ancestors_mosaic, supports_ancestors
 from smcjax.smc.weights import effective_sample_size, least_ess, log_mean_weight, must_resample, normalized_weights
+
+Method = str | Resampler  # one of `SCHEMES`, or a part of the user's own
 
 
 def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> Int[Array, " K"]:
@@ -36,20 +41,21 @@ def inverse_cdf(positions: Float[Array, " K"], weights: Float[Array, " N"]) -> I
     return jnp.minimum(index, last)
 
 
-def num_uniforms(method: str, n: int) -> int:
+def num_uniforms(method: Method, n: int) -> int:
     """The number of uniforms that a scheme consumes for n particles."""
+    if not isinstance(method, str):
+        return method.num_uniforms(n)
     return 1 if method == "systematic" else n
 
 
-def offspring(
-    method: str, uniforms: Float[Array, " U"], weights: Float[Array, " M"], n: int | None = None
-) -> Int[Array, " M"]:
-    """Offspring counts of M candidates, summing to N = `n`; None: M.
+def offspring(method: Method, uniforms: Float[Array, " U"], weights: Float[Array, " N"]) -> Int[Array, " N"]:
+    """Offspring counts of N candidates, summing to N.
 
     `weights` are normalised, `uniforms` in [0, 1), U = num_uniforms(method, N).
     """
-    size = weights.shape[0]
-    n = size if n is None else n
+    if not isinstance(method, str):
+        return method.offspring(uniforms, weights)
+    n = weights.shape[0]
     if method == "residual":
         kept = jnp.floor(n * weights).astype(jnp.int32)
         rest = n * weights - kept
@@ -57,8 +63,8 @@ def offspring(
         # With nothing left over (total 0) no draw is used; W only keeps the division defined.
         drawn = inverse_cdf(uniforms, jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), weights))
         used = jnp.arange(n) < n - jnp.sum(kept)
-        return kept + _counts(drawn, used, size)
-    return _counts(inverse_cdf(positions(method, uniforms, n), weights), jnp.ones(n, bool), size)
+        return kept + _counts(drawn, used)
+    return _counts(inverse_cdf(positions(method, uniforms, n), weights), jnp.ones(n, bool))
 
 
 def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array, " N"]:
@@ -68,9 +74,9 @@ def positions(method: str, uniforms: Float[Array, " U"], n: int) -> Float[Array,
     return (uniforms + jnp.arange(n)) / n  # systematic (one uniform for all strata) and stratified
 
 
-def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"], size: int) -> Int[Array, " M"]:
-    """Counts the draws of each of M = `size` indices. N·M comparisons are one small kernel, a scatter is several."""
-    index = jnp.arange(size)
+def _counts(drawn: Int[Array, " N"], used: Bool[Array, " N"]) -> Int[Array, " N"]:
+    """Counts the draws of each index. N² comparisons are one small kernel, a scatter is several."""
+    index = jnp.arange(drawn.shape[0])
     return jnp.sum((drawn == index[:, None]) & used, axis=1, dtype=jnp.int32)
 
 
@@ -83,7 +89,7 @@ def ancestors_from_counts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
     return jnp.where(dead, source, jnp.arange(counts.shape[0])).astype(jnp.int32)
 
 
-def ancestors(method: str, uniforms: Float[Array, " U"], log_weights: Float[Array, " N"]) -> Int[Array, " N"]:
+def ancestors(method: Method, uniforms: Float[Array, " U"], log_weights: Float[Array, " N"]) -> Int[Array, " N"]:
     """Ancestors of one population for given uniforms: the deterministic part of `resample`."""
     return ancestors_from_counts(offspring(method, uniforms, normalized_weights(log_weights)))
 
@@ -116,7 +122,7 @@ def _plan_reference(
     log_weights: Float[Array, "G N"],
     running: Bool[Array, " G"],
     *,
-    method: str,
+    method: Method,
     threshold: float,
 ) -> Resampling:
     """Resamples the running groups whose ESS is low, each by its own key."""
@@ -127,28 +133,31 @@ def _plan_reference(
 
 
 def _plan_sm90(
-    keys: jax.Array, log_weights: jax.Array, running: jax.Array, *, method: str, threshold: float
+    keys: jax.Array, log_weights: jax.Array, running: jax.Array, *, method: Method, threshold: float
 ) -> Resampling:
+    assert isinstance(method, str)
     n = log_weights.shape[1]
     points = jax.vmap(lambda key: positions(method, uniforms_of(key, method, n, log_weights.dtype), n))(keys)
     return Resampling(*ancestors_mosaic(log_weights, points, running, below=least_ess(n, threshold)))
 
 
-def _supports_plan(keys: jax.Array, log_weights: jax.Array, *args: Any, method: str, **named: Any) -> bool:
-    return method != "residual" and supports_ancestors(log_weights.shape[1], log_weights.dtype)
+def _supports_plan(keys: jax.Array, log_weights: jax.Array, *args: Any, method: Method, **named: Any) -> bool:
+    return (
+        isinstance(method, str) and method != "residual" and supports_ancestors(log_weights.shape[1], log_weights.dtype)
+    )
 
 
 plan_resampling = Op(_plan_reference)
 plan_resampling.register(Kernel("sm90", _plan_sm90, _supports_plan))
 
 
-def uniforms_of(key: Key[Array, ""], method: str, n: int, dtype: Any) -> Float[Array, " U"]:
+def uniforms_of(key: Key[Array, ""], method: Method, n: int, dtype: Any) -> Float[Array, " U"]:
     """The uniforms of one population's resampling, in (0, 1)."""
     return noise.uniforms(key, (num_uniforms(method, n),)).astype(dtype)
 
 
 def resample(
-    key: jax.Array, log_weights: Float[Array, "*batch N"], method: str = "systematic"
+    key: jax.Array, log_weights: Float[Array, "*batch N"], method: Method = "systematic"
 ) -> Int[Array, "*batch N"]:
     """Ancestors [..., N] int32 of populations with log weights [..., N].
 
@@ -156,8 +165,8 @@ def resample(
     that a population's draw does not depend on its neighbours). At least one weight must be above −inf.
     Raises ValueError for an unknown method.
     """
-    if method not in SCHEMES:
-        raise ValueError(f"method must be one of {', '.join(SCHEMES)}, got {method!r}.")
+    if method not in SCHEMES and not isinstance(method, Resampler):
+        raise ValueError(f"method must be one of {', '.join(SCHEMES)}, or a Resampler, got {method!r}.")
     log_weights = jnp.asarray(log_weights)
     batch, n = log_weights.shape[:-1], log_weights.shape[-1]
     keys = jnp.asarray(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

@@ -21,18 +21,13 @@ class State(groups.Groups):
 
     log_weight: Float[Array, "G N"]  # since the last resampling
     log_evidence: Float[Array, " G"]  # log Ẑ without the closing term
-    control: Float[Array, " G"]  # c of the next cycle
-    excess: Float[Array, " G"] | None = None  # the watchdog's, nats (`smcjax.smc.watchdog`); None: there is none
+    log_potential: Float[Array, "G N"] | None = None  # of the tokens so far; None: the decoder has no potentials
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Info(groups.Info):
-    """The report of one cycle, with its weights and its resampling.
-
-    With branching, rows are resampled before they are given `tokens`: weights and ESS are of their children's sums, and
-    `tokens`, as `weighed` and `length`, of the copies.
-    """
+    """The report of one cycle, with its weights and its resampling."""
 
     ess: Float[Array, " G"]
     resampled: Bool[Array, " G"]
@@ -40,4 +35,3 @@ class Info(groups.Info):
     log_weight: Float[Array, "G N"]  # before resampling
     finished: Bool[Array, "G N"]  # after resampling
     weighed: Int[Array, "G N"]  # lengths before resampling
-    control: Float[Array, " G"]  # of the next cycle

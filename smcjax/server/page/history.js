@@ -1,8 +1,7 @@
 // The history of a population, from the events of its cycles.
 //
 // Column t holds N nodes: what cycle t gave to each row, and the rows' weights before resampling. Row i of the
-// population after the cycle goes on from node `ancestors[i]` of the column. Where a cycle is `branched`, its rows were
-// copied before they were given anything: that resampling, with its weights, is of the column before.
+// population after the cycle goes on from node `ancestors[i]` of the column.
 
 export const FAMILIES = 12;
 
@@ -28,7 +27,6 @@ export class History {
     if (event.cycle === 0 && this.columns.length) Object.assign(this, new History());
     this.events.push(event);
     const n = event.ancestors.length;
-    if (event.branched && this.columns.length) event = this._resampled(event);
     const { ancestors, texts } = event;
     if (!this.columns.length) {
       this._rows = Array(n).fill("");
@@ -57,33 +55,6 @@ export class History {
     this._colours = event.resampled ? coloursAfter(this._colours, ancestors) : this._colours;
     column.coloursAfter = this._colours;
     this.columns.push(column);
-  }
-
-  /** Gives the resampling of a branched event to the last column; returns what is left, an event without copies. */
-  _resampled(event) {
-    const { ancestors } = event;
-    const n = ancestors.length;
-    const last = this.columns.at(-1);
-    const weights = normalized(event.log_weights) ?? last.weights;
-    last.evidence = event.log_weights ? this._closed + logMean(event.log_weights) : last.evidence;
-    if (event.resampled) {
-      this._closed = last.evidence;
-      this._colours = coloursAfter(this._colours, ancestors);
-    }
-    Object.assign(last, {
-      weights,
-      heaviest: Math.max(...weights),
-      ancestors,
-      resampled: event.resampled,
-      ess: event.ess,
-      after: event.resampled ? Array(n).fill(1 / n) : weights,
-      rows: last.rows && ancestors.map((row) => last.rows[row]),
-      coloursAfter: this._colours,
-      finished: ancestors.map((row) => last.finished[row]),
-      lengths: ancestors.map((row) => last.lengths[row]),
-    });
-    this._rows = last.rows ?? this._rows;
-    return { ...event, ancestors: ancestors.map((_, row) => row), resampled: false, log_weights: Array(n).fill(0) };
   }
 
   /** Takes what is known when the request has ended. */

@@ -1,0 +1,60 @@
+"""Potentials: factors of the target that steer a population, while its weights stay right.
+
+With potentials the target is π(x) ∝ p(x)^α·∏ φ(x), a product over the potentials φ of `SMC(potentials=…)`. A potential
+gives a log value to every beginning of an answer too. After each cycle a particle's log weight gains the log value of
+its tokens now less that of its tokens when it was asked last, so the terms telescope: an answer's weight has φ of the
+whole answer, whatever the values of its beginnings were. Those decide how early a population turns to good answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Answers(NamedTuple):
+    """The answers of R rows so far."""
+
+    tokens: Int[Array, "R T"]  # prompt and answer
+    begin: Int[Array, " R"]  # the column of the answer's first token
+    end: Int[Array, " R"]  # the column behind its last
+    finished: Bool[Array, " R"]
+
+    @property
+    def counted(self) -> Bool[Array, "R T"]:
+        """The columns that belong to the answers."""
+        column = jnp.arange(self.tokens.shape[1])
+        return (column >= self.begin[:, None]) & (column < self.end[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantPotential:
+    """One factor for every answer: it adds `log_factor` to the log evidence and steers nothing."""
+
+    log_factor: float = 0.0
+
+    def log_value(self, answers: Answers) -> Float[Array, " R"]:
+        """The factor, whatever the tokens are."""
+        return jnp.full(answers.end.shape, self.log_factor, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPotential:
+    """A factor for each time that a token stands in an answer.
+
+    Attributes:
+        log_factors: pairs of a token id and the log of its factor; other tokens have the factor 1.
+    """
+
+    log_factors: tuple[tuple[int, float], ...]
+
+    def log_value(self, answers: Answers) -> Float[Array, " R"]:
+        """The sum of the log factors of an answer's tokens."""
+        value = jnp.zeros(answers.end.shape, jnp.float32)
+        for token, log_factor in self.log_factors:
+            count = jnp.sum(answers.counted & (answers.tokens == token), axis=1)
+            value += jnp.where(count > 0, count * jnp.float32(log_factor), 0.0)  # 0·(−inf) would be NaN
+        return value
