@@ -15,12 +15,14 @@ frozen: its rows go through the forwards like all others, write to the trash pag
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smcjax import noise
+from smcjax.decoders.parts import Ending, Potential
 from smcjax.decoding.constraints import extend, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
 from smcjax.decoding.distribution import SamplingDistribution
@@ -49,7 +51,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state, logits = score(program, params, state, drafts.tokens, copies)
     scored = scored_drafts(program, state, logits, drafts)
     block = acceptance.judge(scored)
-    state = end(program, commit(program, state, block))
+    state = end(commit(state, block, program.decoding.potentials), ending_of(program.decoding))
     if acceptance.rejects:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
     if program.scores:
@@ -94,7 +96,7 @@ def tempered(state: State, logits: Float[Array, "R C V"]) -> Float[Array, "R C V
 
 
 @jax.named_scope("commit")
-def commit(program: SMCProgram, state: State, new: NewBlock) -> State:
+def commit(state: State, new: NewBlock, potentials: Sequence[Potential] = ()) -> State:
     """Gives the live rows their new tokens and weights; ends groups that have failed or have all finished."""
     requests, live = state.requests, state.live
     block = cut_block(
@@ -107,7 +109,8 @@ def commit(program: SMCProgram, state: State, new: NewBlock) -> State:
     increment = jnp.where(live, block_weight(new.increments, block), 0.0)
     log_weight = state.log_weight + increment.reshape(state.log_weight.shape)
     sequences = extend(state, new.tokens, new.logprobs, block, live)
-    return update_running(steer(program, dataclasses.replace(state, sequences=sequences, log_weight=log_weight)))
+    state = dataclasses.replace(state, sequences=sequences, log_weight=log_weight)
+    return update_running(steer(state, potentials) if potentials else state)
 
 
 def block_weight(increments: Float[Array, "R C"], block: Block) -> Float[Array, " R"]:
@@ -132,24 +135,22 @@ def broken(log_weight: Float[Array, "G N"]) -> Bool[Array, " G"]:
     return (jnp.isnan(log_weight) | jnp.isposinf(log_weight)).any(axis=1) | jnp.isneginf(log_weight).all(axis=1)
 
 
-def steer(program: SMCProgram, state: State) -> State:
+def steer(state: State, potentials: Sequence[Potential]) -> State:
     """Moves weights by what the log potentials of the rows' tokens have gained since they were asked last."""
-    if not program.decoding.potentials:
-        return state
     assert state.log_potential is not None
     sequences, before = state.sequences, state.log_potential
     begin = state.per_row(state.requests.prompt_length)
     answers = Answers(sequences.tokens, begin, sequences.length, sequences.finished)
-    value = state.by_group(sum((one.log_value(answers) for one in program.decoding.potentials), jnp.float32(0)))
+    value = state.by_group(sum((one.log_value(answers) for one in potentials), jnp.float32(0)))
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so
     return dataclasses.replace(state, log_weight=state.log_weight + gained, log_potential=value)
 
 
 @jax.named_scope("end")
-def end(program: SMCProgram, state: State) -> State:
+def end(state: State, ending: Ending) -> State:
     """Draws an outcome of the rule about ends in groups that run."""
     keys = group_keys(state.requests.key, state.cycle, Purpose.END)
-    outcomes = ending_of(program).outcomes(state.log_weight, state.by_group(state.sequences.finished))
+    outcomes = ending.outcomes(state.log_weight, state.by_group(state.sequences.finished))
     if outcomes.probability.shape[1] == 1:
         return state
     log_weight = jnp.where(state.running[:, None], outcomes.at(noise.uniforms(keys, ())), state.log_weight)

@@ -61,7 +61,7 @@ def start(program: SMCProgram, params: PairParams, state: State, last_hidden: Fl
         increments=bonus_increment(smc.power, logits, allowed)[:, None],
         logprobs=logprob_at(logits, first)[:, None],
     )
-    return commit(program, state, block)
+    return commit(state, block, smc.potentials)
 
 
 def init(

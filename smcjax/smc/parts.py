@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from smcjax.decoders import SMC
 from smcjax.decoders.parts import Acceptance, Ending
 from smcjax.smc.acceptance import KeepAll, RejectionControl
 from smcjax.smc.ending import Roulette, WaitForAll
@@ -27,9 +28,9 @@ def control_of(usual: float, state: State) -> Float[Array, " G"]:
     return jnp.where(own < 0, jnp.float32(usual), own)
 
 
-def ending_of(program: SMCProgram) -> Ending:
+def ending_of(smc: SMC) -> Ending:
     """The rule about ends: `SMC(early_end=…)`."""
-    rule = program.decoding.early_end
+    rule = smc.early_end
     if isinstance(rule, bool):
         return Roulette() if rule else WaitForAll()
     return rule

@@ -37,6 +37,7 @@ from smcjax.decoding.sequences import put_behind
 from smcjax.decoding.speculation import score
 from smcjax.smc.acceptance import NewBlock
 from smcjax.smc.cycle import commit, draft_distribution, end, resample, tempered
+from smcjax.smc.parts import ending_of
 from smcjax.smc.state import Info, SMCProgram, State
 from smcjax.smc.weights import draft_increment, logprob_at
 
@@ -50,7 +51,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state = commit_pending(program, state, waiting, block)
     # Behind the committed tokens, among which the block before it is by now.
     sequences = put_behind(state.sequences, drafts.tokens, drafts.logprobs, state.live)
-    state = end(program, dataclasses.replace(state, sequences=sequences))
+    state = end(dataclasses.replace(state, sequences=sequences), ending_of(program.decoding))
     return resample(program, state, block, ran, pending=program.decoding.gamma)
 
 
@@ -121,5 +122,6 @@ def draft_and_score(
 
 def commit_pending(program: SMCProgram, state: State, waiting: Bool[Array, " G"], block: NewBlock) -> State:
     """Commits pending blocks to the live rows and their weights, as `commit` does; groups that wait have none."""
-    committed = commit(program, dataclasses.replace(state, running=state.running & ~waiting), block)
+    going = dataclasses.replace(state, running=state.running & ~waiting)
+    committed = commit(going, block, program.decoding.potentials)
     return dataclasses.replace(committed, running=committed.running | waiting)

@@ -17,7 +17,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,15 @@ import numpy as np
 from smcjax import smc
 from smcjax.decoding.sequences import Requests, Sequences
 from smcjax.kv import CacheSpec, KVCache, PageArray, PagePool
-from smcjax.smc import control, cycle, lifecycle, resampling, roulette, watchdog, weights
+from smcjax.smc import acceptance, cycle, lifecycle, parts, resampling, weights
+from smcjax.smc.acceptance import Acceptance, NewBlock, RejectionControl
+from smcjax.smc.control import at
 from smcjax.smc.resampling import ancestors
 from tests.smc.mutations import mutated
 
 CHUNK = 1024  # populations a call: one compiled shape
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, bool, float]  # tokens, finished, log weight
-Watch = tuple[float, float]  # a group's control and the watchdog's excess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,6 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
         sequences=sequences,
         log_weight=jnp.zeros((groups, n)),
         log_evidence=jnp.zeros(groups),
-        control=jnp.zeros(groups),
         cycle=jnp.zeros(groups, jnp.int32),
         running=jnp.ones(groups, bool),
         failed=jnp.zeros(groups, bool),
@@ -115,68 +114,79 @@ def _state(rows: int, n: int, vocab: int, cap: int) -> smc.State:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("mutation", "cap"))
-def weigh(mutation: str, cap: int, tokens: Any, increments: Any, last: Any, length: Any, stops: Any) -> tuple[Any, ...]:
-    """`cycle.weigh` on rows that are each a group of their own."""
+@functools.partial(jax.jit, static_argnames=("mutation", "cap", "potentials"))
+def weigh(
+    mutation: str,
+    cap: int,
+    tokens: Any,
+    increments: Any,
+    last: Any,
+    length: Any,
+    stops: Any,
+    before: Any = None,
+    potentials: tuple[smc.Potential, ...] = (),
+) -> tuple[Any, ...]:
+    """`cycle.commit` on rows that are each a group of their own; `before` [R, T] are their tokens, for potentials."""
     state = _state(tokens.shape[0], 1, stops.shape[0], cap)
     sequences = dataclasses.replace(state.sequences, length=length, finished=jnp.zeros(length.shape, bool))
+    if potentials:
+        sequences = dataclasses.replace(sequences, tokens=sequences.tokens.at[:, : before.shape[1]].set(before))
+        so_far = smc.Answers(sequences.tokens, jnp.ones_like(length), length, sequences.finished)
+        asked = sum((one.log_value(so_far) for one in potentials), jnp.zeros(1))
+        # Nothing was asked of a row without a token.
+        state = dataclasses.replace(state, log_potential=jnp.where(length > 1, asked, 0.0)[:, None])
     requests = dataclasses.replace(state.requests, stops=jnp.broadcast_to(stops, state.requests.stops.shape))
     state = dataclasses.replace(state, sequences=sequences, requests=requests)
     unused = jnp.zeros(tokens.shape, jnp.float32)
     with mutated(mutation):
-        proposal = cycle.Proposal(tokens=tokens, increments=increments, logprobs=unused, last=last)
-        state = cycle.weigh(state, proposal)
+        state = cycle.commit(state, NewBlock(tokens, increments, unused, last), potentials)
     return state.sequences.length, state.sequences.finished, state.log_weight[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("mutation", "power"))
+@functools.partial(jax.jit, static_argnames=("mutation", "power", "rule"))
 def controlled(
-    mutation: str, power: float, c: Any, p: Any, q: Any, drafts: Any, allowed: Any = None
+    mutation: str,
+    power: float,
+    c: Any,
+    p: Any,
+    q: Any,
+    drafts: Any,
+    allowed: Any = None,
+    rule: Acceptance | None = None,
 ) -> tuple[Any, ...]:
     """Tokens, increments, chance and last column of every run of these drafts and every token behind it.
 
-    `c` is one control or each row's own; what is returned has rows within tokens within runs.
+    The rule about drafts is `rule` or, without one, rejection control, `c` being one number or each row's own. What is
+    returned has rows within tokens within runs.
     """
     (rows, gamma), size = drafts.shape, p.shape[-1]
-    control_of_rows = jnp.broadcast_to(c, rows)
-    c_column = control_of_rows[:, None]
+    if rule is None:
+        rule = RejectionControl(jnp.broadcast_to(c, rows))
     with mutated(mutation):
-        laws = cycle.Laws.of(power, p, q, allowed)
-        drawn = jnp.exp(control.at(q, drafts).sum(axis=1))
-        accepts = control.acceptance(control.at(laws.target[:, :gamma], drafts), control.at(q, drafts), c_column)
-        parts = []
+        distributions = acceptance.Distributions.of(power, p, q, allowed)
+        drawn = jnp.exp(at(q, drafts).sum(axis=1))
+        accepts = rule.probability(at(distributions.target[:, :gamma], drafts), at(q, drafts))
+        found = []
         for run in range(gamma + 1):
             column = jnp.arange(gamma)
             uniforms = jnp.where(column < run, accepts / 2, (1 + accepts) / 2)
             fate = jnp.where(column < run, accepts, jnp.where(column == run, 1 - accepts, 1.0)).prod(axis=1)
-            verdict = control.judge(laws.target, laws.draft, drafts, uniforms, control_of_rows)
-            following = jax.nn.softmax(verdict.law)
+            accepted, logits = acceptance.decide(rule, distributions, drafts, uniforms)
+            following = jax.nn.softmax(logits)
             for token in range(size):
-                proposal = cycle.run_of(
-                    laws, drafts, verdict.accepted, jnp.full(rows, token, jnp.int32), control_of_rows
-                )
-                possible = (drawn > 0) & (verdict.accepted == run)
-                chance = jnp.where(possible, drawn * fate * following[:, token], 0)
-                parts.append((proposal.tokens, proposal.increments, chance, proposal.last))
-    return tuple(jnp.concatenate(column) for column in zip(*parts, strict=True))
+                block = acceptance.block_of(rule, distributions, drafts, accepted, jnp.full(rows, token, jnp.int32))
+                chance = jnp.where((drawn > 0) & (accepted == run), drawn * fate * following[:, token], 0)
+                found.append((block.tokens, block.increments, chance, block.last))
+    return tuple(jnp.concatenate(column) for column in zip(*found, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "alarm"))
-def _watched(config: smc.SMC, alarm: float, control: Any, excess: Any, old: Any, new: Any, gained: Any) -> Any:
-    """The watchdog's control and excess after populations gained tokens, whose log weights were `old` and are `new`."""
-    state = _state(old.size, old.shape[1], 1, 1)
-    before = dataclasses.replace(state, log_weight=old, control=control, excess=excess)
-    longer = dataclasses.replace(state.sequences, length=state.sequences.length + gained.reshape(-1))
-    with mock.patch.object(watchdog, "ALARM", alarm):
-        after = watchdog.watch(config, before, dataclasses.replace(before, log_weight=new, sequences=longer))
-    return after.control, after.excess
-
-
-@functools.partial(jax.jit, static_argnames=("mutation",))
-def _spin(mutation: str, log_weight: Any, finished: Any, uniforms: Any) -> tuple[Any]:
-    """The log weights behind coins of these uniforms."""
+@functools.partial(jax.jit, static_argnames=("mutation", "config"))
+def outcomes(mutation: str, config: smc.SMC, log_weight: Any, finished: Any) -> tuple[Any, Any]:
+    """The chances [P, B] of every outcome of the rule about ends, and its log weights [P, B, N]."""
     with mutated(mutation):
-        return (roulette.part(log_weight, finished, uniforms),)
+        found = parts.ending_of(config).outcomes(log_weight, finished)
+    chosen = found.probability[:, :-1]  # the last outcome takes what these leave
+    return jnp.concatenate([chosen, 1 - chosen.sum(axis=1, keepdims=True)], axis=1), found.log_weight
 
 
 @functools.partial(jax.jit, static_argnames=("mutation", "threshold"))
@@ -253,24 +263,21 @@ class Enumeration:
     toy: Toy
     config: smc.SMC
     mutation: str = "none"
-    alarm: float = 0.5  # nats, the watchdog's
     beside: tuple[float, ...] = ()  # controls of other requests in the same program, which so can reject
     measure: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     selected: dict[Tokens, float] = dataclasses.field(default_factory=dict)
     resampled: float = 0.0  # expected number of resamplings
     failed: float = 0.0  # probability that no weight is left
-    raised: float = 0.0  # expected number of cycles under a raised control
-    stopped: float = 0.0  # probability that a coin ends the population
+    stopped: float = 0.0  # probability that a rule ends the population
     _seen: dict = dataclasses.field(default_factory=dict)
 
     def run(self) -> Enumeration:
         """Every history to its end."""
         with jax.enable_x64(True):
             block = self._controlled_block if self.config.ragged or self.beside else self._block
-            start: Row = ((), False, 0.0)
-            unwatched = (self.config.control, 0.0)
-            populations = {((start,) * self.config.n_particles, unwatched): (1.0, 1.0)}
-            populations = self._end(self._extend(populations, self._first))
+            populations = self._end(
+                self._extend({(((), False, 0.0),) * self.config.n_particles: (1.0, 1.0)}, self._first)
+            )
             while populations:
                 extended = self._extend(populations, block)
                 parted = self._parted(extended) if self.config.early_end else extended
@@ -310,25 +317,28 @@ class Enumeration:
             np.repeat(chance, size) * np.concatenate([b.chance for b in bonuses]),
         )
 
-    def _controlled_block(self, prefix: Tokens, c: float) -> Proposals:
-        """Every block with every fate of its drafts under this control."""
+    def _controlled_block(self, prefix: Tokens) -> Proposals:
+        """Every block with every fate of its drafts under the rule."""
         p, q, drafts = self.toy.laws_along(prefix, self.config)
-        controls = np.repeat((c, *self.beside), len(drafts))
+        own = self.config.control if isinstance(self.config.control, Acceptance) else None
+        controls = np.repeat((0.0 if own else self.config.control, *self.beside), len(drafts))
         p, q, drafts = (np.concatenate([x] * (1 + len(self.beside))) for x in (p, q, drafts))
-        outs = map(np.asarray, controlled(self.mutation, self.config.power, controls, p, q, drafts))
-        own = np.arange(len(drafts)) * (1 + len(self.beside)) < len(drafts)
-        tokens, increments, chance, last = (x[np.resize(own, len(x))] for x in outs)
+        outs = map(np.asarray, controlled(self.mutation, self.config.power, controls, p, q, drafts, rule=own))
+        first = np.arange(len(drafts)) * (1 + len(self.beside)) < len(drafts)
+        tokens, increments, chance, last = (x[np.resize(first, len(x))] for x in outs)
         return Proposals(tokens, increments, chance, last)
 
-    def _row_outcomes(self, prefix: Tokens, propose: Callable[..., Proposals], *c: float) -> list[tuple[Row, float]]:
+    def _row_outcomes(self, prefix: Tokens, propose: Callable[..., Proposals]) -> list[tuple[Row, float]]:
         """Returns a live row's possible states after one block, cut at its end, with chances; equal ones are merged."""
-        if (prefix, propose, c) not in self._seen:
-            proposals = propose(prefix, *c)
+        if (prefix, propose) not in self._seen:
+            proposals = propose(prefix)
             stops = np.arange(self.toy.vocab) == (-1 if self.toy.stop is None else self.toy.stop)
             length = np.full(len(proposals.chance), 1 + len(prefix), np.int32)
             tokens, last = np.asarray(proposals.tokens, np.int32), proposals.last
             last = np.full(len(tokens), tokens.shape[1] - 1, np.int32) if last is None else last
-            ends = weigh(self.mutation, self.toy.cap, tokens, proposals.increments, last, length, stops)
+            before = np.tile(np.array([0, *prefix], np.int32), (len(tokens), 1))
+            terms = (tokens, proposals.increments, last, length, stops, before, self.config.potentials)
+            ends = weigh(self.mutation, self.toy.cap, *terms)
             merged: dict[Row, float] = {}
             for block, chance, end, done, w in zip(
                 tokens.tolist(), proposals.chance, *map(np.asarray, ends), strict=True
@@ -337,47 +347,32 @@ class Enumeration:
                     continue
                 row = ((*prefix, *block)[: end - 1], bool(done), round(float(w), 14))
                 merged[row] = merged.get(row, 0.0) + float(chance)
-            self._seen[prefix, propose, c] = list(merged.items())
-        return self._seen[prefix, propose, c]
+            self._seen[prefix, propose] = list(merged.items())
+        return self._seen[prefix, propose]
 
     def _extend(self, populations: dict, propose: Callable[..., Proposals]) -> dict:
         result: dict = {}
-        watched = []
-        for (rows, watch), (measure, chance) in populations.items():
-            c = watch[:1] if propose == self._controlled_block else ()
-            self.raised += chance * (bool(c) and c[0] > self.config.control)
+        for rows, (measure, chance) in populations.items():
             ways: list[Sequence[tuple[Row, float]]] = []
             for tokens, finished, log_weight in rows:
                 if finished:
                     ways.append([((tokens, True, log_weight), 1.0)])
                 else:
-                    outcomes = self._row_outcomes(tokens, propose, *c)
+                    outcomes = self._row_outcomes(tokens, propose)
                     ways.append([((t, f, log_weight + w), p) for (t, f, w), p in outcomes])
             for way in itertools.product(*ways):
                 probability = 1.0
                 for _, p in way:
                     probability *= p
-                new = tuple(row for row, _ in way)
-                if c and self.config.watchdog is not None:
-                    watched.append((rows, watch, new, measure * probability, chance * probability))
-                else:
-                    _add(result, new, watch, measure * probability, chance * probability)
-        if watched:
-            old, new = (np.array([[row[2] for row in one[at]] for one in watched]) for at in (0, 2))
-            gained = np.array([[len(b[0]) - len(a[0]) for a, b in zip(w[0], w[2], strict=True)] for w in watched])
-            control, excess = (np.array([one[1][k] for one in watched]) for k in (0, 1))
-            terms = (control, excess, old, new, gained.astype(np.int32))
-            outs = chunked(functools.partial(_watched, self.config, self.alarm), *terms)
-            for (_, _, rows, measure, chance), control, excess in zip(watched, *outs, strict=True):
-                _add(result, rows, (float(control), float(excess)), measure, chance)
+                _add(result, tuple(row for row, _ in way), measure * probability, chance * probability)
         return result
 
     def _end(self, populations: dict) -> dict:
         """Takes out the populations that have ended and adds them to the result."""
         going = {}
-        for (rows, watch), (measure, chance), (running, failed, _, log_evidence, w) in self._judge(populations):
+        for rows, (measure, chance), (running, failed, _, log_evidence, w) in self._judge(populations):
             if running:
-                going[rows, watch] = (measure, chance)
+                going[rows] = (measure, chance)
             elif failed:
                 self.failed += chance
             else:
@@ -388,45 +383,38 @@ class Enumeration:
         return going
 
     def _parted(self, populations: dict) -> dict:
-        """Populations of which some rows have finished after either outcome of their coin."""
+        """Populations after every outcome of the rule about ends."""
         result: dict = {}
-        mixed = []
-        for (rows, watch), (measure, chance) in populations.items():
-            done = {finished for _, finished, log_weight, *_ in rows if log_weight > -np.inf}
-            if len(done) == 2:
-                mixed.append((rows, watch, measure, chance))
-            else:
-                _add(result, rows, watch, measure, chance)
-        if mixed:
-            log_weight, finished = (np.array([[row[at] for row in rows] for rows, *_ in mixed]) for at in (2, 1))
-            weight = np.exp(log_weight - log_weight.max(axis=1, keepdims=True))
-            share = (weight * finished).sum(axis=1) / weight.sum(axis=1)
-            for stops, of in ((True, share), (False, 1 - share)):
-                uniforms = np.where(stops, share / 2, (1 + share) / 2)
-                (after,) = chunked(functools.partial(_spin, self.mutation), log_weight, finished, uniforms)
-                self.stopped += float(sum(chance * s for (*_, chance), s in zip(mixed, of, strict=True))) * stops
-                for (rows, watch, measure, chance), p, new in zip(mixed, of.tolist(), after.tolist(), strict=True):
-                    kept = tuple((*row[:2], w, *row[3:]) for row, w in zip(rows, new, strict=True))
-                    _add(result, kept, watch, measure * p, chance * p)
+        log_weight, finished = (np.array([[row[at] for row in rows] for rows in populations]) for at in (2, 1))
+        found = chunked(functools.partial(outcomes, self.mutation, self.config), log_weight, finished)
+        for (rows, (measure, chance)), shares, after in zip(populations.items(), *found, strict=True):
+            if all(after[0][i] == row[2] for i, row in enumerate(rows)):
+                _add(result, rows, measure, chance)  # nothing to decide
+                continue
+            self.stopped += chance * float(shares[0])
+            for share, new in zip(shares.tolist(), after.tolist(), strict=True):
+                kept = tuple((*row[:2], w, *row[3:]) for row, w in zip(rows, new, strict=True))
+                if share > 0:
+                    _add(result, kept, measure * share, chance * share)
         return result
 
     def _resample(self, populations: dict) -> dict:
         result: dict = {}
         jobs = []
-        for (rows, watch), (measure, chance), (_, _, low, _, w) in self._judge(populations):
+        for rows, (measure, chance), (_, _, low, _, w) in self._judge(populations):
             if low:
                 self.resampled += chance
                 cells = pieces(self.config.resampling, w)
-                jobs += [(rows, watch, measure * volume, chance * volume, uniforms) for uniforms, volume in cells]
+                jobs += [(rows, measure * volume, chance * volume, uniforms) for uniforms, volume in cells]
             else:
-                _add(result, rows, watch, measure, chance)
+                _add(result, rows, measure, chance)
         if jobs:
             log_weight = np.array([[row[2] for row in rows] for rows, *_ in jobs])
             uniforms = np.array([u for *_, u in jobs])
             outs = chunked(functools.partial(fork, self.mutation, self.config.resampling), log_weight, uniforms)
-            for (rows, watch, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
+            for (rows, measure, chance, _), source, log_evidence, fresh in zip(jobs, *outs, strict=True):
                 copies = self._copies(rows, source.tolist(), fresh.tolist())
-                _add(result, copies, watch, measure * np.exp(log_evidence), chance)
+                _add(result, copies, measure * np.exp(log_evidence), chance)
         return result
 
     def _copies(self, rows: tuple[Any, ...], source: list[int], fresh: list[float]) -> tuple[Any, ...]:
@@ -435,16 +423,15 @@ class Enumeration:
 
     def _judge(self, populations: dict) -> Iterator[tuple[Any, ...]]:
         if populations:
-            log_weight = np.array([[row[2] for row in rows] for rows, _ in populations])
-            finished = np.array([[row[1] for row in rows] for rows, _ in populations])
+            log_weight = np.array([[row[2] for row in rows] for rows in populations])
+            finished = np.array([[row[1] for row in rows] for rows in populations])
             judge = functools.partial(settle, self.mutation, self.config.ess_threshold)
             verdicts = zip(*chunked(judge, log_weight, finished), strict=True)
             yield from ((key, mass, v) for (key, mass), v in zip(populations.items(), verdicts, strict=True))
 
 
-def _add(populations: dict, rows: tuple[Any, ...], watch: Watch, measure: float, chance: float) -> None:
-    """Adds mass to a population, known by its log weights, control and excess to 1e-13."""
-    rows = tuple((tokens, finished, round(w, 13), *rest) for tokens, finished, w, *rest in rows)
-    key = (rows, (watch[0], round(watch[1], 13)))
+def _add(populations: dict, rows: tuple[Any, ...], measure: float, chance: float) -> None:
+    """Adds mass to a population, known by its log weights to 1e-13."""
+    key = tuple((tokens, finished, round(w, 13), *rest) for tokens, finished, w, *rest in rows)
     old = populations.get(key, (0.0, 0.0))
     populations[key] = (old[0] + measure, old[1] + chance)

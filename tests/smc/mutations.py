@@ -11,57 +11,49 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from smcjax.decoding.sequences import Block
-from smcjax.smc import branching, control, cycle, lifecycle, resampling, roulette, weights
+from smcjax.smc import acceptance, control, cycle, ending, lifecycle, resampling, weights
 
 
-def _with_one_behind_rejections(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
-    """A mistaken `run_of`: what stands in the column behind a rejected draft still belongs to the block."""
-    run = _RUN_OF(laws, drafts, accepted, *rest)
-    return dataclasses.replace(run, last=jnp.minimum(accepted + 1, laws.target.shape[1] - 1))
+def _with_one_behind_rejections(rule: Any, distributions: Any, drafts: Any, accepted: Any, following: Any) -> Any:
+    """A mistaken `block_of`: what stands in the column behind a rejected draft still belongs to the block."""
+    block = _BLOCK_OF(rule, distributions, drafts, accepted, following)
+    return dataclasses.replace(block, last=jnp.minimum(accepted + 1, distributions.target.shape[1] - 1))
 
 
-def _weightless_when_drawn(laws: Any, drafts: Any, accepted: Any, *rest: Any) -> Any:
-    """A mistaken `run_of`: a token of the residual weighs as if it came from the target."""
-    run = _RUN_OF(laws, drafts, accepted, *rest)
-    drawn = jnp.arange(run.tokens.shape[1]) == accepted[:, None]
-    return dataclasses.replace(run, increments=jnp.where(drawn, laws.constant, run.increments))
+def _weightless_when_drawn(rule: Any, distributions: Any, drafts: Any, accepted: Any, following: Any) -> Any:
+    """A mistaken `block_of`: a token of the residual weighs as if it came from the target."""
+    block = _BLOCK_OF(rule, distributions, drafts, accepted, following)
+    drawn = jnp.arange(block.tokens.shape[1]) == accepted[:, None]
+    return dataclasses.replace(block, increments=jnp.where(drawn, distributions.log_normalizer, block.increments))
 
 
-def _under_another_control(laws: Any, drafts: Any, accepted: Any, following: Any, c: Any) -> Any:
-    """A mistaken `run_of`: weights are those of another control than drafts were judged by."""
-    return _RUN_OF(laws, drafts, accepted, following, jnp.sqrt(c))
+def _under_another_control(rule: Any, *rest: Any) -> Any:
+    """A mistaken `block_of`: weights are those of another control than drafts were judged by."""
+    return _BLOCK_OF(dataclasses.replace(rule, control=jnp.sqrt(rule.control)), *rest)
 
 
-def _undivided(log_weight: Any, finished: Any, uniforms: Any) -> Any:
-    """A mistaken `part`: who stays weighs what it weighed before the coin."""
-    return jnp.where(jnp.isneginf(_PART(log_weight, finished, uniforms)), -jnp.inf, log_weight)
+def _undivided(roulette: Any, log_weight: Any, finished: Any) -> Any:
+    """A mistaken `outcomes`: particles that stay weigh what they weighed before the coin."""
+    right = _OUTCOMES(roulette, log_weight, finished)
+    return right._replace(log_weight=jnp.where(jnp.isneginf(right.log_weight), -jnp.inf, log_weight[:, None]))
 
 
-def _by_counts(log_weight: Any, finished: Any, uniforms: Any) -> Any:
-    """A mistaken `part`: weights are divided by another share than the coin's."""
-    counts = _PART(jnp.where(jnp.isneginf(log_weight), -jnp.inf, 0.0), finished, uniforms)
-    stays = ~jnp.isneginf(_PART(log_weight, finished, uniforms))
-    return jnp.where(stays, log_weight + counts, -jnp.inf)
+def _by_counts(roulette: Any, log_weight: Any, finished: Any) -> Any:
+    """A mistaken `outcomes`: weights are divided by another share than the coin's."""
+    right = _OUTCOMES(roulette, log_weight, finished)
+    counts = _OUTCOMES(roulette, jnp.where(jnp.isneginf(log_weight), -jnp.inf, 0.0), finished).log_weight
+    stays = ~jnp.isneginf(right.log_weight)
+    return right._replace(log_weight=jnp.where(stays, log_weight[:, None] + counts, -jnp.inf))
 
 
-def _weighed_as_if_kept(log_p: Any, log_q: Any, constant: Any, drafts: Any, trunk: Any, lam: Any) -> Any:
-    """A mistaken `offered`: drafts past a row's end count, for children that stay and for those that leave."""
-    unending = Block(jnp.ones_like(trunk.counted), jnp.zeros_like(trunk.ended))
-    return _OFFERED(log_p, log_q, constant, drafts, unending, lam)
+def _always_stop(roulette: Any, log_weight: Any, finished: Any) -> Any:
+    """A mistaken `outcomes`: the finished particles stay whatever their share of the weight is."""
+    right = _OUTCOMES(roulette, log_weight, finished)
+    return right._replace(probability=jnp.ones_like(right.probability).at[:, 1:].set(0))
 
 
-def _with_one_behind_children(drafts: Any, child: Any, token: Any, columns: int) -> Any:
-    """A mistaken `block_of`: what stands in the column behind a child that left still belongs to its block."""
-    tokens, last = _BLOCK_OF(drafts, child, token, columns)
-    return tokens, jnp.minimum(last + 1, columns - 1)
-
-
-_OFFERED = branching.offered
-_BLOCK_OF = branching.block_of
-_RUN_OF = cycle.run_of
-_PART = roulette.part
-_LEAVING = branching.leaving
+_BLOCK_OF = acceptance.block_of
+_OUTCOMES = ending.Roulette.outcomes
 
 MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "none": [],
@@ -76,35 +68,21 @@ MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "q not divided out": [(weights, "draft_increment", lambda power, p, q: power * p)],
 }
 CONTROL_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "weight 1 after a rejection": [(cycle, "run_of", _weightless_when_drawn)],
-    "R/Z omitted": [(cycle, "correction", lambda p, q, c: jnp.zeros(p.shape[:-1]))],
-    "R/Z of exact sampling": [(cycle, "correction", lambda p, q, c: jnp.ones(p.shape[:-1]))],
-    "bonus after a rejection": [(cycle, "run_of", _with_one_behind_rejections)],
+    "weight 1 after a rejection": [(acceptance, "block_of", _weightless_when_drawn)],
+    "R/Z omitted": [(control, "correction", lambda p, q, c: jnp.zeros(p.shape[:-1]))],
+    "R/Z of exact sampling": [(control, "correction", lambda p, q, c: jnp.ones(p.shape[:-1]))],
+    "bonus after a rejection": [(acceptance, "block_of", _with_one_behind_rejections)],
     "the residual replaced by p": [(control, "residual", lambda p, q: p)],
     "weights of discarded drafts counted": MUTATIONS["weights counted past the end"],
-    "weighed by another control": [(cycle, "run_of", _under_another_control)],
+    "weighed by another control": [(acceptance, "block_of", _under_another_control)],
     "the power's normaliser left out": [
-        (cycle, "bonus_increment", lambda power, logits, allowed=None: jnp.zeros(logits.shape[:-1]))
+        (acceptance, "bonus_increment", lambda power, logits, allowed=None: jnp.zeros(logits.shape[:-1]))
     ],
 }
 ROULETTE_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "weights not divided by the share": [(roulette, "part", _undivided)],
-    "the finished ones always stay": [(roulette, "part", lambda w, done, u: _PART(w, done, jnp.zeros_like(u)))],
-    "a coin of counts": [(roulette, "part", _by_counts)],
-}
-BRANCHING_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "mass omitted": [
-        (branching, "leaving", lambda p, q, lam: _LEAVING(p, q, lam) / _LEAVING(p, q, lam).sum(axis=-1, keepdims=True))
-    ],
-    "λ forgotten in what stays": [(branching, "staying", lambda p, q, lam: p - q)],
-    "what stays weighs by exact sampling": [(branching, "staying", lambda p, q, lam: jnp.minimum(p - q, 0))],
-    "children leave for p": [(branching, "following", lambda p, q, source, child, lam: p[source, child])],
-    "bonus behind a child that left": [(branching, "block_of", _with_one_behind_children)],
-    "drafts past an end counted": [(branching, "offered", _weighed_as_if_kept)],
-    "log K + 1 taken off": [
-        (resampling, "log_mean_weight", lambda w: jax.nn.logsumexp(w, axis=-1) - jnp.log(3 * w.shape[-1]))
-    ],
-    "the power's normaliser left out": CONTROL_MUTATIONS["the power's normaliser left out"],
+    "weights not divided by the share": [(ending.Roulette, "outcomes", _undivided)],
+    "the finished ones always stay": [(ending.Roulette, "outcomes", _always_stop)],
+    "a coin of counts": [(ending.Roulette, "outcomes", _by_counts)],
 }
 
 
@@ -112,7 +90,7 @@ BRANCHING_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
 def mutated(name: str) -> Iterator[None]:
     """The package with one mistake."""
     with contextlib.ExitStack() as stack:
-        mistakes = {**BRANCHING_MUTATIONS, **MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}
+        mistakes = {**MUTATIONS, **CONTROL_MUTATIONS, **ROULETTE_MUTATIONS}
         for module, attribute, replacement in mistakes[name]:
             stack.enter_context(mock.patch.object(module, attribute, replacement))
         yield

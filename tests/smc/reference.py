@@ -158,53 +158,6 @@ def decode(
                 return False
         return True
 
-    def family(row: Row, drafts: list[int]) -> list[tuple[float, list[int], np.ndarray | None]]:
-        """The children of a row by how many drafts they keep: log weight, tokens, and the law of the token behind."""
-        lam = config.branching
-        trunk, children = Row(list(row.tokens), row.finished, row.log_weight), []
-        for token in drafts:
-            if trunk.finished:
-                children.append((-np.inf, [], None))
-                continue
-            ell = law(target, trunk.tokens, ask.temperature).astype(np.float64)
-            constant = lse(alpha * ell) - alpha * lse(ell)
-            p = np.exp(alpha * ell - lse(alpha * ell))
-            ell = law(draft, trunk.tokens, config.draft_temperature or ask.temperature).astype(np.float64)
-            q = np.exp(ell - lse(ell))
-            left = np.maximum(p - lam * q, 0)
-            with np.errstate(divide="ignore"):
-                mass = np.log(left.sum())
-                children.append((trunk.log_weight + constant + mass, list(trunk.tokens), np.log(left)))
-            push(trunk, token, constant + np.log(min(p[token] / q[token], lam)))
-        last = None
-        if has_bonus and not trunk.finished:
-            last = np.float32(alpha) * law(target, trunk.tokens, ask.temperature)
-            trunk.log_weight += lse(last) - alpha * lse(law(target, trunk.tokens, ask.temperature))
-        return [*children, (trunk.log_weight, trunk.tokens, last)]
-
-    def branched(families: list[list[tuple[float, list[int], np.ndarray | None]]]) -> Cycle:
-        """Draws n of all children, the longest of siblings to the uppermost of their rows."""
-        nonlocal log_evidence, rows
-        offers = np.array([[child[0] for child in one] for one in families])
-        log_weight = np.array([lse(one) for one in offers])
-        log_evidence += lse(log_weight) - np.log(n)
-        shape = (1 if config.resampling == "systematic" else n,)
-        u = np.asarray(_uniforms(_fold(key, cycle, Purpose.RESAMPLE), shape), np.float64)
-        weights = np.exp(offers - lse(log_weight)).reshape(-1)
-        counts = counts_of(config.resampling, u, weights, n).reshape(offers.shape)
-        ancestors = ancestors_of(counts.sum(axis=1))
-        longest = [[j for j in range(config.gamma, -1, -1) for _ in range(counts[i, j])] for i in range(n)]
-        rows = []
-        for slot, ancestor in enumerate(ancestors):
-            _, tokens, behind = families[ancestor][longest[ancestor].pop(0)]
-            row = Row(list(tokens))
-            row.finished = len(tokens) > len(ask.prompt) and (tokens[-1] in ask.stops or len(tokens) >= limit)
-            if behind is not None:
-                push(row, draw(behind, cycle, slot, Purpose.BONUS), 0.0)
-            rows.append(row)
-        share = np.exp(log_weight - lse(log_weight))
-        return Cycle(1 / (share**2).sum(), log_weight, True, ancestors, [tuple(row.tokens) for row in rows])
-
     def coin(u: float) -> None:
         """Lets the finished rows stay, or the others, by their share of the weight."""
         parts = [[row for row in rows if row.finished == done and row.log_weight > -np.inf] for done in (True, False)]
@@ -224,10 +177,7 @@ def decode(
     cycle = 0
     while not ended():
         accept = np.asarray(_uniforms(_fold(key, cycle, Purpose.ACCEPT), (n, config.gamma)), np.float64)
-        families = []
         for i, row in enumerate(rows):
-            if row.finished and config.branching is not None:  # itself alone
-                families.append([(-np.inf, [], None)] * config.gamma + [(row.log_weight, row.tokens, None)])
             if row.finished:
                 continue
             drafts, q = [], []
@@ -239,9 +189,6 @@ def decode(
                 q.append(logits[token] - lse(logits))
             if config.pipelined:
                 (drafts, q), row.pending = row.pending or ([], []), (drafts, q)
-            if config.branching is not None:
-                families.append(family(row, drafts))
-                continue
             if config.control > 0:
                 if controlled(row, drafts, accept[i], cycle, i, Purpose.BONUS) and has_bonus and not row.finished:
                     bonus(row, cycle, i, Purpose.BONUS)
@@ -253,10 +200,6 @@ def decode(
             if has_bonus and not row.finished:
                 bonus(row, cycle, i, Purpose.BONUS)
 
-        if config.branching is not None:
-            cycles.append(branched(families))
-            cycle += 1
-            continue
         if config.early_end:
             coin(float(_uniforms(_fold(key, cycle, Purpose.END), ())))
         log_weight = np.array([row.log_weight for row in rows])

@@ -108,12 +108,12 @@ class Constrained(Enumeration):
         mistaken = Constrained(dataclasses.replace(self.toy, masks=False), self.config)._block(prefix)
         return proposals._replace(increments=mistaken.increments)
 
-    def _controlled_block(self, prefix: Tokens, c: float) -> Proposals:
+    def _controlled_block(self, prefix: Tokens) -> Proposals:
         config = self.config
         p, q, drafts = self.toy.laws_along(prefix, config)
         columns = range(config.tokens_per_cycle)
         allowed = np.array([[self.toy.allowed((*prefix, *d[:i])) for i in columns] for d in drafts.tolist()])
-        terms = (self.mutation, config.power, np.float64(c), p, q, drafts, allowed)
+        terms = (self.mutation, config.power, np.float64(config.control), p, q, drafts, allowed)
         tokens, increments, chance, last = map(np.asarray, controlled(*terms))
         possible = chance > 0
         return Proposals(tokens[possible], increments[possible], chance[possible], last[possible])

@@ -70,7 +70,6 @@ def z_scores(program: smc.Program, batches: int = 2) -> dict[str, float]:
     [
         {"ess_threshold": 0.8, "draft_temperature": 0.8},
         {"ess_threshold": 0.8, "control": 0.3},
-        {"branching": 1.5},
         {"ess_threshold": 0.8, "pipelined": True},
     ],
     ids=str,

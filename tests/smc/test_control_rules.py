@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from smcjax.smc import control
+from smcjax.smc.acceptance import Distributions, RejectionControl, decide
 
 V, CASES = 3, 400
 CONTROLS = (0.0, 0.1, 0.5, 1.0)
@@ -120,11 +121,13 @@ def test_float32_has_no_nan(c: float) -> None:
     drafts = jnp.asarray(rng.integers(1, V, (CASES, 1)), jnp.int32)
     uniforms = jnp.asarray(rng.random((CASES, 1)), jnp.float32)
     c_rows = jnp.full(CASES, c, jnp.float32)
-    verdict = control.judge(log_p[:, None], log_q[:, None], drafts, uniforms, c_rows)
-    assert not np.isnan(verdict.law).any()
-    assert np.isfinite(np.max(verdict.law, axis=1)).all()
-    following = jnp.argmax(verdict.law, axis=1)
-    token = jnp.where(verdict.accepted == 1, drafts[:, 0], following)
+    unused = jnp.zeros((CASES, 1))
+    columns = Distributions(log_p[:, None], log_q[:, None], unused, log_p[:, None])
+    accepted, behind = decide(RejectionControl(c_rows), columns, drafts, uniforms)
+    assert not np.isnan(behind).any()
+    assert np.isfinite(np.max(behind, axis=1)).all()
+    following = jnp.argmax(behind, axis=1)
+    token = jnp.where(accepted == 1, drafts[:, 0], following)
     ratio = control.correction(log_p, log_q, c_rows)
     assert ((ratio >= 0) & (ratio <= 1)).all()
     weight = np.asarray(control.increment(control.at(log_p, token), control.at(log_q, token), c_rows, ratio))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smcjax import SMC
-from smcjax.smc.roulette import part
+from smcjax.smc.ending import Roulette
 from tests.helpers import Ask, finish, start, tiny_pair
 from tests.smc.enumeration import Toy
 from tests.smc.mutations import ROULETTE_MUTATIONS
@@ -59,7 +59,8 @@ def test_weights_by_hand() -> None:
     """Rows that stay take the whole weight; rows of weight 0 have no say; where all are alike nothing happens."""
     log_weight = jnp.log(jnp.array([[1.0, 2.0, 5.0, 0.0]] * 4))
     finished = jnp.array([[True, False, False, True]] * 2 + [[True, True, True, False], [False, False, False, True]])
-    found = np.exp(np.asarray(part(log_weight, finished, jnp.array([0.12, 0.13, 0.5, 0.5]))))
+    outcomes = Roulette().outcomes(log_weight, finished)
+    found = np.exp(np.asarray(outcomes.at(jnp.array([0.12, 0.13, 0.5, 0.5]))))
     np.testing.assert_allclose(found[0], [8, 0, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found[1], [0, 16 / 7, 40 / 7, 0], rtol=1e-6)
     np.testing.assert_allclose(found[2:], [[1, 2, 5, 0]] * 2, rtol=1e-6)

@@ -61,11 +61,7 @@ def test_no_host_and_no_copy_of_the_kv_with_sparse_attention(page_size: int, spa
 
 
 def test_no_host_and_no_copy_of_the_kv_with_a_control() -> None:
-    check_one_program(PAIR, 4, smc.step, control=0.1, watchdog=0.5, early_end=True)
-
-
-def test_no_host_and_no_copy_of_the_kv_with_branching() -> None:
-    check_one_program(PAIR, 4, smc.step, branching=2.0)
+    check_one_program(PAIR, 4, smc.step, control=0.1, early_end=True, potentials=(smc.TokenPotential(((1, 0.5),)),))
 
 
 def check_one_program(

@@ -62,13 +62,13 @@ class Pipelined(Enumeration):
     def _extend(self, populations: dict, propose: Any) -> dict:
         if propose == self._first:
             first = super()._extend(populations, propose)
-            return {(tuple((*row, None) for row in rows), watch): mass for (rows, watch), mass in first.items()}
+            return {tuple((*row, None) for row in rows): mass for rows, mass in first.items()}
         result: dict = {}
-        for (rows, watch), (measure, chance) in populations.items():
+        for rows, (measure, chance) in populations.items():
             ways = [self._ways(*row) for row in rows]
             for way in itertools.product(*ways):
                 p = float(np.prod([chance_of for _, chance_of in way]))
-                _add(result, tuple(row for row, _ in way), watch, measure * p, chance * p)
+                _add(result, tuple(row for row, _ in way), measure * p, chance * p)
         return result
 
     def _ways(self, tokens: Tokens, finished: bool, w: float, pending: Tokens | None) -> list[tuple[Any, float]]:

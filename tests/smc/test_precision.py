@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,8 @@ import pytest
 from smcjax import SMC, smc
 from smcjax.decoders import COLDEST, SHARPEST
 from smcjax.decoding.sampling import log_softmax_at
-from smcjax.decoding.sequences import Block
 from smcjax.decoding.speculation import Drafts
-from smcjax.model import init_params
-from smcjax.smc import branching, cycle
-from smcjax.smc.weights import temper
+from smcjax.smc import acceptance, cycle
 from tests.helpers import tiny_config
 from tests.smc.enumeration import _state as empty_state
 
@@ -57,20 +53,16 @@ def exact(logits: np.ndarray, tokens: np.ndarray, power: float, temperature: flo
     return np.concatenate([drafts, bonus[:, None]], axis=1)
 
 
-def increments(
-    logits: np.ndarray, tokens: np.ndarray, power: float, temperature: float, patched: pytest.MonkeyPatch
-) -> np.ndarray:
-    """[R, K + 1]: those of `cycle.verify`, log q = 0, where the target's forward gives these logits."""
+def increments(logits: np.ndarray, tokens: np.ndarray, power: float, temperature: float) -> np.ndarray:
+    """[R, K + 1]: those of `KeepAll`, log q = 0, where the target's forward gives these logits."""
     config = tiny_config(VOCAB)
     program = smc.Program(SMC(1, GAMMA, power=power), config, config, 16)
-    model = init_params(config, jax.random.key(0))
     state = empty_state(ROWS, 1, VOCAB, 8)
     requests = dataclasses.replace(state.requests, temperature=jnp.full(ROWS, temperature))
     state = dataclasses.replace(state, requests=requests)
-    patched.setattr(cycle, "score", lambda *_: (state, jnp.asarray(logits)))
     drafts = Drafts(jnp.asarray(tokens), jnp.zeros((ROWS, GAMMA)))
-    _, proposal = cycle.verify(program, smc.PairParams(model, model), state, drafts, None)
-    return np.asarray(proposal.increments, np.float64)
+    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, jnp.asarray(logits), drafts))
+    return np.asarray(block.increments, np.float64)
 
 
 SETTINGS = [
@@ -80,14 +72,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("power", "temperature"), SETTINGS)
-def test_increments_are_exact_to_a_thousandth_of_a_nat(
-    power: float, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_increments_are_exact_to_a_thousandth_of_a_nat(power: float, temperature: float) -> None:
     assert power / temperature <= SHARPEST
     logits = real_logits(1)
     tokens = drafted(logits[:, :GAMMA], temperature, 2)
     expected = exact(logits, tokens, power, temperature)
-    found = increments(logits, tokens, power, temperature, monkeypatch)
+    found = increments(logits, tokens, power, temperature)
     assert (np.abs(found - expected) <= np.maximum(NATS, 2.0**-22 * np.abs(expected))).all()
     assert (np.abs(expected) < 4000).mean() > 0.7  # so that it was mostly the thousandth that held
 
@@ -100,49 +90,12 @@ def test_the_control_logits_that_are_not_relative(
     tokens = drafted(logits[:, :GAMMA], temperature, 2)
     monkeypatch.setattr(cycle, "temper", lambda logits, temperature: logits / temperature[..., None])
     monkeypatch.setattr(
-        cycle,
+        acceptance,
         "bonus_increment",
         lambda power, logits, allowed=None: jax.nn.logsumexp(power * logits, -1) - power * jax.nn.logsumexp(logits, -1),
     )
-    found = increments(logits, tokens, power, temperature, monkeypatch)
+    found = increments(logits, tokens, power, temperature)
     assert np.abs(found - exact(logits, tokens, power, temperature)).max() > NATS
-
-
-def children(
-    logits: np.ndarray, off: np.ndarray, tokens: np.ndarray, power: float, temperature: float, lam: float
-) -> np.ndarray:
-    """[R, K + 1] in float64: log weights of branching's children, q being of `off` at the same temperature."""
-    tempered, of_draft = (x.astype(np.float64) / np.float64(np.float32(temperature)) for x in (logits, off))
-    log_p = power * tempered - log_total(power * tempered)[..., None]
-    log_q = of_draft - log_total(of_draft)[..., None]
-    constant = log_total(power * tempered) - power * log_total(tempered)
-    at_p, at_q = (np.take_along_axis(x[:, :GAMMA], tokens[..., None], -1)[..., 0] for x in (log_p, log_q))
-    kept = np.cumsum(constant[:, :GAMMA] + np.minimum(at_p - at_q, np.log(lam)), axis=1)
-    kept = np.concatenate([np.zeros((ROWS, 1)), kept], axis=1)
-    with np.errstate(divide="ignore"):
-        mass = np.log(np.maximum(np.exp(log_p[:, :GAMMA]) - lam * np.exp(log_q), 0).sum(-1))
-    return kept + constant + np.concatenate([mass, np.zeros((ROWS, 1))], axis=1)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "control: bfloat16"])
-def test_children_are_exact_to_a_thousandth(dtype: Any) -> None:
-    """Branching's: a row's total weight in nats and each child's share of it, made of small differences of p and λq."""
-    logits, rng = real_logits(1), np.random.default_rng(5)
-    off = logits[:, :GAMMA] + rng.normal(0, 0.5, logits[:, :GAMMA].shape).astype(np.float32)
-    apart = []
-    for power, temperature, lam in ((1.0, 1.0, 1.0), (1.0, 0.7, 2.0), (1000.0, 1.0, 2.0), (1.0, 1.0, 1e6)):
-        t = np.float32(temperature)
-        tokens = np.argmax(off / t + rng.gumbel(size=off.shape), axis=-1).astype(np.int32)
-        tempered = temper(jnp.asarray(logits), jnp.full((ROWS, 1), t))
-        laws = cycle.Laws.of(power, tempered, jnp.asarray(off / t, dtype).astype(jnp.float32))
-        trunk = Block(counted=jnp.ones((ROWS, GAMMA), bool), ended=jnp.zeros(ROWS, bool))
-        offers = branching.offered(laws.target, laws.draft, laws.constant, jnp.asarray(tokens), trunk, lam)
-        expected, found = children(logits, off, tokens, power, temperature, lam), np.asarray(offers, np.float64)
-        totals = log_total(expected), log_total(found)
-        apart.append(np.abs(totals[1] - totals[0]).max())
-        shares = np.exp(expected - totals[0][:, None]), np.exp(found - totals[1][:, None])
-        apart.append(np.abs(shares[1] - shares[0]).max())
-    assert (max(apart) < NATS) == (dtype == jnp.float32), apart
 
 
 def test_a_token_that_is_forbidden_costs_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +106,7 @@ def test_a_token_that_is_forbidden_costs_no_accuracy(monkeypatch: pytest.MonkeyP
     logits[:, :, stop] = 3e4
     monkeypatch.setattr(cycle, "forbid_stops", lambda logits, *_: logits.at[:, :, stop].set(-jnp.inf))
     expected = exact(np.where(np.arange(VOCAB) == stop, -np.float32(1e9), logits), tokens, 100.0, 0.1)
-    found = increments(logits, tokens, 100.0, 0.1, monkeypatch)
+    found = increments(logits, tokens, 100.0, 0.1)
     np.testing.assert_allclose(found, expected, atol=NATS, rtol=2.0**-22)
 
 

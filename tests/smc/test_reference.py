@@ -37,8 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "undeferred": {"defer_bonus": False, "ess_threshold": 0.9},
     "long-block": {"gamma": 5, "ess_threshold": 1.0},
     "early end": {"early_end": True, "control": 0.3, "ess_threshold": 0.8},
-    "branching": {"branching": 2.0, "power": 1.3, "draft_temperature": 1.2},
-    "branching, no bonus": {"branching": 1.0, "bonus": False, "n_particles": 4, "resampling": "residual"},
     "pipelined": {"pipelined": True, "ess_threshold": 0.95},
     "pipelined, one draft": {"pipelined": True, "gamma": 1, "n_particles": 4, "power": 1.5, "ess_threshold": 1.0},
     "pipelined, early end": {"pipelined": True, "gamma": 4, "early_end": True, "ess_threshold": 0.9},

@@ -211,8 +211,8 @@ def test_resample_batches_and_keys(method: str) -> None:
 
 
 def test_resample_refuses_an_unknown_scheme() -> None:
-    with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, got 'branching'"):
-        smc.resample(jax.random.key(0), jnp.zeros(3), "branching")
+    with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, got 'other'"):
+        smc.resample(jax.random.key(0), jnp.zeros(3), "other")
 
 
 def test_worked_example_of_the_explainer() -> None:

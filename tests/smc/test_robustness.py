@@ -16,6 +16,7 @@ import pytest
 import smcjax.model.attention
 from smcjax import smc
 from smcjax.decoding.sampling import Purpose, column_keys, group_keys, row_keys
+from smcjax.decoding.speculation import propose, score
 from smcjax.pallas import paged_attention_reference
 from smcjax.smc import cycle
 from smcjax.smc.weights import bonus_increment, draft_increment
@@ -227,9 +228,10 @@ def test_draft_equal_to_target_changes_no_weight() -> None:
 def propose_and_verify(program: smc.Program, params: smc.PairParams, prompts: Any, requests: Any) -> tuple[Any, ...]:
     """The first cycle up to its weights: state, drafts, increments."""
     state = smc.init(program, params, prompts, requests)
-    state, drafts, copies = cycle.draft(program, params, state)
-    state, proposal = cycle.verify(program, params, state, drafts, copies)
-    return state, drafts.tokens, proposal.increments
+    state, drafts, copies = propose(program, params, state, cycle.draft_distribution(program, state))
+    state, logits = score(program, params, state, drafts.tokens, copies)
+    block = smc.KeepAll().judge(cycle.scored_drafts(program, state, logits, drafts))
+    return state, drafts.tokens, block.increments
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SMC without a watchdog says where one would have raised the control, by the same law, from its cycles' reports."""
+"""SMC says after which cycle the evidence had fallen faster than a rate allows, by Page's rule on its reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from smcjax.decoders import ALARM, SMC, USUAL_RATE
+from smcjax.smc import ConstantPotential, RejectionControl
 from smcjax.smc.decoder import SMCDecoder
 from smcjax.smc.history import alarmed_after
 from tests.helpers import tiny_pair
@@ -63,7 +64,7 @@ RUNS = [reports(seed, spread) for seed in range(40) for spread in (0.4, 1.0)]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_it_is_the_watchdogs_rule(rate: float) -> None:
+def test_it_is_pages_rule(rate: float) -> None:
     """Control: resamplings left out, or tokens of rows that weigh little counted like others', is another rule."""
     found = [alarmed_after(run, PROMPT, rate) for run in RUNS]
     assert found == [by_hand(run, rate) for run in RUNS]
@@ -87,20 +88,19 @@ def report(run: list[Any], how: dict[str, Any], *, constrained: bool = False, co
 
 
 def test_what_is_said_and_when_nothing_is() -> None:
-    """Evidence falls by itself at other powers and under a form; who set a watchdog has stated another rate."""
+    """Evidence falls by itself at other powers, under potentials and under a form."""
     fallen = next(run for run in RUNS if alarmed_after(run, PROMPT, USUAL_RATE))
     cycle = alarmed_after(fallen, PROMPT, USUAL_RATE)
     told = report(fallen, {})
     assert told.warning.startswith(f"the evidence fell 3 nats below 0.5 a token after {cycle} of 12 cycles: the draft ")
     assert "a control above 0 rejects" in told.warning
-    assert (told.control, told.raised_cycles) == (0.0, 0)
+    assert told.control == 0.0
     assert "a control above 0.2 rejects" in report(fallen, {}, control=0.2).warning
     assert report(fallen, {}, constrained=True).warning is None
     assert report(fallen, {"power": 2.0}).warning is None
-    assert report(fallen, {"watchdog": 9.0}).warning is None
-    branched = report(fallen, {"branching": 2.0})
-    assert branched.warning.endswith("; branching below 2, or more particles, follow it closer")
-    assert report(fallen, {"branching": 1.0}).warning.endswith("; more particles follow it closer")
-    assert branched.control == 0
+    assert report(fallen, {"potentials": (ConstantPotential(),)}).warning is None
+    own = report(fallen, {"control": RejectionControl(0.2)})
+    assert own.warning.endswith("; a rule that rejects more such drafts, or more particles, follow it closer")
+    assert own.control is None
     calm = next(run for run in RUNS if not alarmed_after(run, PROMPT, USUAL_RATE))
     assert report(calm, {}).warning is None

@@ -1,0 +1,143 @@
+"""`smcjax.testing.battery` passes the package's parts and right ones of a user's own, and says what others break."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from smcjax import smc
+from smcjax.smc.resampling import offspring
+from smcjax.testing import battery
+
+
+@dataclasses.dataclass(frozen=True)
+class Capped(smc.Acceptance):
+    """Keeps a draft with probability min(1, most·p/q), a user's own rule."""
+
+    most: float = 2.0
+
+    def probability(self, log_p: Any, log_q: Any) -> Any:
+        return jnp.exp(jnp.minimum(0.0, jnp.log(self.most) + log_p - log_q))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coin(smc.Acceptance):
+    """Keeps half of the drafts, whatever they are."""
+
+    def probability(self, log_p: Any, log_q: Any) -> Any:
+        return jnp.full_like(log_p, 0.5)
+
+
+class Unweighed(Capped):
+    """A mistake: tokens weigh what they would if all drafts were kept."""
+
+    def increment(self, log_p: Any, log_q: Any, tokens: Any) -> Any:
+        return smc.KeepAll().increment(log_p, log_q, tokens)
+
+
+class Loud(Capped):
+    """A mistake: probabilities above 1."""
+
+    def probability(self, log_p: Any, log_q: Any) -> Any:
+        return jnp.exp(log_p - log_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved:
+    """An ending that kills the unfinished particles in half of all cases, and doubles weights otherwise."""
+
+    factor: float = 2.0
+
+    def outcomes(self, log_weight: Any, finished: Any) -> smc.Outcomes:
+        dead = jnp.where(finished, log_weight, -jnp.inf)
+        alive = jnp.where(finished, log_weight, log_weight + jnp.log(self.factor))
+        return smc.Outcomes(jnp.full((len(log_weight), 2), 0.5), jnp.stack([dead, alive], axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Systematic resampling by 1 − u."""
+
+    scale: float = 1.0
+
+    def num_uniforms(self, n: int) -> int:
+        return 1
+
+    def offspring(self, uniforms: Any, weights: Any) -> Any:
+        return offspring("systematic", self.scale * (1 - uniforms), weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """A potential that prefers long answers."""
+
+    per_token: float = 0.1
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return self.per_token * (answers.end - answers.begin)
+
+
+class Whole(Length):
+    """A mistake: the prompt counts."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return self.per_token * (answers.tokens[:, 0] + answers.end)
+
+
+class Shared(Length):
+    """A mistake: a row's value depends on the longest row."""
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        return self.per_token * (answers.end - answers.end.max())
+
+
+@dataclasses.dataclass
+class Mutable(smc.Acceptance):
+    """A mistake: not frozen."""
+
+    def probability(self, log_p: Any, log_q: Any) -> Any:
+        return jnp.ones_like(log_p)
+
+
+RIGHT = [
+    smc.KeepAll(),
+    *(smc.RejectionControl(c) for c in (0.0, 0.1, 0.5, 1.0)),
+    Capped(),
+    Capped(0.5),
+    Coin(),
+    smc.WaitForAll(),
+    smc.Roulette(),
+    Halved(),
+    Turned(),
+    smc.ConstantPotential(0.5),
+    smc.TokenPotential(((1, 0.3), (2, -float("inf")))),
+    Length(),
+]
+WRONG = [
+    (Unweighed(), "times weight of an emitted token must be the target's"),
+    (Loud(), "probability must be from 0 to 1"),
+    (Halved(1.5), "the mean of every weight over the outcomes must be the weight"),
+    (Turned(0.75), "the mean number of offspring must be N·W"),
+    (Whole(), "must not depend on columns outside the answer"),
+    (Shared(), "must not depend on other rows"),
+    (Mutable(), "must be hashable"),
+]
+
+
+@pytest.mark.parametrize("part", RIGHT, ids=repr)
+def test_right_parts_pass(part: Any) -> None:
+    battery(part)
+
+
+@pytest.mark.parametrize(("part", "law"), WRONG, ids=lambda part: type(part).__name__)
+def test_control_mistaken_parts_are_named(part: Any, law: str) -> None:
+    with pytest.raises(AssertionError, match=law):
+        battery(part)
+
+
+def test_what_is_no_part_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must derive from smcjax\.smc\.Acceptance, .*, got 3"):
+        battery(3)  # type: ignore[arg-type]
