@@ -5,9 +5,9 @@
 
 The first times cycles on random weights. First N = K = 8: without a control, with the program that can reject under
 controls 0 (which rejects nothing, so that rows grow alike), 1 and 0.1, by turns, a window each, as clocks fall when a
-device warms up; with --branching that too, with --early-ends those. What a control adds is the median over rounds of
-the quotient to the first. Then for each K the target alone, exact decoders and SMC with and without a control. JSON is
-written after each part, so that an interrupted run leaves something.
+device warms up; with --early-ends those too. What a control adds is the median over rounds of the quotient to the
+first. Then for each K the target alone, exact decoders and SMC with and without a control. JSON is written after each
+part, so that an interrupted run leaves something.
 
 The second joins these times with what `measure_populations.py` found of real pairs, in one file or several: tokens/s of
 one request that such a pair would have, were a cycle of its own as long, and the plot sets them over how likely the
@@ -90,7 +90,6 @@ def parts(args: argparse.Namespace) -> list[tuple[str, list[Variant], int, int]]
     """Name, variants, windows and cycles of each part, what is wanted most first."""
     n, gamma = args.overhead
     compared = smc_variants(n, gamma, (0.0, 1.0, 0.1), early=False)
-    compared += [Variant(SMC(n, gamma, branching=lam)) for lam in args.branching]
     found = [(f"control, N={n}, K={gamma}", compared, args.windows, 32)]
     for drafts in args.gammas:
         variants = [Variant(Autoregressive())]
@@ -136,7 +135,7 @@ def measure(
         decoding = variant.decoding
         control = variant.control
         if isinstance(decoding, SMC) and control is None:
-            control = decoding.control
+            control = decoding.rejection_control
         found.append(
             Timed(
                 part=part,
@@ -144,7 +143,7 @@ def measure(
                 rows=decoding.rows,
                 gamma=decoding.speculation.gamma,
                 control=control,
-                early_end=isinstance(decoding, SMC) and decoding.early_end,
+                early_end=isinstance(decoding, SMC) and decoding.early_end is True,
                 ms=statistics.median(own),
                 ms_windows=list(own),
                 over_first=statistics.median(ms / times[0] for ms, times in zip(own, rounds, strict=True)),
@@ -301,9 +300,6 @@ def main() -> None:
     parser.add_argument("--draft-shape", choices=SHAPES, default=shapes[1], help=f"({shapes[1]})")
     parser.add_argument("--overhead", type=int, nargs=2, default=(8, 8), metavar=("N", "K"), help="(8 8)")
     parser.add_argument("--windows", type=int, default=7, help="of what is compared at N and K (7)")
-    parser.add_argument(
-        "--branching", type=float, nargs="*", default=[], metavar="LAMBDA", help="branching, too (none)"
-    )
     parser.add_argument("--early-ends", action="store_true", help="what these add, too")
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 8], help="of all decoders (4 8)")
     parser.add_argument("--particles", type=int, nargs="+", default=[8, 4, 16], help="(8 4 16)")

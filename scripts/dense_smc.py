@@ -1,15 +1,13 @@
-"""SMC under a control, exact decoders and branching on whole populations, outside of the engine.
+"""SMC under a control and exact decoders on whole populations, outside of the engine.
 
-All three share everything but the decision of a cycle, so that what differs between them is the decision. Rows keep
+Both share everything but the decision of a cycle, so that what differs between them is the decision. Rows keep
 their keys and values in contiguous arrays, every row of a batch runs until the last group has ended, and one program a
 step serves all controls: what serves a measurement, not a server.
 
 A cycle drafts K tokens a row, scores them in one forward of the target, and decides:
 
-    `Control`    drafts are kept or rejected by c (`smcjax.smc.control`), rows are resampled where their ESS is low
-    `Branching`  every row offers K + 1 weighted children, of which as many as there are rows are drawn in every cycle
-                 (`smcjax.smc.branching`)
-    `Exact`      recursive rejection along N candidates (`smcjax.rejection.rules`), whose rows agree
+    `Control`  drafts are kept or rejected by c (`smcjax.smc.control`), rows are resampled where their ESS is low
+    `Exact`    recursive rejection along N candidates (`smcjax.rejection.rules`), whose rows agree
 
 Answers have a fixed number of tokens, the first of them drawn with the prompt, as in the engine.
 """
@@ -25,16 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoding.sequences import Block
 from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.params import Params
 from smcjax.pallas import implementations
 from smcjax.pallas.attention.reference import attention, sees
 from smcjax.rejection.rules import candidates
-from smcjax.smc import branching
-from smcjax.smc.control import at, judge
-from smcjax.smc.cycle import Laws, run_of
+from smcjax.smc.acceptance import Distributions, RejectionControl, block_of, decide
+from smcjax.smc.control import at
 from smcjax.smc.resampling import resample
 from smcjax.smc.weights import effective_sample_size
 
@@ -130,13 +126,13 @@ def controlled(cycle: Cycle, control: Float[Array, " R"], key: jax.Array) -> Dec
     groups, n = cycle.log_weight.shape
     coins, tokens_key, resampling = jax.random.split(key, 3)
     uniforms = jax.random.uniform(coins, cycle.drafts.shape, cycle.log_p.dtype)
-    verdict = judge(cycle.log_p, cycle.log_q, cycle.drafts, uniforms, control)
-    following = jax.random.categorical(tokens_key, verdict.law)
-    laws = Laws(cycle.log_p, cycle.log_q, jnp.zeros(cycle.log_p.shape[:2], cycle.log_p.dtype), cycle.log_p)
-    run = run_of(laws, cycle.drafts, verdict.accepted, following, control)
-    kept = jnp.minimum(verdict.accepted + 1, cycle.left)
-    counted = jnp.arange(run.tokens.shape[1]) < kept[:, None]
-    log_weight = cycle.log_weight + jnp.sum(jnp.where(counted, run.increments, 0), axis=1).reshape(groups, n)
+    normalizer = jnp.zeros(cycle.log_p.shape[:2], cycle.log_p.dtype)
+    rule, laws = RejectionControl(control), Distributions(cycle.log_p, cycle.log_q, normalizer, cycle.log_p)
+    accepted, logits = decide(rule, laws, cycle.drafts, uniforms)
+    block = block_of(rule, laws, cycle.drafts, accepted, jax.random.categorical(tokens_key, logits))
+    kept = jnp.minimum(accepted + 1, cycle.left)
+    counted = jnp.arange(block.tokens.shape[1]) < kept[:, None]
+    log_weight = cycle.log_weight + jnp.sum(jnp.where(counted, block.increments, 0), axis=1).reshape(groups, n)
     running = (cycle.left - kept).reshape(groups, n).any(axis=1)
     poor = running & (effective_sample_size(log_weight) < 0.5 * n)
     drawn = resample(resampling, log_weight)
@@ -145,49 +141,11 @@ def controlled(cycle: Cycle, control: Float[Array, " R"], key: jax.Array) -> Dec
     mean = jax.nn.logsumexp(log_weight, axis=1) - jnp.log(n)
     return Decision(
         source,
-        run.tokens[source],
+        block.tokens[source],
         kept[source],
-        at(cycle.log_p, run.tokens)[source],
+        at(cycle.log_p, block.tokens)[source],
         jnp.where(poor[:, None], 0, log_weight),
         jnp.where(poor, mean, 0),
-    )
-
-
-def offers(cycle: Cycle, lam: Float[Array, ""]) -> Float[Array, "R C"]:
-    """Log weights of the children of each row by the engine's rule; a draft behind the answer's end is none."""
-    gamma = cycle.drafts.shape[1]
-    trunk = Block(counted=jnp.arange(gamma) < cycle.left[:, None], ended=cycle.left <= gamma)
-    nothing = jnp.zeros(cycle.log_p.shape[:2], cycle.log_p.dtype)
-    return branching.offered(cycle.log_p, cycle.log_q, nothing, cycle.drafts, trunk, lam)
-
-
-@dataclasses.dataclass(frozen=True)
-class Branching:
-    """K + 1 weighted children a row, of which as many as there are rows are drawn systematically, in every cycle."""
-
-    lam: float = 2.0
-
-
-def branched(cycle: Cycle, lam: Float[Array, ""], key: jax.Array) -> Decision:
-    """Draws children of all rows of a group together, as the engine does at power 1."""
-    groups, n = cycle.log_weight.shape
-    columns = cycle.log_p.shape[1]
-    tokens_key, resampling = jax.random.split(key)
-    log_weight = cycle.log_weight[..., None] + offers(cycle, lam).reshape(groups, n, columns)
-    keys = jax.random.split(resampling, groups)
-    plan, child = branching.branches(keys, log_weight, jnp.ones(groups, bool), "systematic")
-    source = (plan.ancestors + n * jnp.arange(groups)[:, None]).reshape(-1)
-    law = branching.following(cycle.log_p, cycle.log_q, source, child.reshape(-1), lam)
-    # Copies of one child are of one prefix, and each draws its own token: of the same mean, with less variance.
-    last = jax.random.categorical(tokens_key, law)
-    tokens, column = branching.block_of(cycle.drafts[source], child.reshape(-1), last, columns)
-    return Decision(
-        source,
-        tokens,
-        jnp.minimum(column + 1, cycle.left[source]),
-        at(cycle.log_p[source], tokens),
-        jnp.zeros_like(cycle.log_weight),
-        plan.log_mean_weight,
     )
 
 
@@ -283,11 +241,11 @@ def _score(
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
-def _decide(method: type, number: jax.Array, cycle: Cycle, key: jax.Array) -> Decision:
-    """One program for all controls, and for all λ."""
+def _decide(method: type, control: jax.Array, cycle: Cycle, key: jax.Array) -> Decision:
+    """One program for all controls."""
     if method is Control:
-        return controlled(cycle, jnp.broadcast_to(number, cycle.left.shape), key)
-    return branched(cycle, number, key) if method is Branching else exact(cycle, key)
+        return controlled(cycle, jnp.broadcast_to(control, cycle.left.shape), key)
+    return exact(cycle, key)
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
@@ -337,7 +295,7 @@ def begun(
 
 def run(
     pair: Pair,
-    method: Control | Branching | Exact,
+    method: Control | Exact,
     prompts: np.ndarray,
     lengths: np.ndarray,
     *,
@@ -358,7 +316,7 @@ def run(
     end = jnp.asarray(np.repeat(lengths, n), jnp.int32) + tokens
     log_weight, log_evidence = jnp.zeros((groups, n)), np.zeros(groups)
     cycles = np.zeros(groups, int)
-    number = jnp.float32(getattr(method, "c", getattr(method, "lam", 0.0)))
+    control = jnp.float32(getattr(method, "c", 0.0))
     while (running := np.asarray(rows.length < end).reshape(groups, n).any(axis=1)).any():
         cycles += running
         index = jnp.arange(len(end))
@@ -368,7 +326,7 @@ def run(
         )
         log_p, target = _score(pair.target, pair.target_params, rows.target, recent[:, 1], drafts, rows.length)
         cycle = Cycle(log_p, log_q, drafts, end - rows.length, log_weight)
-        decision = _decide(type(method), number, cycle, next(keys))
+        decision = _decide(type(method), control, cycle, next(keys))
         del cycle, log_p, log_q
         rows = _commit(rows._replace(target=target, draft=draft), decision)
         log_weight, log_evidence = decision.log_weight, log_evidence + np.asarray(decision.log_evidence, float)

@@ -1,12 +1,12 @@
-"""Measures SMC under controls, branching and exact decoders on a real model, by one harness outside of the engine.
+"""Measures SMC under controls and exact decoders on a real model, by one harness outside of the engine.
 
     python scripts/measure_populations.py --model smollm2 --drop 3 12 --drop 3 9 15 21 \
-        --runs 8,4:c0,c0.1,c0.3,c0.5,b1.5,b2,b5,e1,e8 -o found.npz
+        --runs 8,4:c0,c0.1,c0.3,c0.5,e1,e8 -o found.npz
     python scripts/measure_populations.py --tables found.npz
 
 A pair is the model and, as its draft, the same without some layers (`--drop`) or a directory (`--draft`). A run is N,K
-and decisions of `dense_smc`: c0.1 is a control, b2 branching with λ = 2, e8 exact decoding with 8 candidates. Prompts
-are the 64 of `plain_prompts.held_out`, or those of a file. Tables say, with Student's intervals at 95% over prompts,
+and decisions of `dense_smc`: c0.1 is a control, e8 exact decoding with 8 candidates. Prompts are the 64 of
+`plain_prompts.held_out`, or those of a file. Tables say, with Student's intervals at 95% over prompts,
 
     tokens a cycle  of answers of --tokens tokens, the first being the prompt's, over the cycles that a group took
     log Ẑ           mean over groups, in nats
@@ -46,7 +46,7 @@ from smcjax.model.vocabulary import common_vocabulary
 from smcjax.tasks.intervals import clustered_mean
 from smcjax.tokenizer import Tokenizer
 
-METHOD = r"(?:c(?:0|1|0?\.\d+)|b[1-9]\d*(?:\.\d+)?|e[1-9]\d*)"  # c from 0 to 1, λ and candidates from 1
+METHOD = r"(?:c(?:0|1|0?\.\d+)|e[1-9]\d*)"  # c from 0 to 1, candidates from 1
 LONG = ("decoder", "tokens a cycle", "log Ẑ", "distance ≤", "log p a token, minus the target's own")
 
 
@@ -61,21 +61,19 @@ class Run:
 
     @classmethod
     def parsed(cls, text: str) -> Run:
-        """Reads "8,4:c0,c0.1,b2,e8", with "s" in front of what is to have short answers."""
+        """Reads "8,4:c0,c0.1,e8", with "s" in front of what is to have short answers."""
         found = re.fullmatch(rf"(s?)(\d+),(\d+):({METHOD}(?:,{METHOD})*)", text)
         if found is None:
-            raise argparse.ArgumentTypeError(f"{text!r} must be N,K and decisions, as 8,4:c0.1,b2,e8 or s8,4:c0")
+            raise argparse.ArgumentTypeError(f"{text!r} must be N,K and decisions, as 8,4:c0.1,e8 or s8,4:c0")
         short, n, gamma, methods = found.groups()
         return cls(int(n), int(gamma), tuple(methods.split(",")), bool(short))
 
 
-def method_of(text: str, n: int) -> tuple[dense.Control | dense.Branching | dense.Exact, int, str]:
+def method_of(text: str, n: int) -> tuple[dense.Control | dense.Exact, int, str]:
     """A decision, the rows that it takes, and its name."""
     kind, number = text[0], float(text[1:])
     if kind == "c":
         return dense.Control(number), n, f"SMC, N={n}, control {number:g}"
-    if kind == "b":
-        return dense.Branching(number), n, f"branching, N={n}, λ = {number:g}"
     candidates = "1 candidate" if number == 1 else f"{number:g} candidates"
     return dense.Exact(), int(number), f"rejection, {candidates}"
 

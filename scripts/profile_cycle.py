@@ -33,7 +33,7 @@ from smcjax.smc import SMC
 
 CYCLES = 3
 WARMUP = 4
-PHASES = ("reserve", "propose", "verify", "weigh", "resample")
+PHASES = ("reserve", "propose", "verify", "commit", "end", "resample")
 
 
 class Kernel(NamedTuple):

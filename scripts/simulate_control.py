@@ -106,7 +106,7 @@ class Variant:
 
     `control` is c, `adapt` the share of N that the ESS is to keep (c then follows it from cycle to cycle), `by_block`
     lets a token spend what the block has gained, `chains` are independent drafts of a row, `level` resamples only where
-    rows are equally long, `branching` is λ in place of all that.
+    rows are equally long.
 
     `hand_over` ends the population after so many cycles, or before it would first be resampled (inf): one row of it,
     drawn by weight, goes on alone, exactly, with `candidates` drafts. `early` tosses a coin once some rows have ended:
@@ -122,7 +122,6 @@ class Variant:
     by_block: bool = False
     chains: int = 1
     level: bool = False
-    branching: float | None = None
     particles: int = 8
     hand_over: float | None = None
     candidates: int = 1
@@ -187,35 +186,6 @@ def draw_bonus(
     rows.append(live, drawn(rng, pair.p[rows.context[live]], None if uniforms is None else uniforms[live]))
 
 
-def branched(pair: Pair, rng: np.random.Generator, rows: Rows, lam: float, gamma: int) -> tuple[Rows, np.ndarray]:
-    """One cycle of branching: K + 1 weighted children of each row, [R·(K + 1)]; those that are not there weigh 0.
-
-    p = min(p, λq) + (p − λq)₊: child j leaves for a token of the second part behind j drafts, the last one goes on.
-    """
-    count = len(rows.length)
-    trunk, weight = rows.taken(np.arange(count)), np.ones(count)
-    children, weights = [], []
-    for _ in range(gamma):
-        live = np.flatnonzero(~trunk.done & (weight > 0))
-        child, mass = trunk.taken(np.arange(count)), np.zeros(count)
-        p, q = pair.p[trunk.context[live]], pair.q[trunk.context[live]]
-        rest = np.maximum(p - lam * q, 0.0)
-        mass[live] = weight[live] * rest.sum(axis=1)
-        child.append(live, drawn(rng, rest))
-        children.append(child)
-        weights.append(mass)
-        draft = drawn(rng, q)
-        index = np.arange(len(live))
-        weight[live] *= np.minimum(p[index, draft] / q[index, draft], lam)
-        trunk.append(live, draft)
-    live = np.flatnonzero(~trunk.done)
-    trunk.append(live, drawn(rng, pair.p[trunk.context[live]]))
-    children.append(trunk)
-    weights.append(weight)
-    together = [np.stack([getattr(c, f.name) for c in children], axis=1) for f in dataclasses.fields(Rows)]
-    return Rows(*(x.reshape(-1, *x.shape[2:]) for x in together)), np.stack(weights, axis=1).reshape(-1)
-
-
 def systematic(rng: np.random.Generator, weights: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Ancestors [G, count] of weights [G, M], and how far into its ancestor's weight each stands, uniform in [0, 1)."""
     sums = np.cumsum(weights, axis=1)
@@ -256,15 +226,6 @@ def simulate(pair: Pair, variant: Variant, groups: int, gamma: int, seed: int = 
     ended = np.zeros(groups, bool)
     while not ended.all():
         cycles += ~ended
-        if variant.branching is not None:
-            children, weights = branched(pair, rng, rows, variant.branching, gamma)
-            weights = weights.reshape(groups, -1)
-            evidence += np.where(ended, 0.0, np.log(weights.sum(axis=1) / n))
-            chosen = systematic(rng, weights, n)[0] + np.arange(groups)[:, None] * weights.shape[1]
-            own = (base + np.arange(n)) * (gamma + 1) + gamma
-            rows = children.taken(np.where(ended[:, None], own, chosen).reshape(-1))
-            end(~ended & rows.done.reshape(groups, n).all(axis=1), np.ones((groups, n)))
-            continue
         gained, owed = advance(pair, rng, rows, np.repeat(c, n), variant, gamma)
         log_weight += gained.reshape(groups, n)
         if variant.bonus == "before":
@@ -339,7 +300,6 @@ VARIANTS = [
     *(Variant(f"control {c:g}", c) for c in (0.0, 0.05, 0.1, 0.3, 0.5, 1.0)),
     *(Variant(f"(a) c follows the ESS, {share:g} N wanted", 0.1, adapt=share) for share in (0.5, 0.7, 0.9)),
     *(Variant(f"(b) control {c:g}, resampled at equal progress only", c, level=True) for c in (0.1, 0.3)),
-    *(Variant(f"(c) branching, λ = {lam:g}", branching=lam) for lam in (1.0, 2.0, 5.0, 10.0)),
     *(Variant(f"(d) control {c:g}, N = 4, 2 chains each", c, chains=2, particles=4) for c in (0.1, 0.3)),
     *(Variant(f"(d') control {c:g}, N = 4, 1 chain", c, particles=4) for c in (0.1, 0.3)),
     *(Variant(f"(e) control {c:g} by block", c, by_block=True) for c in (0.05, 0.1, 0.3, 0.5)),

@@ -59,6 +59,7 @@ def propose[S: Groups](
     return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, draft=draft)), drafts, copies
 
 
+@jax.named_scope("verify")
 def score[S: Groups](
     program: Program[Any],
     params: PairParams,
