@@ -54,19 +54,11 @@ def test_contenders_with_early_ends() -> None:
     assert contender.exact
 
 
-def test_contenders_that_branch() -> None:
-    """After those under controls, one for each λ."""
-    last = contenders([8], [4], [], branching=[1.0, 2.5])[-2:]
-    assert [one.name for one in last] == ["SMC, N=8, K=4, branching 1", "SMC, N=8, K=4, branching 2.5"]
-    assert last[1].decoding == SMC(8, 4, branching=2.5)
-    assert not last[0].exact
-
-
 def test_contenders_that_verify_alike() -> None:
     """The target alone has the schedule, the draft nothing; where blocks are shared nobody else is exact."""
     shared, schedule = SparseVerification("shared", 4, schedule=2), SparseVerification(schedule=2)
-    target, draft, *others = contenders([2], [4], [], None, shared, True, branching=[2.0])
-    assert str(others[-1].decoding).startswith("SMC, N=2, K=4, branching 2, shared")
+    target, draft, *others = contenders([2], [4], [], None, shared, True)
+    assert str(others[-1].decoding).startswith("SMC, N=2, K=4, shared")
     assert (target.decoding, draft.decoding) == (Autoregressive(schedule), Autoregressive())
     assert {one.decoding.speculation.sparse for one in others} == {shared}
     assert target.exact

@@ -59,7 +59,6 @@ USAGE: list[tuple[list[str], str]] = [
     ),
     ([*GENERATE, "--ess-threshold", "2"], "--ess-threshold must be"),
     ([*GENERATE, "--control", "2"], "--control must be a number from 0 to 1"),
-    ([*GENERATE, "--watchdog", "0"], "--watchdog must be a number of nats a token"),
     ([*GENERATE, "--decoding", "rejection", "--control", "1"], "--control is an option of --decoding smc"),
     ([*GENERATE, "--resampling", "none"], "'none' is not one of systematic, stratified, multinomial, residual;"),
     ([*GENERATE, "--resampling", "sistematic"], "did you mean systematic?"),
@@ -103,7 +102,7 @@ USAGE: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-size", "0"], "argument --page-size: must be a whole number from 1 to 128, got 0"),
     ([*GENERATE, "--num-pages", "1"], "argument --num-pages: must be a whole number from 2 to 1073741824, got 1"),
     ([*GENERATE, "--decoding", "beam"], "--decoding"),
-    ([*GENERATE, "--decoding", "auto", "--watchdog", "1"], "--watchdog is an option of --decoding smc, got --decoding"),
+    ([*GENERATE, "--decoding", "auto", "--early-end"], "--early-end is an option of --decoding smc, got --decoding"),
     (
         [*GENERATE, "--decoding", "auto", "-N", "0"],
         "error: --n-particles must be a whole number from 1 to 1024",

@@ -19,9 +19,8 @@ SAID = [
     ("use decoding=Rejection() or SMC(control=1), which are exact.",
      "use --decoding rejection or smc with --control 1, which are exact."),
     ("use verification='token' or n_candidates=1.", "use --verification token or --n-particles 1."),
-    ("watchdog is 1 and power 2, at which evidence falls by itself; use power=1, or control without a watchdog.",
-     "--watchdog is 1 and --power 2, at which evidence falls by itself; use --power 1, or --control without a "
-     "watchdog."),
+    ("control is 0.5 and power 2, at which evidence falls by itself; use power=1, or leave control out.",
+     "--control is 0.5 and --power 2, at which evidence falls by itself; use --power 1, or leave --control out."),
     ("group must be a whole number of queries, got 0.", "--sparse-group must be a whole number of queries, got 0."),
     ("order is 'dfs' and is about a tree's nodes; give tree.",
      "--tree-order is 'dfs' and is about a tree's nodes; give --tree."),

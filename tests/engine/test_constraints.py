@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
+from smcjax import LLM, Autoregressive, Rejection, SamplingParams
 from smcjax.engine.constraints import AutomatonPlaces
 from smcjax.engine.scheduler import Schedule
 from smcjax.structured import automaton
@@ -210,8 +210,6 @@ def test_what_is_too_large(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_missing(plain: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SamplingParams(response_format={"type": "text"}, stop="x").expression is None
-    with pytest.raises(ValueError, match="watchdog is 1, and under a response_format evidence falls by itself"):
-        SMC(watchdog=1.0).check(SamplingParams(response_format=OBJECT))
     monkeypatch.setattr(plain._intake.automata, "_tokenizer", None)
     with pytest.raises(ValueError, match="request 0: response_format needs a tokenizer"):
         plain.generate(PROMPT, SamplingParams(response_format=OBJECT))

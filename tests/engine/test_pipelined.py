@@ -87,8 +87,6 @@ def test_log_probabilities_and_forms(pipelined: LLM) -> None:
     ("arguments", "message"),
     [
         ({"control": 0.1}, r"pipelined is True and control 0\.1, which would reject drafts"),
-        ({"watchdog": 0.5}, r"pipelined is True and watchdog 0\.5, which would reject drafts"),
-        ({"branching": 2}, r"pipelined is True and branching 2, which would reject drafts"),
         ({"pipelined": 1}, "pipelined must be True or False, got 1"),
     ],
 )

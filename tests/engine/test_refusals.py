@@ -52,13 +52,10 @@ WRONG_SMC: dict[str, list[Any]] = {
     "defer_bonus": [1, "yes"],
     "trace": [1, "yes", None],
     "control": [-0.1, 1.1, NAN, INF, 10**12, "1", None, True],
-    "watchdog": [0, -1, 101, NAN, INF, "1", True],
     "early_end": [1, "yes", None],
-    "branching": [0.99, 0, -1, NAN, INF, 10**12, "2", True],
+    "potentials": [5, "yes", None, (5,)],
 }
 IDLE_SMC: list[tuple[dict[str, Any], str]] = [  # options that others leave without an effect
-    ({"branching": 2.0, "ess_threshold": 0.9}, "branching is 2.0, which leaves ess_threshold 0.9 without an effect"),
-    ({"branching": 2.0, "ess_threshold": 0.0}, "branching is 2.0, which leaves ess_threshold 0.0 without an effect"),
     ({"pipelined": True, "bonus": False}, "pipelined is True, which leaves bonus False without an effect"),
     ({"pipelined": True, "defer_bonus": False}, "pipelined is True, which leaves defer_bonus False without an effect"),
     ({"bonus": False, "defer_bonus": True}, "bonus is False, which leaves defer_bonus True without an effect"),
@@ -128,7 +125,7 @@ def test_options_without_an_effect(options: dict[str, Any], reason: str) -> None
 
 
 def test_a_temperature_of_drafts_that_have_none(pair: Pair) -> None:
-    for decoding in (Rejection(draft_temperature=0.5), SMC(branching=2.0, draft_temperature=0.5)):
+    for decoding in (Rejection(draft_temperature=0.5), SMC(control=1.0, draft_temperature=0.5)):
         message = complaint(lambda one=decoding: LLM(pair.target, draft_model="ngram", decoding=one))
         assert message == "draft_temperature is 0.5 and draft_model='ngram' has no draft; omit it."
 
@@ -145,8 +142,6 @@ def test_two_parameters_that_contradict_each_other(pair: Pair) -> None:
     assert complaint(lambda: SamplingParams(max_tokens=3, min_tokens=4)).startswith("min_tokens must not exceed")
     assert "draft_model is not" in complaint(lambda: LLM(pair.target, decoding=SMC()))
     assert "model is not" in complaint(lambda: LLM(draft_model=pair.draft))
-    assert "evidence falls by itself" in complaint(lambda: SMC(watchdog=0.5, power=2.0))
-    assert "never falls as fast" in complaint(lambda: SMC(watchdog=0.5, control=0.7))
     assert "1024 positions" in complaint(lambda: smc_llm(pair, max_model_len=1025))
 
 

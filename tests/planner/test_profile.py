@@ -48,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
         *OTHERS,
         Rejection(tree=(-1, 0, 0, 1), siblings="top", order="dfs"),
         Rejection(3, sparse=SparseVerification("merged", 8, "dfs", (True, False, True))),
-        SMC(4, 2, draft_temperature=0.5, watchdog=0.5, power=1.0),
+        SMC(4, 2, draft_temperature=0.5, control=0.5, power=2.0),
         Autoregressive(SparseVerification(schedule=4)),
     ],
     ids=str,

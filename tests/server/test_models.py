@@ -25,10 +25,8 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
     [
         (SMC(), "smc-n8-k8"),
         (SMC(n_particles=32, gamma=4, control=0.1), "smc-n32-k4-c0.1"),
-        (SMC(watchdog=0.5), "smc-n8-k8-w0.5"),
         (SMC(power=2.0), "smc-n8-k8-p2"),
         (SMC(early_end=True), "smc-n8-k8-early"),
-        (SMC(branching=2.5), "smc-n8-k8-b2.5"),
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
         (Rejection(tree=(2, 1)), "rejection-tree2x1"),
@@ -42,10 +40,7 @@ def test_labels(decoding: Decoding, label: str) -> None:
     assert label_of(decoding) == label
 
 
-@pytest.mark.parametrize(
-    ("decoding", "beside"),
-    [(SMC(), {}), (SMC(pipelined=True), {"pipelined": True}), (SMC(branching=2.0), {"branching": 2.0})],
-)
+@pytest.mark.parametrize(("decoding", "beside"), [(SMC(), {}), (SMC(pipelined=True), {"pipelined": True})])
 def test_descriptions_say_what_is_unusual(decoding: SMC, beside: dict[str, float]) -> None:
     served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding, decodes_by_load=False))
     usual = {"decoder": "m", "decoding": "smc", "exact": False, "n_particles": 8, "gamma": 8, "control": 0.0}

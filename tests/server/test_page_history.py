@@ -1,4 +1,4 @@
-"""The page's history of a population, in node: what branched cycles make of its columns. Skipped without node."""
+"""The page's history of a population, in node: what cycles make of its columns. Skipped without node."""
 
 from __future__ import annotations
 
@@ -34,35 +34,22 @@ def event(cycle: int, texts: list[str], lengths: list[int], ancestors: list[int]
     return {"cycle": cycle, "texts": texts, "lengths": lengths, "ancestors": ancestors, **plain, **fields}
 
 
-def test_a_branched_cycle_resamples_the_column_before() -> None:
-    """Its weights and edges are of the rows that were copied, its words of the copies; log Ẑ is the sum of both."""
-    weighed = {"branched": True, "resampled": True, "ess": 1.0}
+def test_cycles_resample_their_own_columns() -> None:
+    """A column has the weights and the words of its cycle; copies go on from their ancestors' texts, as log Ẑ says."""
     told = history_of(
         [
             event(0, ["a", "b"], [1, 1], [0, 1]),
-            event(1, ["cd", "e"], [3, 2], [1, 1], log_weights=[None, 0.5], **weighed),
-            event(2, ["f", "g"], [4, 3], [0, 1], log_weights=[0.25, 0.25], **weighed),
+            event(1, ["c", "de"], [2, 3], [1, 1], log_weights=[None, 0.5], resampled=True, ess=1.0),
+            event(2, ["f", "g"], [4, 4], [0, 1], log_weights=[0.25, 0.25], ess=2.0),
         ]
     )
     first, second, last = told["columns"]
-    assert [first["ancestors"], first["weights"], first["rows"]] == [[1, 1], [0, 1], ["b", "b"]]
-    assert first["resampled"]
-    assert [second["words"], second["ancestors"], second["weights"]] == [["cd", "e"], [0, 1], [0.5, 0.5]]
-    assert told["texts"] == ["bcdf", "beg"]
-    assert told["line"] == [1, 0, 0]
-    assert first["evidence"] == pytest.approx(0.5 - math.log(2))
+    assert [first["ancestors"], first["weights"], first["rows"]] == [[0, 1], [0.5, 0.5], ["a", "b"]]
+    assert [second["ancestors"], second["weights"], second["rows"]] == [[1, 1], [0, 1], ["bde", "bde"]]
+    assert [second["words"], second["after"]] == [["c", "de"], [0.5, 0.5]]
+    assert [column["resampled"] for column in told["columns"]] == [False, True, False]
+    assert told["texts"] == ["bdef", "bdeg"]
+    assert told["line"] == [1, 1, 0]
+    assert second["evidence"] == pytest.approx(0.5 - math.log(2))
     assert last["evidence"] == pytest.approx(0.75 - math.log(2))
-    assert not last["resampled"]
     assert told["events"] == 3, "what is stored is what was sent"
-
-
-def test_other_cycles_resample_their_own() -> None:
-    told = history_of(
-        [
-            event(0, ["a", "b"], [1, 1], [0, 1]),
-            event(1, ["c", "d"], [2, 2], [1, 1], log_weights=[None, 0.5], resampled=True, ess=1.0),
-        ]
-    )
-    assert told["columns"][0]["ancestors"] == [0, 1]
-    assert told["columns"][1]["weights"] == [0, 1]
-    assert told["texts"] == ["bd", "bd"]

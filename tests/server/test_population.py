@@ -143,25 +143,3 @@ def test_texts_of_cycles_wait_for_whole_characters(server: Running) -> None:
     assert event(0, [[letter], [letter]], [1, 1], [0, 1])["texts"] == ["a", "a"]
     assert event(1, [[letter, letter], [letter, first]], [3, 3], [1, 1])["texts"] == ["aa", "a"]
     assert event(2, [[second, letter], [second, letter]], [5, 4], [0, 1])["texts"] == ["éa", "é"]
-
-
-def test_a_branched_event_gives_rows_their_own_text(server: Running) -> None:
-    """Rows are copied first: half of "é" goes to both, and each goes on as it likes. The event says so."""
-    tokenizer = server.llm().tokenizer
-    assert tokenizer is not None
-    first, second = tokenizer.encode("é")
-    (letter,) = tokenizer.encode("a")
-    cycles = Cycles(tokenizer, [letter])
-
-    def event(index: int, blocks: list[list[int]], lengths: list[int], ancestors: list[int]) -> dict[str, Any]:
-        done = np.zeros(2, bool)
-        one = Cycle(index, blocks, np.array(lengths), np.array(ancestors), done, branched=index > 0)
-        return cycles.event(one)
-
-    assert "branched" not in event(0, [[letter], [first]], [1, 1], [0, 1])
-    found = event(1, [[second, letter], [letter]], [3, 2], [1, 1])
-    assert found["branched"]
-    assert found["token_ids"] == [[second, letter], [letter]]
-    assert found["texts"][0] == "éa"
-    assert found["texts"][1].endswith("a")
-    assert event(2, [[letter], []], [4, 3], [0, 0])["texts"] == ["a", ""]
