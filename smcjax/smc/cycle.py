@@ -141,7 +141,8 @@ def steer(state: State, potentials: Sequence[Potential]) -> State:
     sequences, before = state.sequences, state.log_potential
     begin = state.per_row(state.requests.prompt_length)
     answers = Answers(sequences.tokens, begin, sequences.length, sequences.finished)
-    value = state.by_group(sum((one.log_value(answers) for one in potentials), jnp.float32(0)))
+    nothing = jnp.zeros(begin.shape, before.dtype)
+    value = state.by_group(sum((one.log_value(answers) for one in potentials), nothing))
     gained = jnp.where(jnp.isneginf(state.log_weight), 0.0, value - before)  # a particle once dead stays so
     return dataclasses.replace(state, log_weight=state.log_weight + gained, log_potential=value)
 

@@ -38,7 +38,7 @@ class ConstantPotential:
 
     def log_value(self, answers: Answers) -> Float[Array, " R"]:
         """The factor, whatever the tokens are."""
-        return jnp.full(answers.end.shape, self.log_factor, jnp.float32)
+        return jnp.full(answers.end.shape, self.log_factor, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class TokenPotential:
 
     def log_value(self, answers: Answers) -> Float[Array, " R"]:
         """The sum of the log factors of an answer's tokens."""
-        value = jnp.zeros(answers.end.shape, jnp.float32)
+        value = jnp.zeros(answers.end.shape)
         for token, log_factor in self.log_factors:
             count = jnp.sum(answers.counted & (answers.tokens == token), axis=1)
-            value += jnp.where(count > 0, count * jnp.float32(log_factor), 0.0)  # 0·(−inf) would be NaN
+            value += jnp.where(count > 0, count * log_factor, 0.0)  # 0·(−inf) would be NaN
         return value

@@ -25,7 +25,7 @@ from smcjax import smc
 from smcjax.decoding import constraints
 from smcjax.decoding.constraints import AutomatonTables, RowConstraint, masked
 from smcjax.engine.constraints import make_tables
-from smcjax.smc import cycle, weights
+from smcjax.smc import acceptance, weights
 from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton
@@ -200,7 +200,7 @@ def _without_the_cap(here: RowConstraint) -> Any:
 _INCREMENT, _ALLOWED = weights.bonus_increment, RowConstraint.allowed
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "mass left out": (weights, "bonus_increment", _local),
-    "mass left out under a control": (cycle, "bonus_increment", _local),
+    "mass left out under a control": (acceptance, "bonus_increment", _local),
     "ends anywhere": (constraints.RowConstraint, "allowed", _everywhere),
     "no eye on the cap": (constraints.RowConstraint, "allowed", _without_the_cap),
     Q_OF_ALL: (),

@@ -120,7 +120,7 @@ def sizes(*choices: int) -> st.SearchStrategy[list[float]]:
     return st.sampled_from(choices).flatmap(lambda n: st.lists(st.floats(-30, 30, width=32), min_size=n, max_size=n))
 
 
-jitted_offspring = jax.jit(offspring, static_argnums=(0, 3))
+jitted_offspring = jax.jit(offspring, static_argnums=0)
 jitted_ancestors = jax.jit(ancestors, static_argnums=0)
 
 
@@ -152,14 +152,13 @@ def test_properties(method: str, logs: list[float], dead: set[int], us: list[flo
         assert (np.abs(c - n * w) < 1 + 1e-4).all()
 
 
-@given(st.sampled_from(smc.SCHEMES), st.sampled_from([(1, 1), (2, 6), (3, 3), (6, 6)]), st.integers(0, 1000))
-def test_counts_equal_a_plain_loop(method: str, numbers: tuple[int, int], seed: int) -> None:
-    """Also where fewer are drawn than there are candidates."""
-    (n, candidates), rng = numbers, np.random.default_rng(seed)
-    w = rng.dirichlet(np.full(candidates, 0.7))
+@given(st.sampled_from(smc.SCHEMES), st.sampled_from([1, 3, 6]), st.integers(0, 1000))
+def test_counts_equal_a_plain_loop(method: str, n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    w = rng.dirichlet(np.full(n, 0.7))
     u = rng.random(num_uniforms(method, n))
     with jax.enable_x64(True):
-        mine = np.asarray(jitted_offspring(method, jnp.asarray(u), jnp.asarray(w), n))
+        mine = np.asarray(jitted_offspring(method, jnp.asarray(u), jnp.asarray(w)))
     np.testing.assert_array_equal(mine, counts_of(method, u, w, n))
 
 
@@ -211,7 +210,7 @@ def test_resample_batches_and_keys(method: str) -> None:
 
 
 def test_resample_refuses_an_unknown_scheme() -> None:
-    with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, got 'other'"):
+    with pytest.raises(ValueError, match="systematic, stratified, multinomial, residual, or a Resampler, got 'other'"):
         smc.resample(jax.random.key(0), jnp.zeros(3), "other")
 
 

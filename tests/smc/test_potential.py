@@ -1,0 +1,160 @@
+"""Potentials: law 2 for p^α·∏ φ by exact enumeration, in float64, and what the running step makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smcjax import smc
+from smcjax.smc import cycle
+from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
+from tests.smc.enumeration import Enumeration, Tokens, Toy
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating:
+    """e^strength for each token that differs from the one before it, and a beginning of odd length is worth less."""
+
+    strength: float = 0.7
+
+    def log_value(self, answers: smc.Answers) -> Any:
+        inside = answers.counted[:, 1:] & answers.counted[:, :-1]
+        differ = jnp.sum(inside & (answers.tokens[:, 1:] != answers.tokens[:, :-1]), axis=1)
+        odd = (answers.end - answers.begin) % 2
+        return self.strength * differ - 0.9 * jnp.where(answers.finished, 0, odd)
+
+    def of(self, answer: Tokens) -> float:
+        """φ of a whole answer."""
+        return float(np.exp(self.strength * sum(a != b for a, b in itertools.pairwise(answer))))
+
+
+STOP = Toy(vocab=2, cap=5, stop=1)
+WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3)
+KILLER = smc.TokenPotential(((0, 0.4), (1, -np.inf)))
+CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
+    "two": (STOP, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95, "potentials": (Alternating(),)}),
+    "power, three": (STOP, {"n_particles": 3, "gamma": 1, "power": 1.5, "potentials": (Alternating(-0.5),)}),
+    "control": (WIDE, {"n_particles": 2, "gamma": 2, "control": 0.3, "potentials": (Alternating(),)}),
+    "early end": (STOP, {"n_particles": 2, "gamma": 1, "early_end": True, "potentials": (Alternating(),)}),
+    "deadly": (WIDE, {"n_particles": 2, "gamma": 1, "ess_threshold": 1.0, "potentials": (KILLER,)}),
+    "a product": (
+        STOP,
+        {"n_particles": 2, "gamma": 2, "potentials": (Alternating(), smc.TokenPotential(((0, -0.6),)))},
+    ),
+}
+
+
+def factor(potentials: tuple[Any, ...], answer: Tokens) -> float:
+    """∏ φ of a whole answer, in plain Python."""
+    result = 1.0
+    for one in potentials:
+        if isinstance(one, Alternating):
+            result *= one.of(answer)
+        else:
+            result *= float(np.exp(sum(dict(one.log_factors).get(token, 0.0) for token in answer)))
+    return result
+
+
+def deviation(done: Enumeration) -> float:
+    """The largest over Ω of |E[Ẑ·Σ W_i·1{x_i = x}] − p(x)^α·∏ φ(x)|."""
+    law = done.toy.outcomes(done.config.power)
+    expected = {x: mass * factor(done.config.potentials, x) for x, mass in law.items()}
+    return max(abs(done.measure.get(x, 0.0) - expected.get(x, 0.0)) for x in done.measure.keys() | expected.keys())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unbiased(case: str) -> None:
+    """To 1e-12, whatever beginnings of answers are worth."""
+    toy, config = CASES[case]
+    done = Enumeration(toy, smc.SMC(**config)).run()
+    assert deviation(done) < 1e-12
+    assert max(abs(factor(config["potentials"], x) - 1) for x in toy.outcomes(1.0)) > 0.1, "it steers at all"
+
+
+def test_control_values_that_are_not_taken_back_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: weights that gain a beginning's value and keep it."""
+    jax.clear_caches()
+    right = cycle.steer
+
+    def forgetful(state: Any, potentials: Any) -> Any:
+        return right(dataclasses.replace(state, log_potential=jnp.zeros_like(state.log_potential)), potentials)
+
+    monkeypatch.setattr(cycle, "steer", forgetful)
+    toy, config = CASES["two"]
+    assert deviation(Enumeration(toy, smc.SMC(**config)).run()) > 1e-3
+    jax.clear_caches()
+
+
+PAIR = tiny_pair()
+ASKS = [
+    Ask((1, 3, 0, 2, 2), max_tokens=11, stops=(4,), seed=41),
+    Ask((2,), max_tokens=14, stops=(4,), min_tokens=5, temperature=0.7, seed=42),
+]
+
+
+def run(**config: Any) -> tuple[smc.State, list[smc.Info]]:
+    program = PAIR.program(24, page_size=4, **config)
+    state, infos = start(program, PAIR.params, ASKS), []
+    while state.running.any():
+        state, info = step(program, PAIR.params, state)
+        assert_pages_sound(state.sequences.block_table, state.memory.pool)
+        infos.append(info)
+    return state, infos
+
+
+@pytest.mark.parametrize("config", [{}, {"control": 0.3, "early_end": True}, {"pipelined": True}], ids=str)
+def test_a_constant_moves_the_evidence_and_nothing_else(config: dict[str, Any]) -> None:
+    plain, _ = run(**config)
+    moved, _ = run(**config, potentials=(smc.ConstantPotential(0.5),))
+    assert outputs(moved) == outputs(plain)
+    np.testing.assert_allclose(smc.log_evidence(moved), smc.log_evidence(plain) + 0.5, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True, "ess_threshold": 1.0}], ids=str)
+def test_the_terms_telescope_through_forks(config: dict[str, Any]) -> None:
+    """What every row was asked for last is the value of its tokens, copies' and all."""
+    potential = smc.TokenPotential(((0, 0.4), (2, -0.3), (4, 1.0)))
+    state, infos = run(**config, potentials=(potential,))
+    assert any(bool(info.resampled.any()) for info in infos)
+    for group, rows in enumerate(outputs(state)):
+        want = [sum(dict(potential.log_factors).get(token, 0.0) for token in row) for row in rows]
+        np.testing.assert_allclose(state.log_potential[group], want, atol=1e-4)
+
+
+def test_a_potential_that_is_no_number_ends_its_request_alone() -> None:
+    """NaN in one group's answers: that group has failed, the other has not."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Broken:
+        def log_value(self, answers: smc.Answers) -> Any:
+            return jnp.where(answers.tokens[:, 0] == 2, jnp.nan, 0.0)
+
+    program = PAIR.program(24, page_size=4, potentials=(Broken(),))
+    state, _ = finish(program, PAIR.params, start(program, PAIR.params, ASKS))
+    assert state.failed.tolist() == [False, True]
+
+
+def test_a_steered_population_favours_what_is_worth_more() -> None:
+    """Tokens with a factor e² are more frequent than without it; the control has none."""
+    asks = [Ask((1, 2), max_tokens=12, seed=seed) for seed in range(12)]
+    shares = []
+    for potentials in ((), (smc.TokenPotential(((3, 2.0),)),)):
+        program = PAIR.program(24, page_size=4, n_particles=8, ess_threshold=1.0, potentials=potentials)
+        state, _ = finish(program, PAIR.params, start(program, PAIR.params, asks))
+        weights = jax.nn.softmax(state.log_weight, axis=1)
+        counts = np.array([[row.count(3) / len(row) for row in rows] for rows in outputs(state)])
+        shares.append(float((np.asarray(weights) * counts).sum(axis=1).mean()))
+    assert shares[1] > shares[0] + 0.1
+
+
+def test_what_is_no_potential_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"potentials must be a tuple of Potentials, got \(3,\)"):
+        smc.SMC(potentials=(3,))  # type: ignore[arg-type]
+    assert smc.SMC(potentials=[KILLER]).potentials == (KILLER,)  # type: ignore[arg-type]
+    assert not smc.SMC(control=1.0, potentials=(KILLER,)).exact
