@@ -38,24 +38,25 @@ def battery(part: Acceptance | Ending | Resampler | Potential, *, seed: int = 0)
 
     Raises AssertionError that names the law and by how much it is broken, and TypeError for what is no part.
     """
-    checks = {
-        Acceptance: _check_acceptance,
-        Ending: _check_ending,
-        Resampler: _check_resampler,
-        Potential: _check_potential,
-    }
-    check = next((check for kind, check in checks.items() if isinstance(part, kind)), None)
-    if check is None:
+    if not isinstance(part, Acceptance | Ending | Resampler | Potential):
         raise TypeError(
-            f"part must derive from smcjax.smc.Acceptance, or have the methods of an Ending, a Resampler or a "
+            "part must derive from smcjax.smc.Acceptance, or have the methods of an Ending, a Resampler or a "
             f"Potential, got {part!r}."
         )
     try:
         hash(part)
     except TypeError as error:
         raise AssertionError(f"the part must be hashable, since programs are compiled for it: {error}") from None
+    rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
-        check(part, np.random.default_rng(seed))
+        if isinstance(part, Acceptance):
+            _check_acceptance(part, rng)
+        elif isinstance(part, Ending):
+            _check_ending(part, rng)
+        elif isinstance(part, Resampler):
+            _check_resampler(part, rng)
+        else:
+            _check_potential(part, rng)
 
 
 # Acceptance.
@@ -74,7 +75,8 @@ def _check_acceptance(rule: Acceptance, rng: np.random.Generator) -> None:
     rejected = jnp.sum(jnp.exp(log_q) * (1 - kept), axis=1, keepdims=True)
     emitted = jnp.exp(log_q) * kept + rejected * jax.nn.softmax(rule.residual(log_p, log_q), axis=1)
     every = jnp.tile(jnp.arange(size), (cases, 1))
-    weight = jnp.exp(rule.increment(*(jnp.repeat(x[:, None], size, axis=1) for x in (log_p, log_q)), every))
+    of_p, of_q = (jnp.repeat(x[:, None], size, axis=1) for x in (log_p, log_q))
+    weight = jnp.exp(rule.increment(of_p, of_q, every))
     found = jnp.where(emitted > 0, emitted * weight, 0.0)
     _close(found, jnp.exp(log_p), "distribution times weight of an emitted token must be the target's probability")
     tables = _Tables(rng)

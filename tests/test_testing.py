@@ -140,4 +140,4 @@ def test_control_mistaken_parts_are_named(part: Any, law: str) -> None:
 
 def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must derive from smcjax\.smc\.Acceptance, .*, got 3"):
-        battery(3)  # type: ignore[arg-type]
+        battery(3)

@@ -155,6 +155,6 @@ def test_a_steered_population_favours_what_is_worth_more() -> None:
 
 def test_what_is_no_potential_is_refused() -> None:
     with pytest.raises(ValueError, match=r"potentials must be a tuple of Potentials, got \(3,\)"):
-        smc.SMC(potentials=(3,))  # type: ignore[arg-type]
-    assert smc.SMC(potentials=[KILLER]).potentials == (KILLER,)  # type: ignore[arg-type]
+        smc.SMC(potentials=(3,))
+    assert smc.SMC(potentials=[KILLER]).potentials == (KILLER,)
     assert not smc.SMC(control=1.0, potentials=(KILLER,)).exact
