@@ -66,10 +66,13 @@ def _check_acceptance(rule: Acceptance, rng: np.random.Generator) -> None:
     """One token: emitted tokens' distribution times weight is p. A block: a cycle keeps every answer's probability."""
     size, cases = 4, 200
     p, q = (0.95 * rng.dirichlet(np.full(size, 0.5), cases) + 0.05 / size for _ in range(2))
-    p[::5, 0] = 0.0
     p[3::7] = q[3::7]
+    p[::5, 0] = p[2::5, 2] = q[2::5, 2] = 0.0
+    if rule.suits_any_draft:
+        q[1::5, 1] = 0.0
     log_p, log_q = (jnp.log(jnp.asarray(x / x.sum(axis=1, keepdims=True))) for x in (p, q))
-    kept = rule.probability(log_p, log_q)
+    never = jnp.isneginf(log_q)
+    kept = jnp.where(never, 1.0, rule.probability(jnp.where(never, 0.0, log_p), jnp.where(never, 0.0, log_q)))
     least, most = float(kept.min()), float(kept.max())
     assert 0 <= least <= most <= 1, f"probability must be from 0 to 1, got {least:g} to {most:g}"
     rejected = jnp.sum(jnp.exp(log_q) * (1 - kept), axis=1, keepdims=True)

@@ -27,6 +27,10 @@ class Capped(smc.Acceptance):
 class Coin(smc.Acceptance):
     """Keeps half of the drafts, whatever they are."""
 
+    @property
+    def suits_any_draft(self) -> bool:
+        return True
+
     def probability(self, log_p: Any, log_q: Any) -> Any:
         return jnp.full_like(log_p, 0.5)
 
@@ -36,6 +40,14 @@ class Unweighed(Capped):
 
     def increment(self, log_p: Any, log_q: Any, tokens: Any) -> Any:
         return smc.KeepAll().increment(log_p, log_q, tokens)
+
+
+class Proud(Capped):
+    """A mistake: says that it suits drafts that lack tokens, whose replacement it may never draw."""
+
+    @property
+    def suits_any_draft(self) -> bool:
+        return True
 
 
 class Loud(Capped):
@@ -119,6 +131,7 @@ RIGHT = [
 WRONG = [
     (Unweighed(), "times weight of an emitted token must be the target's"),
     (Loud(), "probability must be from 0 to 1"),
+    (Proud(), "times weight of an emitted token must be the target's"),
     (Halved(1.5), "the mean of every weight over the outcomes must be the weight"),
     (Turned(0.75), "the mean number of offspring must be N·W"),
     (Whole(), "must not depend on columns outside the answer"),

@@ -128,7 +128,8 @@ class Acceptance(abc.ABC):
         self, log_p: Float[Array, "R K V"], log_q: Float[Array, "R K V"], tokens: Int[Array, "R K"]
     ) -> Float[Array, "R K"]:
         """log p/m of emitted tokens, m being what `probability` and `residual` make of q."""
-        kept = self.probability(log_p, log_q)
+        never = jnp.isneginf(log_q)  # drafted: a rule is not asked, as p/q may be 0/0 there
+        kept = self.probability(jnp.where(never, 0.0, log_p), jnp.where(never, 0.0, log_q))
         rejected = jnp.sum(jnp.exp(log_q) * (1 - kept), axis=-1)
         replaced = jnp.log(rejected)[..., None] + jax.nn.log_softmax(self.residual(log_p, log_q), axis=-1)
         emitted = jnp.logaddexp(log_q + jnp.log(kept), replaced)

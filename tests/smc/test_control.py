@@ -24,6 +24,7 @@ from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step,
 from tests.smc.enumeration import Enumeration, Toy
 from tests.smc.mutations import CONTROL_MUTATIONS
 from tests.smc.test_unbiased import deviation, enumerate_smc
+from tests.test_testing import Capped
 
 STOP = Toy(vocab=2, cap=4, stop=1)
 WIDE = Toy(vocab=3, cap=4, stop=2, impossible=True, seed=3, minimum=2)
@@ -50,6 +51,11 @@ CASES: dict[str, tuple[Toy, dict[str, Any]]] = {
     "two, 0 beside others": (
         WIDE,
         {"n_particles": 2, "gamma": 2, "bonus": False, "ess_threshold": 0.95, "control": 0.0, "beside": (1.0,)},
+    ),
+    "a user's rule": (WIDE, {"n_particles": 2, "gamma": 2, "ess_threshold": 0.95, "control": Capped(2.0)}),
+    "a user's rule, power": (
+        STOP,
+        {"n_particles": 2, "gamma": 2, "power": 1.5, "ess_threshold": 1.0, "control": Capped(0.5)},
     ),
     "flat, no bonus": (
         STOP,

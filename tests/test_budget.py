@@ -1,0 +1,59 @@
+"""What has been simplified stays simple: counts that may fall, and sentences that name the seam to use instead."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+import smcjax
+from smcjax import LLM, SMC, Rejection
+from smcjax.decoding.program import Program
+from smcjax.model.nsa import NSA
+from smcjax.smc import cycle
+
+PACKAGE = Path(smcjax.__file__).parent
+FIELDS = {SMC: 16, Rejection: 8, NSA: 13, Program: 14}
+ARGUMENTS = {LLM.__init__: 25}
+FILES_IN_A_ROOM = 43
+SEAMS = "smcjax.decoders.parts has the seams of a cycle: pass a part to SMC in place of another option."
+# Names of variations of the cycle, which are parts and no branch of `cycle.py`.
+VARIATIONS = ("control", "early_end", "roulette", "branching", "watchdog", "pipelined", "KeepAll", "RejectionControl")
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
+def test_fields(kind: type) -> None:
+    assert len(dataclasses.fields(kind)) <= FIELDS[kind], f"{kind.__name__} has one field more. {SEAMS}"
+
+
+@pytest.mark.parametrize("function", ARGUMENTS, ids=lambda function: function.__qualname__)
+def test_arguments(function: object) -> None:
+    count = len(inspect.signature(function).parameters) - 1  # type: ignore[arg-type]
+    assert count <= ARGUMENTS[function], f"LLM takes {count} arguments; say which one the new one replaces."
+
+
+def test_files_in_a_room() -> None:
+    rooms = {path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    crowded = {str(room.relative_to(PACKAGE)): len(list(room.glob("*.py"))) for room in [PACKAGE, *rooms]}
+    crowded = {name: count for name, count in crowded.items() if count > FILES_IN_A_ROOM}
+    assert not crowded, f"these folders have more than {FILES_IN_A_ROOM} files; make rooms in them."
+
+
+def variations(source: str) -> list[str]:
+    """The names of variations that a module's code uses; comments and docstrings may speak of them."""
+    tree = ast.parse(source)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return [one for one in VARIATIONS if one in names]
+
+
+def test_the_cycle_knows_no_variation() -> None:
+    assert variations(inspect.getsource(cycle)) == [], SEAMS
+    assert variations("if program.decoding.control > 0: pass") == ["control"], "negative control"
+
+
+def test_a_cycle_fits_one_screen() -> None:
+    assert len(inspect.getsource(cycle.step).splitlines()) <= 24, SEAMS
