@@ -101,5 +101,5 @@ def test_what_decoders_take_and_say() -> None:
     """SMC shares blocks where it is told to, and as it is where groups are single queries."""
     chosen = SMC(sparse=SHARED, approximate=True), SMC(sparse=SparseVerification("shared", 1)), Rejection(sparse=SHARED)
     assert [one.speculation.sparse for one in chosen] == [SHARED, SparseVerification("shared", 1), SHARED]
-    assert str(chosen[2]) == "rejection by token, K=4, shared by 4, bfs"
+    assert str(chosen[2]) == "rejection, K=4, shared by 4, bfs"
     assert str(Autoregressive(SparseVerification(schedule=2))) == "target alone, selecting layers 2 apart"

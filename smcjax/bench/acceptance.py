@@ -11,8 +11,6 @@ probability a, independently of the others, a cycle of K drafts gives
 SMC gives K + 1 tokens a cycle and the target alone 1, whatever the drafts. With several candidates a is the rate of a
 position with all candidates together: that one of those that are still in the running is accepted there. The rate is
 taken as the same at every position, though deeper in the tree fewer candidates are left.
-One candidate stands for both verifications: by token and by block the forwards are the same. At the same drafts blocks
-accept never fewer in the mean, so for them read the row at a higher rate.
 While timed, exact decoders advance by what random weights accept, so SMC's windows end on up to K tokens of KV more a
 cycle.
 """

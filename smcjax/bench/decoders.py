@@ -74,8 +74,7 @@ def contenders(
     if tree is not None:
         result.append(Contender(f"rejection, tree {' '.join(map(str, tree))}", Rejection(tree=tuple(tree), **by)))
     for gamma in gammas:
-        result.append(Contender(f"rejection by token, K={gamma}", Rejection(gamma, **by)))
-        result.append(Contender(f"rejection by block, K={gamma}", Rejection(gamma, verification="block", **by)))
+        result.append(Contender(f"rejection, K={gamma}", Rejection(gamma, **by)))
         result += [
             Contender(f"rejection, {n} candidates, K={gamma}", Rejection(gamma, n_candidates=n, **by))
             for n in candidates

@@ -1,8 +1,7 @@
 """`smcjax bench`: measuring. `cycle` and `table` time a decoding step against the roofline, on random weights.
 
 `acceptance` times exact decoders, SMC and the target alone likewise. Their tokens/s depend on how many drafts are
-accepted, which random weights do not tell: it is stated for assumed rates. The row with one candidate stands for
-verification by token and by block, whose forwards are the same.
+accepted, which random weights do not tell: it is stated for assumed rates.
 """
 
 from __future__ import annotations

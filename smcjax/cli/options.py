@@ -12,7 +12,7 @@ from typing import Any
 
 from smcjax.auto import CHOICES, Auto, Choice, Routed, gives_draft
 from smcjax.cli.parser import text, whole
-from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC, VERIFICATIONS
+from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.sparse import MODES, SparseVerification
@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, str]] = {
         "n_particles": "n_candidates",
         "gamma": "gamma",
         "draft_temperature": "draft_temperature",
-        "verification": "verification",
         "tree": "tree",
         "siblings": "siblings",
         "tree_order": "order",
@@ -185,7 +184,6 @@ def add_decoding_options(
     group.add_argument("--profile", metavar="FILE", help=profile)
     group.add_argument("-N", "--n-particles", type=int, help="particles (8); rejection: candidates (1)")
     group.add_argument("-K", "--gamma", type=int, help=f"draft tokens a cycle ({gamma})")
-    group.add_argument("--verification", choices=VERIFICATIONS, help="of rejection (token)")
     group.add_argument(
         "--tree",
         type=int,

@@ -5,7 +5,7 @@
 
 from smcjax.decoders.autoregressive import Autoregressive
 from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, NeedsExact, Speculation
-from smcjax.decoders.rejection import SIBLINGS, VERIFICATIONS, Rejection
+from smcjax.decoders.rejection import SIBLINGS, Rejection
 from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, USUAL_RATE
 
 DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
@@ -21,7 +21,6 @@ __all__ = [
     "SIBLINGS",
     "SMC",
     "USUAL_RATE",
-    "VERIFICATIONS",
     "Autoregressive",
     "Decoding",
     "NeedsExact",

@@ -11,9 +11,8 @@ from smcjax.plain import names_unknown, plain_numbers, use_plain_numbers
 from smcjax.sparse import SparseVerification
 from smcjax.trees import ORDERS, DraftTree, Order
 
-Verification = Literal["token", "block"]  # of drafts that can be rejected
 Siblings = Literal["sampled", "top"]  # of a draft tree
-VERIFICATIONS, SIBLINGS = get_args(Verification), get_args(Siblings)
+SIBLINGS = get_args(Siblings)
 
 
 @names_unknown
@@ -21,13 +20,13 @@ VERIFICATIONS, SIBLINGS = get_args(Verification), get_args(Siblings)
 class Rejection(Decoding):
     """Exact speculative sampling: drafts are accepted or rejected so that the answer has the target's own law.
 
+    Draft by draft until the first rejection (arXiv 2211.17192, 2302.01318).
+
     Attributes:
         gamma: K, draft tokens of a candidate and cycle; a cycle advances a request by 1 to K + 1 tokens. None: 4, or
             with a tree its depth, which is what the field then holds.
-        verification: "token" decides draft by draft (arXiv 2211.17192, 2302.01318), "block" about all of them together,
-            which accepts never fewer in the mean (arXiv 2403.10444).
-        n_candidates: N, independent drafts of a request, of which the target accepts along one ("token" only):
-            recursive rejection (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
+        n_candidates: N, independent drafts of a request, of which the target accepts along one: recursive rejection
+            (arXiv 2305.09781), at the cost of SMC's cycle with N particles.
         draft_temperature: T_q > 0; None follows the request's temperature. Any gives the target's law.
         tree: drafts that branch, scored by one forward of the target: how many children a node of each depth has, as
             (4, 2, 1), or every node's parent, as (-1, 0, 0, 1), node 0 being the newest token of the answer
@@ -46,7 +45,6 @@ class Rejection(Decoding):
     agrees = True
 
     gamma: int | None = None
-    verification: Verification = "token"
     n_candidates: int = 1
     draft_temperature: float | None = None
     tree: tuple[int, ...] | None = None
@@ -61,13 +59,6 @@ class Rejection(Decoding):
         if self.tree is not None:
             self._set_tree()
         check_sizes(self, "gamma", "n_candidates")
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification must be 'token' or 'block', got {self.verification!r}.")
-        if self.verification == "block" and self.n_candidates > 1:
-            raise ValueError(
-                f"verification='block' is for one candidate, got n_candidates={self.n_candidates}; "
-                "use verification='token' or n_candidates=1."
-            )
         for name, known in (("siblings", SIBLINGS), ("order", ORDERS)):
             value, usual = getattr(self, name), known[0]
             if value not in known:
@@ -88,10 +79,6 @@ class Rejection(Decoding):
         if self.n_candidates != 1:
             raise ValueError(
                 f"n_candidates is {self.n_candidates!r} and a tree drafts for one row; leave one of them out."
-            )
-        if self.verification == "block":
-            raise ValueError(
-                "verification='block' is for a chain of drafts, got a tree; use verification='token' or no tree."
             )
 
     @property
@@ -118,7 +105,7 @@ class Rejection(Decoding):
             shape = f"{'parents' if self.tree[0] < 0 else 'children'} {' '.join(map(str, self.tree))}"
             return f"rejection along a tree, {shape}, {self.siblings}{in_words(self.sparse)}"
         candidates = f", {self.n_candidates} candidates" if self.n_candidates > 1 else ""
-        return f"rejection by {self.verification}, K={self.gamma}{candidates}{in_words(self.sparse)}"
+        return f"rejection, K={self.gamma}{candidates}{in_words(self.sparse)}"
 
     def check_draft(self, draft: Drafting, control: float | None = None) -> None:
         """Refuses a tree of drafts that cannot branch."""

@@ -1,17 +1,16 @@
-"""Exact speculative sampling, batched with ragged acceptance: token by token, in blocks, over candidates or trees.
+"""Exact speculative sampling, batched with ragged acceptance: of a chain, of candidates or of a tree.
 
 program = Program(Rejection(gamma=4), target_config, draft_config, max_model_len=512)
 """
 
-from smcjax.decoders import VERIFICATIONS, Rejection
+from smcjax.decoders import Rejection
 from smcjax.decoding.admission import begin, prefill
 from smcjax.decoding.groups import Memory, PairParams
 from smcjax.decoding.program import Program
 from smcjax.rejection.decoder import Info, RejectionDecoder, State, conclude, run, start, step
-from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
+from smcjax.rejection.rules import TreeVerdict, Verdict, candidates, tree
 
 __all__ = [
-    "VERIFICATIONS",
     "Info",
     "Memory",
     "PairParams",
@@ -22,7 +21,6 @@ __all__ = [
     "TreeVerdict",
     "Verdict",
     "begin",
-    "block",
     "candidates",
     "conclude",
     "prefill",

@@ -44,7 +44,7 @@ from smcjax.noise import uniforms
 from smcjax.numerics import words_of
 from smcjax.pallas.certain_drafts import Asked, Rows, commit_mosaic, supports_certain_drafts
 from smcjax.pallas.dispatch import Kernel, Op
-from smcjax.rejection.rules import TreeVerdict, Verdict, block, candidates, tree
+from smcjax.rejection.rules import TreeVerdict, Verdict, candidates, tree
 
 State = Groups  # N rows a request, which agree between steps
 RejectionProgram = Program[Rejection]
@@ -227,8 +227,7 @@ def _supports_certain(
     drafts: Drafts,
 ) -> bool:
     plain = distribution.follows_logits and distribution.constraint is None and not program.scores
-    alone = program.rows == 1 and program.decoding.verification == "token"
-    return plain and alone and drafts.certain and supports_certain_drafts(logits, drafts.tokens)
+    return plain and program.rows == 1 and drafts.certain and supports_certain_drafts(logits, drafts.tokens)
 
 
 advance = Op(_advance_reference)
@@ -282,14 +281,12 @@ def decide(
     n, gamma = program.rows, program.speculation.gamma
     greedy = state.requests.temperature == 0
     keys = group_keys(state.requests.key, state.cycle, Purpose.ACCEPT)
-    verify = candidates if program.decoding.verification == "token" else block
-
     draft = None if drafts.certain else Softmax.of(drafts.whole(target.logits.shape[-1]))
 
     def one(key: jax.Array, greedy: jax.Array, target: Softmax, draft: Softmax | None, tokens: jax.Array) -> Verdict:
         p = _law(target, greedy)
         q = jax.nn.one_hot(tokens, p.shape[-1], dtype=p.dtype) if draft is None else _law(draft, greedy)
-        return verify(p, q, tokens, uniforms(key, (gamma, n)))
+        return candidates(p, q, tokens, uniforms(key, (gamma, n)))
 
     return jax.vmap(one)(keys, greedy, *jax.tree.map(state.by_group, (target, draft, drafts.tokens)))
 

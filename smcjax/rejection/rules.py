@@ -9,8 +9,6 @@
              (recursive rejection: Miao et al. 2023, arXiv 2305.09781)
     tree     the same along a tree of drafts: a node's children are asked one after the other, and the walk goes on
              from the one that is accepted; children that were drawn take q out of what is left, chosen ones themselves
-    block    accepts the longest run whose joint residual allows it, never fewer tokens in the mean
-             (Sun et al. 2024, arXiv 2403.10444, algorithm 2)
 
 Pure functions of probabilities and uniforms in [0, 1), for one request; `jax.vmap` them over requests. All keep the
 dtype that they are given. u = 0 never accepts what the target cannot say: comparisons are strict.
@@ -96,39 +94,6 @@ def candidates(
     c, total = rejected_once_more(target, draft, c[but_last], total[but_last])
     law = jnp.where(on, target, jnp.maximum(target - c * draft, 0) / total)
     return Verdict(candidate, accepted, law)
-
-
-def block(
-    p: Float[Array, "1 C V"], q: Float[Array, "1 K V"], drafts: Int[Array, "1 K"], uniforms: Float[Array, "K 1"]
-) -> Verdict:
-    """Block verification of one candidate; arguments as for `candidates`.
-
-    With w_0 = 1 and w_j = min(w_{j−1}·p_j(x_j)/q_j(x_j), 1), the chance that at least j drafts are accepted, the run of
-    length j < K is taken with probability h_j = Σ max(w_j·p − q, 0) / (Σ max(w_j·p − q, 0) + 1 − w_j), of length K with
-    w_K; the longest that is taken counts.
-    """
-    p, q, drafts, uniforms = p[0], q[0], drafts[0], uniforms[:, 0]
-    columns = drafts.shape[0]
-    index = jnp.arange(columns)
-    p_draft, q_draft = p[index, drafts], q[index, drafts]
-
-    def weigh(w: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        w = jnp.minimum(w * at[0] / at[1], 1)
-        return w, w
-
-    _, w = jax.lax.scan(weigh, jnp.ones((), p.dtype), (p_draft, q_draft))  # w_1 … w_K
-    weights = jnp.concatenate([jnp.ones(1, p.dtype), w])
-    left = jnp.maximum(weights[:columns, None] * p[:columns] - q, 0)  # behind 0 … K − 1 drafts
-    total = jnp.sum(left[1:], axis=1)
-    needed = total + 1 - w[:-1]
-    h = jnp.where(needed > 0, total / jnp.where(needed > 0, needed, 1), 0)
-    taken = uniforms < jnp.concatenate([h, w[-1:]])
-    accepted = jnp.max(jnp.where(taken, index + 1, 0)).astype(jnp.int32)
-    behind = left[jnp.minimum(accepted, columns - 1)]
-    mass = jnp.sum(behind)
-    behind = jnp.where(mass > 0, behind / jnp.where(mass > 0, mass, 1), p[jnp.minimum(accepted, columns - 1)])
-    law = jnp.where(accepted == columns, p[columns], behind)
-    return Verdict(jnp.int32(0), accepted, law)
 
 
 class TreeVerdict(NamedTuple):

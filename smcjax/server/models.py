@@ -139,7 +139,6 @@ def label_of(decoding: Decoding) -> str:
     elif isinstance(decoding, Rejection):
         parts += [f"n{decoding.n_candidates}"] if decoding.n_candidates > 1 else []
         parts += [f"k{decoding.gamma}" if decoding.tree is None else f"tree{'x'.join(map(str, decoding.tree))}"]
-        parts += ["block"] if decoding.verification == "block" else []
     else:  # one that is not ours, by all that is said of it
         parts += [f"{name}{value}" for name, value in as_json(decoding).items() if name not in ("decoder", "sparse")]
     return "-".join(parts)

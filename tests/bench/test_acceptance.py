@@ -114,8 +114,8 @@ def test_what_the_table_says() -> None:
     assert lines[1] == "|---|---|---|---|---|---|"
     assert lines[2] == "| target alone | 4.00 | 500 | – | – | – |"
     # 1 + a + a² = 3 · 5/10 at a = (√3 − 1)/2
-    assert lines[3] == "| rejection by token, K=2 | 5.00 | – | 700 | 1,200 | 0.366 (N=8) |"
-    assert lines[4] == "| rejection by token, K=2, 8 candidates | 10.00 | – | 350 | 600 | – |"
+    assert lines[3] == "| rejection, K=2 | 5.00 | – | 700 | 1,200 | 0.366 (N=8) |"
+    assert lines[4] == "| rejection, K=2, 8 candidates | 10.00 | – | 350 | 600 | – |"
     assert lines[5] == "| SMC, N=8, K=2 | 10.00 | 600 | – | – | – |"
 
 
@@ -129,8 +129,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     rows = [json.loads(line) for line in out.splitlines()[-4:]]
     assert [row["decoder"] for row in rows] == [
         "target alone",
-        "rejection by token, K=2",
-        "rejection by token, K=2, 2 candidates",
+        "rejection, K=2",
+        "rejection, K=2, 2 candidates",
         "SMC, N=2, K=2",
     ]
     for row in rows:
@@ -141,7 +141,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [row["break_even_particles"] for row in rows] == [None, 2, 2, None]
     assert markdown(rows) in out
     assert "a is assumed, not measured" in out
-    assert "rejection by token, K=2, 2 candidates, 1 request, context 8: " in err
+    assert "rejection, K=2, 2 candidates, 1 request, context 8: " in err
     assert "<svg" in plot.read_text()
 
 

@@ -15,16 +15,15 @@ from smcjax.cli.main import main
 def test_contenders() -> None:
     chosen = contenders([2, 8], [4], [3])
     assert [one.name for one in chosen[:2]] == [TARGET, DRAFT]
-    assert [one.exact for one in chosen] == [True, False, True, True, True, False, False]
+    assert [one.exact for one in chosen] == [True, False, True, True, False, False]
     decodings = [one.decoding for one in chosen]
     assert decodings[2:] == [
         Rejection(4),
-        Rejection(4, verification="block"),
         Rejection(4, n_candidates=3),
         SMC(n_particles=2, gamma=4),
         SMC(n_particles=8, gamma=4),
     ]
-    assert len(contenders([1], [2, 4], [])) == 2 + 2 * 3
+    assert len(contenders([1], [2, 4], [])) == 2 + 2 * 2
     assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))
 
 
@@ -40,7 +39,7 @@ def test_contenders_under_controls() -> None:
 
 def test_the_majority_of_several() -> None:
     """The majority of exact answers is no sample of the target."""
-    majority, smc = contenders([8], [4], [], controls=[1.0], answers=[3])[4:]
+    majority, smc = contenders([8], [4], [], controls=[1.0], answers=[3])[3:]
     assert (majority.decoding, majority.answers) == (Rejection(4), 3)
     assert [one.exact for one in (majority, smc)] == [False, True]
     assert smc.answers == 1
@@ -63,7 +62,7 @@ def test_contenders_that_verify_alike() -> None:
     assert {one.decoding.speculation.sparse for one in others} == {shared}
     assert target.exact
     assert not any(one.exact for one in others)
-    assert [one.exact for one in contenders([], [4], [], None, schedule)] == [True, False, True, True]
+    assert [one.exact for one in contenders([], [4], [], None, schedule)] == [True, False, True]
 
 
 def test_models_of_a_contender() -> None:
@@ -85,19 +84,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [row["decoder"] for row in rows] == [
         TARGET,
         DRAFT,
-        "rejection by token, K=3",
-        "rejection by block, K=3",
+        "rejection, K=3",
         "majority of 2 exact answers, K=3",
         "SMC, N=2, K=3",
     ]
-    alone, _, token, block, both, smc = rows
-    assert both["generated_tokens"] == pytest.approx(2 * token["generated_tokens"], rel=0.2)
+    alone, _, rejection, both, smc = rows
+    assert both["generated_tokens"] == pytest.approx(2 * rejection["generated_tokens"], rel=0.2)
     assert smc["mean_log_evidence"] < 2
     assert alone["tokens_per_cycle"] == pytest.approx(1, abs=0.05)
-    for row in (token, block):
-        assert row["exact"]
-        # x₀ and a token behind every run; the last runs may reach beyond the end.
-        assert 1.2 < row["tokens_per_cycle"] <= row["mean_accepted_length"] + 1.2
+    assert rejection["exact"]
+    # x₀ and a token behind every run; the last runs may reach beyond the end.
+    assert 1.2 < rejection["tokens_per_cycle"] <= rejection["mean_accepted_length"] + 1.2
     assert smc["tokens_per_cycle"] == pytest.approx(4, rel=0.1)
     assert smc["mean_ess"] is not None
     assert all(0 <= row["ci_low"] <= row["accuracy"] <= row["ci_high"] <= 1 for row in rows)

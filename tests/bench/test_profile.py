@@ -79,7 +79,7 @@ def test_measuring(pair: Pair) -> None:
     assert [(cell.requests, cell.context, len(cell.windows)) for cell in alone.cells] == [(1, 8, 2)]
     assert all(cell.ms > 0 for one in made.strategies for cell in one.cells)
     assert len(heard) == 2 * 2
-    assert "[2/2] rejection by token, K=2: 1 running, 8 tokens:" in heard[2]
+    assert "[2/2] rejection, K=2: 1 running, 8 tokens:" in heard[2]
     assert len(Planner(made).rank("exact", 2, 8)) == 2
 
 
@@ -113,7 +113,7 @@ def test_what_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         made = profiler.measure(["a"])
     assert [one.decoding for one in made.strategies] == [Autoregressive()]
     largest, larger = made.left_out
-    assert largest["strategy"] == "rejection by token, K=2, 8 candidates"
+    assert largest["strategy"] == "rejection, K=2, 8 candidates"
     assert largest["why"].startswith("one request of 8 tokens cannot run: it may need 29 KV pages and there are 28")
     assert larger["why"] == "2 running may need 34 KV pages and there are 28"
     with (

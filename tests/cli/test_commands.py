@@ -144,7 +144,7 @@ def test_eval_asks_about_long_documents(smcjax: Command) -> None:
     report = json.loads(result.out.splitlines()[-1])
     assert report["n"] == 16
     assert report["accuracy"] > 0.9
-    assert "16 lines of answer, rejection by token" in result.out.splitlines()[0]
+    assert "16 lines of answer, rejection" in result.out.splitlines()[0]
 
 
 def test_eval_names_the_problem_that_does_not_fit(smcjax: Command, models: list[str]) -> None:

@@ -69,7 +69,6 @@ USAGE: list[tuple[list[str], str]] = [
     (["eval", "--task", "recall", "--model", "m", "--context", "100"], "--context must be at least 256"),
     ([*GENERATE, "--quantization", "int4"], "is not one of int8; did you mean int8?"),
     ([*GENERATE, "--draft-quantization", "q4"], "is not one of int8"),
-    ([*GENERATE, "--verification", "blok"], "is not one of token, block; did you mean block?"),
     ([*GENERATE, "--tree", "4", "2"], "--tree is an option of --decoding rejection, got --decoding smc; leave it out"),
     ([*TREE, "-1", "1"], "got 1 for node 1; number parents before their children"),
     ([*TREE, "4", "0"], "--tree must be children per depth, as (4, 2, 1), or every node's parent"),

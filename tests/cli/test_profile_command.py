@@ -23,9 +23,9 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
     result = smcjax("profile", *models, *SMALL, "-o", path, "--max-tokens", "8", "--clock", "cpu")
     assert result.code == 0, result.err
     made = Profile.load(path)
-    assert [str(one.decoding) for one in made.strategies] == ["target alone", "rejection by token, K=2"]
+    assert [str(one.decoding) for one in made.strategies] == ["target alone", "rejection, K=2"]
     assert (made.settings["prompts"], made.settings["clock"]) == (2, "cpu")
-    assert "| rejection by token, K=2 |" in result.out
+    assert "| rejection, K=2 |" in result.out
     assert "Best fixed: " in result.out
     assert result.err.count("ms a cycle") == 2
     again = smcjax("generate", "hello", *models, "--decoding", "auto", "--profile", path, "--max-tokens", "4")

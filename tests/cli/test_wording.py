@@ -18,7 +18,7 @@ SAID = [
     ("use Rejection(gamma=4), or a draft model.", "use --decoding rejection with --gamma 4, or a draft model."),
     ("use decoding=Rejection() or SMC(control=1), which are exact.",
      "use --decoding rejection or smc with --control 1, which are exact."),
-    ("use verification='token' or n_candidates=1.", "use --verification token or --n-particles 1."),
+    ("use select='best' or n_candidates=1.", "use --select best or --n-particles 1."),
     ("control is 0.5 and power 2, at which evidence falls by itself; use power=1, or leave control out.",
      "--control is 0.5 and --power 2, at which evidence falls by itself; use --power 1, or leave --control out."),
     ("group must be a whole number of queries, got 0.", "--sparse-group must be a whole number of queries, got 0."),

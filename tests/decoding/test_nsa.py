@@ -30,7 +30,7 @@ SHARED = dataclasses.replace(PAPER, kv="shared", phi="weighted", share="head", g
 TARGET = tiny_config(V, layers=(LayerSpec(PAPER),), num_kv_heads=1)
 NSA_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(SHARED),))
 DENSE_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(),))
-ALONE, TOKEN, BLOCK = Autoregressive(), Rejection(gamma=3), Rejection(gamma=3, verification="block")
+ALONE, CHAIN = Autoregressive(), Rejection(gamma=3)
 CANDIDATES = Rejection(gamma=2, n_candidates=3)
 MODULES: dict[type[Decoding], Any] = {Autoregressive: autoregressive, Rejection: rejection, smc.SMC: smc}
 
@@ -142,7 +142,7 @@ SAMPLED += [Ask((3, 1, 4, 1, 3, 2), 24, seed=seed, temperature=2.0) for seed in 
 @pytest.mark.parametrize(
     ("decoding", "draft", "page_size"),
     [
-        *((ALONE, None, 4), (TOKEN, DENSE_DRAFT, 4), (TOKEN, NSA_DRAFT, 2), (BLOCK, NSA_DRAFT, 8)),
+        *((ALONE, None, 4), (CHAIN, DENSE_DRAFT, 4), (CHAIN, NSA_DRAFT, 2), (CHAIN, NSA_DRAFT, 8)),
         (CANDIDATES, DENSE_DRAFT, 1),
     ],
     ids=str_of,
@@ -263,7 +263,7 @@ def test_control_counts_that_are_not_the_tables_are_seen() -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 def test_pages_are_planned_as_large_as_they_are(page_size: int) -> None:
     """Also where a page is shorter than the distance of two compressed tokens."""
-    program = program_of(TOKEN, NSA_DRAFT, page_size)
+    program = program_of(CHAIN, NSA_DRAFT, page_size)
     memory = program.create_memory(pair_of(NSA_DRAFT), num_pages=3)
     taken = sum(array.nbytes for array in jax.tree.leaves((memory.target, memory.draft)))
     assert taken == 3 * program.page_bytes

@@ -150,7 +150,7 @@ def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> N
 VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "draft divided too": (SMC(4, 3, control=0.3), 2, {"draft_tensor_parallel_size": 2}),
     "draft of the target": (SMC(3, 2), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
-    "n-grams": (Rejection(gamma=3, verification="block"), 8, {"draft_model": "ngram"}),
+    "n-grams": (Rejection(gamma=3), 8, {"draft_model": "ngram"}),
     "int8": (Rejection(gamma=3, n_candidates=2), 2, {"quantization": "int8", "draft_quantization": "int8"}),
 }
 

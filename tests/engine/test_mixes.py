@@ -47,7 +47,6 @@ SMC_OPTIONS: dict[str, list[Any]] = {
     "pipelined": [False, True],
 }
 REJECTION_OPTIONS: dict[str, list[Any]] = {
-    "verification": ["token", "block"],
     "n_candidates": [1, 3],
     "draft_temperature": [None, 0.8, 1.3],
     "tree": [None, (2, 1), (3, 2, 1), (-1, 0, 0, 1)],

@@ -12,7 +12,7 @@ import pytest
 
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.cli.options import ADMISSIONS, DTYPES, QUANTIZATIONS
-from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, VERIFICATIONS
+from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS
 from smcjax.sparse import MODES
 from smcjax.trees import ORDERS
 from tests.checkpoints import Pair
@@ -183,7 +183,7 @@ def test_choices_are_known_to_type_checkers() -> None:
     """As literals, which editors complete: the values that are taken, and no others."""
     choices = {
         SMC: {"resampling": SCHEMES, "select": SELECTIONS},
-        Rejection: {"verification": VERIFICATIONS, "siblings": SIBLINGS, "order": ORDERS},
+        Rejection: {"siblings": SIBLINGS, "order": ORDERS},
         SparseVerification: {"mode": MODES, "order": ORDERS},
         LLM.__init__: {
             "dtype": DTYPES,

@@ -61,10 +61,11 @@ def params(number: int) -> SamplingParams:
 @pytest.mark.parametrize(
     "decoding",
     [
-        *(Rejection(gamma=2), Rejection(gamma=2, verification="block"), Rejection(gamma=2, n_candidates=2)),
+        Rejection(gamma=2),
+        Rejection(gamma=2, n_candidates=2),
         Rejection(tree=(-1, 0, 0, 2, 2), siblings="top", order="dfs"),
     ],
-    ids=["token", "block", "two candidates", "tree"],
+    ids=["token", "two candidates", "tree"],
 )
 def test_the_law_of_answers(decoding: Rejection, tmp_path: Path) -> None:
     """χ² of 2,048 seeded requests against every answer's exact probability; the control is a law half as warm again."""
@@ -187,7 +188,7 @@ def test_an_abort_frees_everything(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", [*DECODINGS, Rejection(gamma=GAMMA, verification="block")], ids=str)
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 def test_what_is_accepted_is_what_is_kept(pair: Pair, decoding: Rejection) -> None:
     """A target that is its own draft accepts everything: the answer is x₀, K drafts, one of the target's, K drafts …
 

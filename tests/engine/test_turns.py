@@ -300,7 +300,7 @@ def test_the_load_decides(base: LLM, tmp_path: Path) -> None:
 def test_what_is_refused(base: LLM, tmp_path: Path, pair: Pair) -> None:
     path = profile_of(base, (ALONE, Rejection(3)), tmp_path / "p.json", by_load)
     only = profile_of(base, (Rejection(3),), tmp_path / "q.json")
-    with pytest.raises(ValueError, match=r"^profile is '.*' and decoding is rejection by token, K=4, which needs none"):
+    with pytest.raises(ValueError, match=r"^profile is '.*' and decoding is rejection, K=4, which needs none"):
         LLM(pair.target, draft_model=pair.draft, decoding=Rejection(), profile=path)
     with pytest.raises(ValueError, match=r"^profile chooses among exact decoders, and a population is asked for"):
         LLM(pair.target, draft_model=pair.draft, decoding=Auto(n_particles=4), profile=path)

@@ -110,7 +110,7 @@ SPARSE = SparseVerification("merged", 4)
     [
         (Rejection(4), ALONE, True),
         (Rejection(4), Rejection(tree=(2, 2), siblings="top"), True),
-        (Rejection(4, verification="block"), Rejection(2, draft_temperature=0.5), True),
+        (Rejection(4, n_candidates=2), Rejection(2, draft_temperature=0.5), True),
         (Rejection(4, sparse=SPARSE), Rejection(4), True),
         (SMC(control=1.0), ALONE, True),
         (SMC(4, 4), SMC(4, 8), True),
@@ -220,5 +220,5 @@ def test_gains_by_prompt_and_the_table() -> None:
     assert low < middle < high
     text = markdown(made)
     assert "| target alone | 1.00 |" in text
-    assert "Best fixed: rejection by token, K=2." in text
+    assert "Best fixed: rejection, K=2." in text
     assert math.isclose(gained.regret, 0, abs_tol=1e-9)

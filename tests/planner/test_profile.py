@@ -30,7 +30,7 @@ MADE = Profile(
     commit=None,
     date="2026-11-26T07:00:00Z",
     settings={"dtype": "float32"},
-    left_out=({"strategy": "rejection by token, K=64", "why": "no budget was left"},),
+    left_out=({"strategy": "rejection, K=64", "why": "no budget was left"},),
 )
 
 

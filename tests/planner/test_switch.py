@@ -63,7 +63,7 @@ def test_strategies_of_two_laws_are_refused() -> None:
     planner = Planner(Machine(dict.fromkeys((ALONE, AGREED, SMC(8, 8)), (1.0, 1.0)), 0.5).profile())
     with pytest.raises(ValueError, match=r"^strategies must be of one law class, got exact, population,"):
         Switch(planner, (ALONE, SMC(8, 8)))
-    with pytest.raises(ValueError, match=r"^the profile has no rejection by token, K=7; profile it"):
+    with pytest.raises(ValueError, match=r"^the profile has no rejection, K=7; profile it"):
         Switch(planner, (ALONE, Rejection(7)))
     with pytest.raises(ValueError, match=r"^strategies must be of one law class, got none"):
         Switch(planner, ())

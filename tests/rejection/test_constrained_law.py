@@ -39,7 +39,7 @@ STOP = 3
 REGEX = "(ab|b)+a?"
 ASK = Ask((1, 2, 1), max_tokens=4, stops=(STOP,))
 DECODINGS: list[tuple[Rejection, Proposer | ModelConfig]] = [
-    (Rejection(gamma=3, verification="block"), PAIR.draft),
+    (Rejection(gamma=3), PAIR.draft),
     (Rejection(gamma=2, n_candidates=2, draft_temperature=1.5), PAIR.draft),
     (Rejection(tree=(2, 2, 1)), PAIR.draft),
     (Rejection(gamma=3), NGram()),

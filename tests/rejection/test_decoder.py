@@ -32,7 +32,6 @@ PAIR = tiny_pair(V, target_layers=1)
 AFTER = language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)
 DECODINGS = [
     Rejection(gamma=3),
-    Rejection(gamma=3, verification="block"),
     Rejection(gamma=2, n_candidates=3),
     Rejection(tree=(2, 1, 1)),
     Rejection(tree=(-1, 0, 0, 2, 0, 2), siblings="top", order="dfs"),
@@ -336,7 +335,6 @@ def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
         ({"tree": (4, 2, 1), "gamma": 4}, "gamma is 4 and the tree is 3 deep; leave gamma out"),
         ({"tree": (2,), "gamma": True}, "gamma is True and the tree is 1 deep; leave gamma out"),
         ({"tree": (2,), "n_candidates": 2}, "n_candidates is 2 and a tree drafts for one row; leave one of them out"),
-        ({"tree": (2,), "verification": "block"}, "verification='block' is for a chain of drafts, got a tree; use"),
         ({"tree": (2,), "siblings": "best"}, "siblings must be one of sampled, top, got 'best'"),
         ({"tree": (2,), "order": "depth"}, "order must be one of bfs, dfs, position, got 'depth'"),
         ({"siblings": "top"}, "siblings is 'top' and is about a tree's nodes; give tree, or leave it out"),
@@ -344,8 +342,6 @@ def test_stale_nan_beyond_a_limit_fails_nobody(decoding: Rejection) -> None:
         ({"gamma": 0}, "gamma must be a whole number from 1 to 64, got 0"),
         ({"gamma": True}, "gamma must be a whole number from 1 to 64, got True"),
         ({"n_candidates": 2.0}, r"n_candidates must be a whole number from 1 to 1024, got 2\.0"),
-        ({"verification": "tree"}, "verification must be 'token' or 'block', got 'tree'"),
-        ({"verification": "block", "n_candidates": 2}, "use verification='token' or n_candidates=1"),
         ({"draft_temperature": 0}, "draft_temperature must be a number from 0.01 to 1000"),
     ],
 )

@@ -55,7 +55,7 @@ def norm(left: np.ndarray, fallback: np.ndarray) -> np.ndarray:
     return left / left.sum() if left.sum() > 0 else fallback
 
 
-def jumps_of_the_tree(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> list[list[list[float]]]:
+def jumps_of(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> list[list[list[float]]]:
     """Where the decision on candidate i at position j can jump in its uniform: [j][i], by how many were rejected."""
     n, gamma = drafts.shape
     result = []
@@ -73,28 +73,12 @@ def jumps_of_the_tree(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> list[
     return result
 
 
-def jumps_of_the_block(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> list[list[list[float]]]:
-    """The chances that runs of 1 … K drafts are taken."""
-    w, result = 1.0, []
-    gamma = drafts.shape[1]
-    for j in range(gamma):
-        w = min(w * p[0, j, drafts[0, j]] / q[0, j, drafts[0, j]], 1.0)
-        if j == gamma - 1:
-            result.append([[w]])
-        else:
-            left = np.maximum(w * p[0, j + 1] - q[0, j + 1], 0).sum()
-            needed = left + 1 - w
-            result.append([[left / needed if needed > 0 else 0.0]])
-    return result
-
-
 def law_of(
     toy: Toy,
     n: int,
     gamma: int,
-    verify: Callable[..., rules.Verdict],
-    jumps: Callable[..., list[list[list[float]]]],
     *,
+    verify: Callable[..., rules.Verdict] = rules.candidates,
     shared_uniform: bool = False,
     claimed: Callable[[np.ndarray], np.ndarray] = lambda q: q,
 ) -> np.ndarray:
@@ -111,7 +95,7 @@ def law_of(
         if mass == 0:
             continue
         told = claimed(q)
-        at = [value for position in jumps(p, told, drafts) for value in position]
+        at = [value for position in jumps_of(p, told, drafts) for value in position]
         if shared_uniform:
             at = [[value for values in at for value in values]]
         pieces = []
@@ -137,44 +121,38 @@ def law_of(
     return out
 
 
-TOKEN = (rules.candidates, jumps_of_the_tree)
-BLOCK = (rules.block, jumps_of_the_block)
-RULES = {
-    "token": (1, 3, *TOKEN),
-    "token, one draft": (1, 1, *TOKEN),
-    "two candidates": (2, 2, *TOKEN),
-    "three candidates, one draft": (3, 1, *TOKEN),
-    "block": (1, 3, *BLOCK),
-    "block, one draft": (1, 1, *BLOCK),
+SHAPES = {
+    "token": (1, 3),
+    "token, one draft": (1, 1),
+    "two candidates": (2, 2),
+    "three candidates, one draft": (3, 1),
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_law_is_the_targets(name: str, seed: int) -> None:
-    toy, (n, gamma, *rest) = Toy(seed), RULES[name]
-    np.testing.assert_allclose(law_of(toy, n, gamma, *rest), toy.joint(gamma + 1), rtol=0, atol=1e-12)
+    toy, (n, gamma) = Toy(seed), SHAPES[name]
+    np.testing.assert_allclose(law_of(toy, n, gamma), toy.joint(gamma + 1), rtol=0, atol=1e-12)
 
 
 def off(toy: Toy, name: str, **changes: Any) -> float:
     """How far a mistaken rule's law is from the target's."""
-    n, gamma, verify, jumps = RULES[name]
-    if "verify" in changes:
-        verify = changes.pop("verify")
-    return float(np.abs(law_of(toy, n, gamma, verify, jumps, **changes) - toy.joint(gamma + 1)).max())
+    n, gamma = SHAPES[name]
+    return float(np.abs(law_of(toy, n, gamma, **changes) - toy.joint(gamma + 1)).max())
 
 
-@pytest.mark.parametrize("name", ["token", "two candidates", "block"])
+@pytest.mark.parametrize("name", ["token", "two candidates"])
 def test_controls(name: str) -> None:
-    """Each broken variant of a rule gives a law that is not the target's."""
-    verify, toy = RULES[name][2], Toy(0)
+    """Each broken variant of the rule gives a law that is not the target's."""
+    toy = Toy(0)
 
     def always_bonus(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = verify(p, q, drafts, uniforms)
+        verdict = rules.candidates(p, q, drafts, uniforms)
         return verdict._replace(law=p[verdict.candidate, drafts.shape[1]])
 
     def target_again(p: Any, q: Any, drafts: Any, uniforms: Any) -> rules.Verdict:
-        verdict = verify(p, q, drafts, uniforms)
+        verdict = rules.candidates(p, q, drafts, uniforms)
         return verdict._replace(law=p[verdict.candidate, verdict.accepted])
 
     assert off(toy, name, verify=always_bonus) > 1e-3, "always the bonus"
@@ -194,10 +172,10 @@ def test_without_the_candidates_taken_out_the_law_is_wrong(monkeypatch: pytest.M
     assert off(Toy(0), "two candidates") > 1e-3
 
 
-def verdicts_of(verify: Callable[..., rules.Verdict], *arrays: np.ndarray) -> rules.Verdict:
-    """Returns the verdicts of `verify` on many cases at once, computed in float64."""
+def verdicts_of(*arrays: np.ndarray) -> rules.Verdict:
+    """Returns the verdicts of `rules.candidates` on many cases at once, computed in float64."""
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, jax.jit(jax.vmap(verify))(*(jnp.asarray(x) for x in arrays)))
+        return jax.tree.map(np.asarray, jax.jit(jax.vmap(rules.candidates))(*(jnp.asarray(x) for x in arrays)))
 
 
 @pytest.mark.parametrize(("n", "gamma"), [(1, 1), (1, 4), (3, 2), (4, 1)])
@@ -206,10 +184,9 @@ def test_equal_models_accept_everything(n: int, gamma: int) -> None:
     rng, cases = np.random.default_rng(0), 500
     p = rng.dirichlet(np.full(V, 0.5), (cases, 1, gamma + 1)).repeat(n, axis=1)
     drafts = rng.integers(0, V, (cases, 1, gamma), np.int32).repeat(n, axis=1)
-    for verify in (rules.candidates, rules.block) if n == 1 else (rules.candidates,):
-        verdict = verdicts_of(verify, p, p[:, :, :gamma], drafts, rng.random((cases, gamma, n)))
-        assert (verdict.accepted == gamma).all()
-        np.testing.assert_array_equal(verdict.law, p[:, 0, gamma])
+    verdict = verdicts_of(p, p[:, :, :gamma], drafts, rng.random((cases, gamma, n)))
+    assert (verdict.accepted == gamma).all()
+    np.testing.assert_array_equal(verdict.law, p[:, 0, gamma])
 
 
 def test_impossible_tokens_are_rejected_even_at_zero() -> None:
@@ -219,29 +196,7 @@ def test_impossible_tokens_are_rejected_even_at_zero() -> None:
     drafts = rng.integers(0, V, (cases, 1, 2), np.int32)
     np.put_along_axis(p[:, 0, 0], drafts[:, 0, :1], 0, axis=1)
     p /= p.sum(axis=-1, keepdims=True)
-    for verify in (rules.candidates, rules.block):
-        verdict = verdicts_of(verify, p, q, drafts, np.zeros((cases, 2, 1)))
-        assert (verdict.accepted == 0).all()
-        assert (np.take_along_axis(verdict.law, drafts[:, 0, :1], axis=1) == 0).all()
-        np.testing.assert_allclose(verdict.law.sum(axis=1), 1, atol=1e-12)
-
-
-def test_blocks_accept_no_fewer_in_the_mean() -> None:
-    """The reason for block verification; strictly more for some toy."""
-    means = {"token": [], "block": []}  # type: dict[str, list[float]]
-    rng = np.random.default_rng(0)
-    uniforms = jnp.asarray(rng.random((4000, 3, 1)))
-    for seed in range(6):
-        toy = Toy(seed)
-        paths = [tuple(rng.choice(V, p=toy.law("q", ())) for _ in range(1)) for _ in range(4000)]
-        for j in (1, 2):
-            paths = [(*path, int(rng.choice(V, p=toy.law("q", path[:j])))) for path in paths]
-        p = np.array([[[toy.law("p", path[:j]) for j in range(4)]] for path in paths])
-        q = np.array([[[toy.law("q", path[:j]) for j in range(3)]] for path in paths])
-        drafts = jnp.asarray(np.array(paths, np.int32)[:, None])
-        for name, verify in (("token", rules.candidates), ("block", rules.block)):
-            verdicts = jax.jit(jax.vmap(verify))(jnp.asarray(p), jnp.asarray(q), drafts, uniforms)
-            means[name].append(float(verdicts.accepted.mean()))
-    token, block = np.array(means["token"]), np.array(means["block"])
-    assert (block > token - 0.05).all()
-    assert (block > token + 0.05).any()
+    verdict = verdicts_of(p, q, drafts, np.zeros((cases, 2, 1)))
+    assert (verdict.accepted == 0).all()
+    assert (np.take_along_axis(verdict.law, drafts[:, 0, :1], axis=1) == 0).all()
+    np.testing.assert_allclose(verdict.law.sum(axis=1), 1, atol=1e-12)

@@ -23,7 +23,7 @@ from tests.checkpoints import Pair
 from tests.planner.tables import measured
 from tests.server.conftest import MAX_MODEL_LEN, Running, running
 
-ALONE, DRAFTING = "target alone", "rejection by token, K=2"
+ALONE, DRAFTING = "target alone", "rejection, K=2"
 NAME = "pair:auto"
 ASK: dict[str, Any] = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "smc": {}}
 
@@ -122,7 +122,7 @@ def test_replies_and_figures_say_who_decoded(by_load: Running) -> None:
     cycles, switches = figures(by_load)
     assert switches[NAME] >= 1
     assert max(alone) <= cycles[NAME, ALONE] <= sum(alone), "cycles of both count once"
-    assert cycles["pair:rejection-k3", "rejection by token, K=3"] == 0
+    assert cycles["pair:rejection-k3", "rejection, K=3"] == 0
     assert cycles["pair:smc-n4-k3", "SMC, N=4, K=3"] == 0
 
 

@@ -30,7 +30,6 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
         (Rejection(tree=(2, 1)), "rejection-tree2x1"),
-        (Rejection(verification="block"), "rejection-k4-block"),
         (Autoregressive(), "autoregressive"),
         (Blind(gamma=4), "blind-gamma4"),
         (Blind(gamma=8), "blind-gamma8"),

@@ -234,5 +234,5 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path, monkeypatch: pytes
 def test_further_decoders() -> None:
     assert decoding_of("smc:n=32,k=4,control=0.1") == SMC(n_particles=32, gamma=4, control=0.1)
     assert decoding_of("rejection:k=6,n=2") == Rejection(gamma=6, n_candidates=2)
-    assert decoding_of("rejection:verification=block") == Rejection(verification="block")
+    assert decoding_of("rejection:draft_temperature=2") == Rejection(draft_temperature=2.0)
     assert decoding_of("autoregressive") == Autoregressive()
