@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,6 @@ from smcjax.decoding.sequences import Population, cut_block, population
 from smcjax.decoding.speculation import keep_path, propose, propose_tree, score, score_tree
 from smcjax.model.decoder import unembed
 from smcjax.noise import uniforms
-from smcjax.numerics import words_of
-from smcjax.pallas.certain_drafts import Asked, Rows, commit_mosaic, supports_certain_drafts
-from smcjax.pallas.dispatch import Kernel, Op
 from smcjax.rejection.rules import TreeVerdict, Verdict, candidates, tree
 
 State = Groups  # N rows a request, which agree between steps
@@ -81,50 +78,60 @@ class Accepted(NamedTuple):
     law: Float[Array, "G V"]  # of the token behind the run
 
 
-class Advanced(NamedTuple):
-    """The tokens that each request has advanced by: its run and the one behind it, those behind that stale."""
-
-    row: Int[Array, " G"] | None  # as in `Accepted`
-    accepted: Int[Array, " G"]
-    tokens: Int[Array, "G C"]
-    ran: Bool[Array, " G"]
-    done: Bool[Array, " G"]
-    before: Int[Array, " R"]  # lengths
-    after: Int[Array, " R"]
-    scores: Any = None
-
-
 @by_implementation
 def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by 1 to K + 1 tokens."""
     accept = _along_candidates if program.speculation.tree is None else _along_tree
     state, run = accept(program, params, state)
+    before, ran = state.sequences.length, state.running
+    with jax.named_scope("decide"):
+        following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
     with jax.named_scope("commit"):
+        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
+        tokens = jnp.where(at_end, following[:, None], run.tokens)
+        # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
+        logprobs = run.target.log_at(tokens)
+        # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
+        counts = state.by_group(before)[:, 0] + run.accepted < state.requests.limit
+        # A law is NaN for all tokens or for none: its softmax's mass is.
+        broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
+        state = _commit(program, state, tokens, logprobs, run.accepted, broken)
+        state = dataclasses.replace(state, cycle=state.cycle + ran)
+        of_tokens = by_group(state, scores(run.target.logits, logprobs)) if program.scores else None
         # All rows of a request name the pages of the accepted one.
         pages = {"width": program.speculation.width, "page_size": program.page_size}
         source = None if run.row is None else state.per_row(run.row)
-        state = agree_on_pages(state, source, run.before, run.ran, **pages)
-    groups, columns = run.tokens.shape
+        state = agree_on_pages(state, source, before, ran, **pages)
+    groups, columns = tokens.shape
     info = Info(
-        ran=run.ran,
-        done=run.done,
+        ran=ran,
+        done=~state.running,
         accepted=run.accepted,
-        length=state.by_group(run.after),
-        tokens=jnp.broadcast_to(run.tokens[:, None], (groups, program.rows, columns)),
-        scores=run.scores,
+        length=state.by_group(state.sequences.length),
+        tokens=jnp.broadcast_to(tokens[:, None], (groups, program.rows, columns)),
+        scores=of_tokens,
     )
     return state, info
 
 
-def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Advanced]:
+def _along_candidates(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
     """Drafts N candidates, scores and judges them."""
     distribution = _distribution(program, state, program.rows)
     state, drafts, copies = propose(program, params, state, distribution, keep_logits=True)
     state, logits = score(program, params, state, drafts.tokens, copies)
-    return advance(program, state, distribution, logits, drafts)
+    with jax.named_scope("decide"):
+        columns = range(logits.shape[1])
+        earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
+        target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
+        verdict = decide(program, state, target, drafts)
+        row = jnp.arange(state.running.shape[0]) * program.rows + verdict.candidate
+        tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
+    of_rows = jax.tree.map(lambda x: x[row], target)
+    source = None if program.rows == 1 else row
+    return state, Accepted(source, verdict.accepted, tokens, of_rows, verdict.law)
 
 
-def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Advanced]:
+def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> tuple[State, Accepted]:
     """Drafts a tree, scores and judges it, and writes the accepted path's KV to pages."""
     shape = program.speculation.tree
     assert shape is not None
@@ -141,97 +148,7 @@ def _along_tree(program: RejectionProgram, params: PairParams, state: State) -> 
     tokens = jnp.pad(jnp.take_along_axis(drafts.tokens, path[:, 1:], axis=1), ((0, 0), (0, 1)))
     row = jnp.arange(path.shape[0])
     of_path = jax.tree.map(lambda x: x[row[:, None], path], target)
-    return _advance(program, state, Accepted(None, count, tokens, of_path, verdict.law))
-
-
-def _advance(program: RejectionProgram, state: State, run: Accepted) -> tuple[State, Advanced]:
-    """Draws the token behind each run, and commits both."""
-    before, ran = state.sequences.length, state.running
-    with jax.named_scope("decide"):
-        following = draw(group_keys(state.requests.key, state.cycle, Purpose.NEXT), jnp.log(run.law))
-    with jax.named_scope("commit"):
-        at_end = jnp.arange(run.tokens.shape[1]) == run.accepted[:, None]
-        tokens = jnp.where(at_end, following[:, None], run.tokens)
-        # Greedy laws are certain; what is reported of their tokens is the probability at temperature 1.
-        logprobs = run.target.log_at(tokens)
-        # Queries beyond the limit have no KV: their laws mean nothing, and what they give is cut.
-        counts = state.by_group(before)[:, 0] + run.accepted < state.requests.limit
-        # A law is NaN for all tokens or for none: its softmax's mass is.
-        broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
-        state = _commit(program, state, tokens, logprobs, run.accepted, broken)
-        state = dataclasses.replace(state, cycle=state.cycle + ran)
-    of_tokens = by_group(state, scores(run.target.logits, logprobs)) if program.scores else None
-    after = state.sequences.length
-    return state, Advanced(run.row, run.accepted, tokens, ran, ~state.running, before, after, of_tokens)
-
-
-def _advance_reference(
-    program: RejectionProgram,
-    state: State,
-    distribution: SamplingDistribution,
-    logits: Float[Array, "R C V"],
-    drafts: Drafts,
-) -> tuple[State, Advanced]:
-    """Judges N candidates a request by the target's logits behind each, and commits what is accepted."""
-    with jax.named_scope("decide"):
-        columns = range(logits.shape[1])
-        earlier = distribution.before(drafts.tokens, [range(column) for column in columns])
-        target = Softmax.of(_target_logits(state, distribution, logits, columns, earlier))
-        verdict = decide(program, state, target, drafts)
-        row = jnp.arange(state.running.shape[0]) * program.rows + verdict.candidate
-        tokens = jnp.pad(drafts.tokens[row], ((0, 0), (0, 1)))
-    of_rows = jax.tree.map(lambda x: x[row], target)
-    source = None if program.rows == 1 else row
-    return _advance(program, state, Accepted(source, verdict.accepted, tokens, of_rows, verdict.law))
-
-
-def _advance_sm90(
-    program: RejectionProgram,
-    state: State,
-    distribution: SamplingDistribution,
-    logits: Float[Array, "R C V"],
-    drafts: Drafts,
-) -> tuple[State, Advanced]:
-    requests, sequences = state.requests, state.sequences
-    asked = Asked(
-        words_of(requests.key),
-        requests.temperature,
-        requests.min_tokens,
-        requests.prompt_length,
-        requests.limit,
-        requests.stops,
-    )
-    rows = Rows(
-        sequences.tokens,
-        sequences.logprobs,
-        sequences.length,
-        sequences.finished,
-        state.running,
-        state.failed,
-        state.cycle,
-    )
-    purposes = (int(Purpose.ACCEPT), int(Purpose.NEXT))
-    rows, done = commit_mosaic(logits, drafts.tokens, asked, rows, purposes=purposes)
-    sequences = dataclasses.replace(
-        sequences, tokens=rows.tokens, logprobs=rows.logprobs, length=rows.length, finished=rows.finished
-    )
-    state = dataclasses.replace(state, sequences=sequences, running=rows.running, failed=rows.failed, cycle=rows.cycle)
-    return state, Advanced(None, *done)
-
-
-def _supports_certain(
-    program: RejectionProgram,
-    state: State,
-    distribution: SamplingDistribution,
-    logits: Float[Array, "R C V"],
-    drafts: Drafts,
-) -> bool:
-    plain = distribution.follows_logits and distribution.constraint is None and not program.scores
-    return plain and program.rows == 1 and drafts.certain and supports_certain_drafts(logits, drafts.tokens)
-
-
-advance = Op(_advance_reference)
-advance.register(Kernel("sm90", _advance_sm90, _supports_certain))
+    return state, Accepted(None, count, tokens, of_path, verdict.law)
 
 
 def run(program: RejectionProgram, params: PairParams, state: State, num_steps: int) -> tuple[State, Info]:
