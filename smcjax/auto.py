@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact, Rejection
 from smcjax.decoders.smc import Selection
 from smcjax.plain import names_unknown, use_plain_numbers
-from smcjax.planner import Planner, Profile, law_of
+from smcjax.planner import Profile, law_of
 from smcjax.sparse import SparseVerification
 
 CONTROL = 0.1  # of a population that nothing else is said about
 CANDIDATES = 8  # of an exact answer where a cycle's time is that of its weights' stream
-NEGLIGIBLE = 0.02  # of a load's speed: what is gained by less is not worth programs of its own
 
 
 def gives_draft(model: object, draft_model: object, draft_drop_layers: object) -> bool:
@@ -96,8 +95,8 @@ class Auto:
     For one answer exact decoding is right with any draft, and as fast as SMC under a control (docs/usage.md, "Which
     decoder"). Several candidates give more tokens a cycle, and cost little where that is the stream of the weights, as
     on a GPU with few requests; on a CPU they cost what their tokens cost. Weights, evidence and powers are what a
-    population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax profile`) exact
-    decoders take turns as the load changes (`strategies`).
+    population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax profile`) the exact
+    decoder is the one of its `candidates` that is nearest to the fastest one in the mean over loads and contexts.
 
     Attributes:
         n_particles: N of a population; None: none is asked for by it, and 8 where another argument asks for one.
@@ -139,8 +138,7 @@ class Auto:
     def choose(self, *, has_draft: bool, candidates_pay: bool) -> Decoding:
         """The decoder for a pair of models, or a target alone, on a machine.
 
-        `candidates_pay` says whether several candidates gain more tokens than they cost time, by the device alone;
-        a profile says it by load (`strategies`).
+        `candidates_pay` says whether several candidates gain more tokens than they cost time, by the device alone.
         """
         if self.wants_population:
             return self._population()
@@ -150,10 +148,9 @@ class Auto:
             return Autoregressive(self.sparse)
         return Rejection(self.gamma, n_candidates=CANDIDATES if candidates_pay else 1, sparse=self.sparse)
 
-    def strategies(self, profile: Profile, *, has_draft: bool, loads: Sequence[int]) -> tuple[Decoding, ...]:
-        """The exact decoders of one law that are fastest at one of these loads by a profile, in its order.
+    def candidates(self, profile: Profile, *, has_draft: bool) -> list[Decoding]:
+        """The exact decoders of a profile among which it chooses, in its order.
 
-        Speeds are those of all of the profile's prompts, and of those whose drafts are accepted seldom or often.
         Where nothing is said of `sparse`, or only its schedule, any strict way of reading blocks may be among them;
         where `gamma` is given, only drafts of that many tokens. Raises ValueError where a population is asked for, and
         where the profile has nothing that suits.
@@ -164,20 +161,19 @@ class Auto:
                 "question of speed; leave profile out."
             )
         law = law_of(Rejection(sparse=self.sparse))
-        planner = Planner(profile)
-        suiting = [one for one in planner.strategies(law) if self._suits(one, has_draft)]
+        of_law = (one.decoding for one in profile.strategies if one.law == law)
+        suiting = [one for one in of_law if self._suits(one, has_draft)]
         if not suiting:
             drafts = "" if self.gamma is None else f" with gamma {self.gamma}"
             raise ValueError(
                 f"profile has no strategy of the law {law!r}{drafts} that this LLM can use; measure one by smcjax "
                 "profile, or leave profile out."
             )
-        rates = planner.rates(law)
-        return tuple(planner.useful(law, loads, among=suiting, margin=NEGLIGIBLE, rates=rates))
+        return suiting
 
     def _suits(self, one: Decoding, has_draft: bool) -> bool:
-        """True for a decoder that may take turns with others, and is as asked for."""
-        if not one.agrees or (one.drafts and not has_draft):
+        """True for a decoder without weights that is as asked for."""
+        if one.weighted or (one.drafts and not has_draft):
             return False
         if not one.drafts:
             return True

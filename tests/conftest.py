@@ -83,7 +83,6 @@ settings.load_profile("laws")
 # a chunk's length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
 # `server/conftest.py`).
 OF_ALL_SIZES = {
-    "bench/test_bench_planner.py",
     "bench/test_bench_sparse.py",
     "engine/test_autoregressive.py",
     "engine/test_compilation.py",
@@ -92,11 +91,11 @@ OF_ALL_SIZES = {
     "engine/test_on_gpu.py",
     "engine/test_preemption.py",
     "engine/test_programs.py",
+    "engine/test_readings.py",
     "engine/test_runner.py",
     "engine/test_scheduler.py",
     "engine/test_soak.py",
     "engine/test_widths.py",
-    "server/test_by_load.py",
     "test_auto.py",
 }
 

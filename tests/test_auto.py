@@ -9,8 +9,9 @@ import pytest
 
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.auto import CHOICES, CONTROL, Routed, left_to_exact
-from smcjax.decoders import DECODINGS
-from smcjax.planner import law_of
+from smcjax.decoders import DECODINGS, Decoding
+from smcjax.engine.planned import Planned
+from smcjax.planner import Cell, Measured, law_of
 from tests.checkpoints import write_pair
 from tests.planner.tables import measured, profile
 
@@ -111,53 +112,73 @@ def test_the_registry() -> None:
 
 MERGED, SHARED = SparseVerification("merged", 4), SparseVerification("shared", 4)
 SPACED = SparseVerification("merged", 4, schedule=2)
-MEASURED: dict[Any, float] = {  # milliseconds a cycle at one request; at 64 the target alone is fastest by far
-    Autoregressive(): 9.0,
-    Autoregressive(SparseVerification(schedule=2)): 9.0,
-    Rejection(2): 4.0,
-    Rejection(4): 3.0,
-    Rejection(4, sparse=MERGED): 1.0,
-    Rejection(4, sparse=SHARED): 0.1,
-    Rejection(4, sparse=SPACED): 0.5,
-    SMC(8, 8): 0.1,
-    SMC(8, 8, control=1.0): 0.1,
-}
+MEASURED: tuple[Decoding, ...] = (
+    Autoregressive(),
+    Autoregressive(SparseVerification(schedule=2)),
+    Rejection(2),
+    Rejection(4),
+    Rejection(4, sparse=MERGED),
+    Rejection(4, sparse=SHARED),
+    Rejection(4, sparse=SPACED),
+    SMC(8, 8),
+    SMC(8, 8, control=1.0),
+)
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_draft", "chosen"),
+    ("asked", "has_draft", "candidates"),
     [
-        ({}, True, (Autoregressive(), Rejection(4, sparse=MERGED))),
-        ({}, False, (Autoregressive(),)),
-        ({"gamma": 2}, True, (Autoregressive(), Rejection(2))),
-        ({"sparse": MERGED}, True, (Autoregressive(), Rejection(4, sparse=MERGED))),
-        ({"sparse": SPACED}, True, (Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED))),
+        ({}, True, [Autoregressive(), Rejection(2), Rejection(4), Rejection(4, sparse=MERGED)]),
+        ({}, False, [Autoregressive()]),
+        ({"gamma": 2}, True, [Autoregressive(), Rejection(2)]),
+        ({"sparse": MERGED}, True, [Autoregressive(), Rejection(4, sparse=MERGED)]),
+        ({"sparse": SPACED}, True, [Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED)]),
         (
             {"sparse": SparseVerification(schedule=2)},
             True,
-            (Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED)),
+            [Autoregressive(SparseVerification(schedule=2)), Rejection(4, sparse=SPACED)],
         ),
     ],
     ids=str,
 )
-def test_strategies_of_a_profile(asked: dict[str, Any], has_draft: bool, chosen: tuple[Any, ...]) -> None:
-    """Exact ones of the law that is asked for, of which the batch's state can be advanced: never SMC, never shared."""
-    rows = (measured(one, {1: ms, 64: 1.0 if not one.drafts else 99.0}) for one, ms in MEASURED.items())
-    made = profile(*rows)
-    auto = Auto(**asked)
-    assert auto.strategies(made, has_draft=has_draft, loads=(1, 64)) == chosen
-    assert len({law_of(one) for one in chosen}) == 1
-    assert auto.strategies(made, has_draft=has_draft, loads=(64,)) == chosen[:1]
+def test_candidates_of_a_profile(asked: dict[str, Any], has_draft: bool, candidates: list[Decoding]) -> None:
+    """Exact ones of the law that is asked for: never SMC, never shared."""
+    made = profile(*(measured(one, {1: 1.0}) for one in MEASURED))
+    assert Auto(**asked).candidates(made, has_draft=has_draft) == candidates
+    assert len({law_of(one) for one in candidates}) == 1
+
+
+def test_the_choice_is_for_the_loads_and_contexts_of_an_llm(tmp_path: Path) -> None:
+    """Many requests or long ones make another one the best, where an `LLM` may have them."""
+    few, many, long, alike = Rejection(2), Rejection(4), Rejection(6), Rejection(4, sparse=MERGED)
+    times: dict[Decoding, dict[tuple[int, int], float]] = {
+        few: {(1, 64): 1.0, (1, 4096): 9.0, (8, 64): 9.0, (8, 4096): 9.0},
+        many: {(1, 64): 4.0, (1, 4096): 9.0, (8, 64): 1.0, (8, 4096): 9.0},
+        long: {(1, 64): 8.0, (1, 4096): 1.0, (8, 64): 8.0, (8, 4096): 1.0},
+        alike: {(1, 64): 3.5, (1, 4096): 9.0, (8, 64): 2.0, (8, 4096): 9.0},
+    }
+    cells = {one: tuple(Cell(*place, ms) for place, ms in of.items()) for one, of in times.items()}
+    profile(*(Measured(one, 2.0, cells=of) for one, of in cells.items())).save(tmp_path / "p.json")
+
+    def planned(asked: Auto, max_num_seqs: int, max_model_len: int) -> tuple[Decoding, tuple[Decoding, ...]]:
+        sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        found = Planned(tmp_path / "p.json", asked, has_draft=True, **sizes)
+        return found.decoding, found.readings
+
+    assert planned(Auto(), 1, 64) == (few, (few,))
+    assert planned(Auto(), 64, 64) == (many, (many, alike)), "the other reading is the faster one alone"
+    assert planned(Auto(), 64, 9999) == (long, (long,))
+    assert planned(Auto(sparse=MERGED), 64, 9999) == (alike, (alike,)), "a reading that is asked for stays"
 
 
 def test_what_no_profile_answers() -> None:
     made = profile(measured(Rejection(4), {1: 1.0}))
     with pytest.raises(ValueError, match=r"^profile chooses among exact decoders, and a population is asked for"):
-        Auto(evidence=True).strategies(made, has_draft=True, loads=(1,))
+        Auto(evidence=True).candidates(made, has_draft=True)
     with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' with gamma 3 that"):
-        Auto(gamma=3).strategies(made, has_draft=True, loads=(1,))
+        Auto(gamma=3).candidates(made, has_draft=True)
     with pytest.raises(ValueError, match=r"^profile has no strategy of the law 'exact' that this LLM can use"):
-        Auto().strategies(made, has_draft=False, loads=(1,))
+        Auto().candidates(made, has_draft=False)
 
 
 def answer(decoding: Any, tmp_path: Path, *, draft: bool = True) -> tuple[Any, Any]:

@@ -125,7 +125,7 @@ class Profiler:
         # It holds the weights, and answers nothing.
         self._base = LLM(**{**models, "num_pages": 2}, decoding=_plain(first), max_num_seqs=1, compile_at_start=False)
         try:
-            # Said in the profile, as an engine whose decoders take turns reads as they say.
+            # Said in the profile, as an engine by a profile reads as it says.
             usual = functools.partial(
                 usual_reading,
                 models=self._base.models,
@@ -135,7 +135,7 @@ class Profiler:
             self.plan = dataclasses.replace(plan, strategies=tuple(map(usual, plan.strategies)))
             self._max_model_len = self._longest(models.get("max_model_len"))
             own: dict[str, Any] = {name: models.get(name) for name in ("page_size", "num_pages")}
-            if own["page_size"] is None:  # one for all strategies, as an engine has where they take turns
+            if own["page_size"] is None:  # one for all, as readings that take turns have
                 own["page_size"] = usual_page_size(self.plan.strategies, self._base.models, self._base._implementation)
         except BaseException:
             self._base.close()

@@ -170,7 +170,7 @@ def add_separate_option(parser: argparse._ActionsContainer) -> None:
 
 
 def add_decoding_options(
-    parser: argparse.ArgumentParser, *, gamma: int, profile: str = "of smcjax profile: auto then decodes by load"
+    parser: argparse.ArgumentParser, *, gamma: int, profile: str = "of smcjax profile, by which auto chooses"
 ) -> None:
     """Declares how tokens are chosen, by `gamma` drafts a cycle unless told otherwise; `profile` is what one is for."""
     group = parser.add_argument_group("decoding")

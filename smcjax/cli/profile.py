@@ -1,4 +1,4 @@
-"""`smcjax profile`: measures a pair on this machine's device, for `decoding="auto"` to choose by load.
+"""`smcjax profile`: measures a pair on this machine's device, for `decoding="auto"` to choose by.
 
 For each strategy (the target alone; rejection of each K and number of candidates, along a tree; SMC if asked for) it
 times cycles at every number of running requests and every context, on real prompts, and counts tokens a cycle. The
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    parser = subparsers.add_parser("profile", help="measure a pair here, to choose by load", description=__doc__)
+    parser = subparsers.add_parser("profile", help="measure a pair here, to choose a decoder by", description=__doc__)
     parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="(profile.json)")
     what = parser.add_argument_group("what is measured")
     what.add_argument(
@@ -80,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes the file, and prints tables with what choosing gains."""
+    """Measures, writes the file, and prints its tables."""
     check_output("--output", args.output)
     given = _prompts_given(args)
     context = args.context

@@ -88,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile all programs before listening is announced, or each when it is needed first (on a CPU so)",
     )
-    add_decoding_options(parser, gamma=8, profile="of smcjax profile: the exact decoder is then one by load, auto")
+    add_decoding_options(parser, gamma=8, profile="of smcjax profile: chooses the exact decoder, where none is named")
     parser.set_defaults(run=run)
 
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(first, Auto) and args.profile is None:
         raise ValueError(
             "--decoding of serve must name a decoder, got auto: each request chooses among those that are served; "
-            "leave it out, or give --profile, by which exact decoders take turns."
+            "leave it out, or give --profile, by which the exact one is chosen."
         )
     decodings = [first, *map(decoding_of, args.also)]
     check_models(args)
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     with listening:
         loaded = models.load(
             args.model,
-            models.with_exact(decodings, by_load=args.profile is not None),
+            models.with_exact(decodings, by_profile=args.profile is not None),
             name=args.served_model_name,
             max_waiting=args.max_waiting,
             max_num_seqs=args.max_num_seqs,

@@ -83,10 +83,6 @@ class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):
     def conclude(self, state: S) -> tuple[Population, Memory]:
         """The ended groups' rows, and the memory with every page given back."""
 
-    def adopt(self, info: Info) -> Info:
-        """The report of another decoder's cycle of these groups as one of this decoder. On the device."""
-        return info
-
     def rows_after(self, info: I) -> RowsAfter:
         """Reads one group's entry of a cycle's `Info`, as host arrays."""
         return _going_on(len(info.length))

@@ -50,7 +50,6 @@ class Program[D: Decoding]:
         scores_prompts: whether reports of prefill bring those of the prompt's tokens.
         apart: the mesh axis of two devices, of which one drafts and the other scores at the same time, where the
             decoder does not need one for the other (`SMC(pipelined=True)`); None: one device does both.
-        by: a decoder whose cycles advance the groups in place of `decoding`'s (`smcjax.engine.narrowing`); None: none.
 
     Raises ValueError for a draft or a target that does not suit the decoder, or the draft not the target.
     """
@@ -68,7 +67,6 @@ class Program[D: Decoding]:
     scores: bool = False
     scores_prompts: bool = False
     apart: str | None = None
-    by: Decoding | None = None
 
     def __post_init__(self) -> None:
         if self.proposer is not None:

@@ -18,7 +18,7 @@ class BackgroundCompiler:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._wanted: tuple[int, list[Any]] | None = None
+        self._wanted: tuple[int, Any] | None = None
         self._under_way = Future[None]()
         self._abandoned = False
 
@@ -27,41 +27,40 @@ class BackgroundCompiler:
         """True from `begin` until `take`."""
         return self._wanted is not None
 
-    def begin(self, size: int, programs: list[Any], others: set[int]) -> None:
-        """Begins to compile programs for `size` lanes, and moves between this and other sizes of a batch.
+    def begin(self, size: int, program: Any, others: set[int]) -> None:
+        """Begins to compile a program for `size` lanes, and moves between this and other sizes of a batch.
 
         Nothing else may be under way.
         """
         assert not self.busy
-        self._wanted, self._under_way = (size, programs), Future()
-        threading.Thread(target=self._work, args=(self._under_way, size, programs, others), daemon=True).start()
+        self._wanted, self._under_way = (size, program), Future()
+        threading.Thread(target=self._work, args=(self._under_way, size, program, others), daemon=True).start()
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits until nothing is under way, for so many seconds at most."""
         if self.busy:
             wait([self._under_way], seconds)
 
-    def take(self) -> tuple[int, list[Any], ValueError | None] | None:
-        """Returns a finished compilation once: its size, its programs, and the error if they do not fit; else None.
+    def take(self) -> tuple[int, Any, ValueError | None] | None:
+        """Returns a finished compilation once: its size, its program, and the error if it does not fit; else None.
 
-        Raises what else kept the programs from being compiled.
+        Raises what else kept the program from being compiled.
         """
         if self._wanted is None or not self._under_way.done():
             return None
-        (size, programs), self._wanted = self._wanted, None
+        (size, program), self._wanted = self._wanted, None
         error = self._under_way.exception()
         if error is not None and not isinstance(error, ValueError):
             raise error
-        return size, programs, error
+        return size, program, error
 
     def abandon(self) -> None:
         """Begins no further program. What XLA is at goes on, and is waited for when the interpreter ends."""
         self._abandoned = True
 
-    def _work(self, under_way: Future[None], size: int, programs: list[Any], others: set[int]) -> None:
+    def _work(self, under_way: Future[None], size: int, program: Any, others: set[int]) -> None:
         try:
-            for program in programs:
-                self._runner.compile([size], program, others, self._go_on)
+            self._runner.compile([size], program, others, self._go_on)
         except BaseException as error:
             under_way.set_exception(error)
         else:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import statistics
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +37,8 @@ from smcjax.engine.running import Running
 from smcjax.engine.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.stopping import StopStrings
 from smcjax.engine.streaming import StablePrefixStream
-from smcjax.engine.turns import Turns
 from smcjax.engine.whole import whole
+from smcjax.planner import Switch
 from smcjax.tokenizer import Tokenizer
 
 logger = logging.getLogger("smcjax")
@@ -54,7 +55,6 @@ class _Reported:
     value: Any
     groups: list[tuple[int, Running]]
     free: tuple[Mark, Any] | None  # the number of free pages after it
-    by: Decoding  # of a cycle: whose it is
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
         tokenizer: for text; None where the model has none.
         prefix_caching: whether full pages of prompts stay for later requests that begin alike.
         optimistic: the rule of admission (`smcjax.engine.scheduler`).
-        turns: chooses the decoder of each cycle; None: always the runner's own.
+        switch: chooses among the runner's readings, cycle by cycle; None: there is one.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.
 
@@ -86,13 +86,12 @@ class Engine:
         tokenizer: Tokenizer | None,
         prefix_caching: bool = True,
         optimistic: bool = False,
-        turns: Turns | None = None,
+        switch: Switch | None = None,
         overlap: bool | None = None,
     ) -> None:
         self.shows_progress = False  # of programs that a step compiles
         self.compiles_in_background = False
-        self.runner, self._turns = runner, turns
-        runner.takes_turns = turns is not None and turns.leaves_the_draft_behind
+        self.runner, self._switch = runner, switch
         self._decoder, self._tokenizer = runner.program, tokenizer
         decoding, page_size = runner.program.decoding, runner.program.page_size
         self._scheduler = Scheduler(
@@ -116,7 +115,7 @@ class Engine:
         self._constrained = False  # whether the last round's program followed automata
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
-        self.batch_cycles = Counter[Decoding]()  # of the whole batch, by the decoder that had them
+        self.batch_cycles = dict.fromkeys(runner.readings, 0)  # of the whole batch
         self.seconds_waited = 0.0  # for results that the device had not finished
         self.totals = {"requests": 0, "cycles": 0, "resamples": 0, "generated_tokens": 0, "preemptions": 0}
 
@@ -130,11 +129,6 @@ class Engine:
     def all_started(self) -> bool:
         """True where every added request's whole prompt has been enqueued for reading."""
         return not self._scheduler.waiting and all(group.started for group in self._scheduler.groups)
-
-    @property
-    def strategies(self) -> tuple[Decoding, ...]:
-        """The decoders that have cycles."""
-        return (self._decoder.decoding,) if self._turns is None else self._turns.strategies
 
     def request_ids(self) -> list[str]:
         """The ids of the requests that wait or run."""
@@ -214,16 +208,13 @@ class Engine:
             "compile_seconds": self.runner.programs.seconds,
             "waited_seconds": self.seconds_waited,
             **self.totals,
-            **({} if self._turns is None else {"strategy_switches": self._turns.switches}),
         }
 
     def warm_up(self, *, use_tqdm: bool) -> None:
         """Compiles the programs of every batch size and of moves between any two, but those for what few ask for."""
         self._settle()
-        own = self.runner.program
-        for program in [own] if self._turns is None else self._turns.programs(own):
-            with contextlib.ExitStack() as stack:
-                self._compile(self._scheduler.sizes, program, shown(stack, use_tqdm))
+        with contextlib.ExitStack() as stack:
+            self._compile(self._scheduler.sizes, self.runner.program, shown(stack, use_tqdm))
 
     @whole
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
@@ -279,7 +270,6 @@ class Engine:
         if schedule.idle:
             return
         program, refusal = self._ready_program(schedule)
-        by = program.by or program.decoding
         if schedule.sources is not None:
             runner.resize(schedule.size, schedule.sources)
         if schedule.evicted:
@@ -312,11 +302,9 @@ class Engine:
                 self._report("first", (first, None), {i: g for i, g in groups.items() if g.started})
         if schedule.cycle:
             started = {g.lane: g for g in self._scheduler.groups if g.started}
-            if runner.takes_turns and self._turns is not None:
-                whose = {lane: self._running[group.request.request_id] for lane, group in started.items()}
-                runner.catch_up(self._turns.lacking(by, runner.program.decoding, whose))
-            self._report("cycle", runner.step(program), started, by)
-            self.batch_cycles[by] += 1
+            reading = self._reading(schedule.size, started.values())
+            self._report("cycle", runner.step(program, reading), started)
+            self.batch_cycles[reading] += 1
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
@@ -326,8 +314,6 @@ class Engine:
         """The compiled program with the extras that a round asks for; and why it is without them, if it is."""
         extras = extras_now(schedule, (self._extras(group.request) for group in self._scheduler.groups))
         program = self.runner.program
-        if self._turns is not None:
-            program = self._turns.program(program, schedule, self._running)
         if self.compiles_in_background:
             if schedule.joining:
                 self._want([self._natural_size(len(self._scheduler.groups))], extras)
@@ -335,6 +321,13 @@ class Engine:
             if found is not None:
                 return with_extras(program, found), None
         return self._choice.ready(program, schedule.size, extras, self._compile)
+
+    def _reading(self, lanes: int, started: Collection[Group]) -> Decoding:
+        """The decoder as it reads a sparse target's blocks in the next cycle."""
+        if self._switch is None:
+            return self._decoder.decoding
+        lengths = [self._running[group.request.request_id].known_length for group in started]
+        return self._switch.choose(lanes, statistics.fmean(lengths))
 
     def _extras(self, request: Request) -> set[str]:
         return extras_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
@@ -363,7 +356,7 @@ class Engine:
         """
         size = self._choice.missing(sizes, extras)
         if size is not None and not self._background.busy:
-            self._background.begin(size, self._variants(extras), self._sizes_ready())
+            self._background.begin(size, with_extras(self.runner.program, extras), self._sizes_ready())
         return size is not None
 
     def _take_compiled(self) -> None:
@@ -371,18 +364,13 @@ class Engine:
         compiled = self._background.take()
         if compiled is None:
             return
-        size, programs, error = compiled
-        extras = extras_in(programs[0])
+        size, program, error = compiled
+        extras = extras_in(program)
         if error is not None and not extras:
             raise error
         self._choice.note(size, extras, error)
         if error is None:
             self._scheduler.ready.add(size)
-
-    def _variants(self, extras: frozenset[str]) -> list[Any]:
-        """The programs with these extras, of each decoder that has cycles."""
-        own = self.runner.program
-        return [with_extras(one, extras) for one in ([own] if self._turns is None else self._turns.programs(own))]
 
     def _sizes_ready(self) -> set[int]:
         """Sizes from and to which a batch may move."""
@@ -427,13 +415,9 @@ class Engine:
         self._scheduler.ready.update(sizes)
         extras = extras_in(program)
         while (size := self._choice.missing(sizes, extras)) is not None:
-            if not all(self.runner.has(size, one) for one in self._variants(extras)):
-                break  # a decoder that takes turns is not compiled yet
             self._choice.note(size, extras)
 
-    def _report(
-        self, kind: str, results: tuple[Any, Any], groups: dict[int, Group], by: Decoding | None = None
-    ) -> None:
+    def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""
         value, free = results
         if not groups and free is None:
@@ -442,7 +426,7 @@ class Engine:
             leaf.copy_to_host_async()
         whose = [(index, self._running[group.request.request_id]) for index, group in groups.items()]
         marked = None if free is None else (self._scheduler.mark(), free)
-        self._reported.append(_Reported(self._round, kind, value, whose, marked, by or self._decoder.decoding))
+        self._reported.append(_Reported(self._round, kind, value, whose, marked))
 
     def _leave(self, running: Running) -> None:
         """Frees a group's lane and pages, and sends for its population."""
@@ -465,8 +449,6 @@ class Engine:
                 self._scheduler.free.report(mark, int(jax.device_get(free)))
             value = jax.device_get(reported.value) if reported.groups else None
             self.seconds_waited += time.perf_counter() - began
-            if reported.kind == "cycle" and self._turns is not None:
-                self._turns.heard(reported.by, value, reported.groups)
             leaves, tree = jax.tree.flatten(value)
             for index, running in reported.groups:
                 if reported.kind == "population":
@@ -482,7 +464,7 @@ class Engine:
         kind = reported.kind
         if kind == "cycle" and not value.ran:
             return
-        running.take(kind, value, reported.by)
+        running.take(kind, value)
         if kind == "prompt":
             return
         name = running.request.request_id
@@ -521,7 +503,6 @@ class Engine:
             running.times,
             self._decoder,
             self._tokenizer,
-            cycles_by=running.cycles_by,
             num_cached_tokens=running.group.cached,
             preemptions=running.preemptions,
             aborted=running.aborted,

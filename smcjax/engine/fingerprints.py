@@ -53,7 +53,7 @@ class Fingerprints:
 def fingerprints(models: Models) -> Fingerprints:
     """Makes the fingerprints of loaded models on the default device, or on those that hold them together.
 
-    Of two devices of which one drafts they are one's: decoders that take turns by a profile do not overlap, and each
+    Of two devices of which one drafts they are one's: decoders that a profile chooses among do not overlap, and each
     device runs those as if alone.
     """
     proposer, name = models.proposer, device_name()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from smcjax.decoders import Decoding
 from smcjax.decoding.adjustments import Adjustments
 from smcjax.decoding.constraints import states_behind
 from smcjax.decoding.decoder import Decoder
@@ -23,7 +24,6 @@ from smcjax.engine.attached import Attached, Constraints, attach, detach
 from smcjax.engine.batch import Batch
 from smcjax.engine.constraints import make_tables
 from smcjax.engine.lanes import put, take
-from smcjax.engine.narrowing import advance, catch_up
 from smcjax.engine.programs import Job, abstract, step_job
 from smcjax.engine.requests import make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
@@ -52,7 +52,7 @@ class BatchJobs:
         params: the weights, as they are on the devices.
         num_pages: KV pages, the trash page included.
         chunks: prompt tokens that one program reads.
-        takes_turns: whether cycles without drafts are among those of several decoders.
+        readings: decoders with the same tokens, each of which has cycles.
         spread: the devices, where there are several.
     """
 
@@ -60,7 +60,7 @@ class BatchJobs:
     params: PairParams
     num_pages: int
     chunks: ChunkLengths
-    takes_turns: bool
+    readings: tuple[Decoding, ...]
     spread: Spread | None
 
     def state(self, size: int) -> Any:
@@ -89,13 +89,12 @@ class BatchJobs:
             constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
         extra = (Attached(adjustments, constraints),) if program.adjusts or program.constrains else ()
 
-        def step(params: Any, state: Any, *attached: Attached) -> Any:
-            state, info = advance(program, params, attach(state, *attached))
-            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
-
-        jobs: dict[Any, Job] = {
-            (stepping(program), size, "step"): step_job(step, program, self.params, state, *extra, spread=self.spread),
-        }
+        jobs: dict[Any, Job] = {}
+        for reading in self.readings:
+            stepped = stepping(program, reading)
+            jobs[stepped, size, "step"] = step_job(
+                self._step(stepped), program, self.params, state, *extra, spread=self.spread
+            )
         plain: dict[Any, Job] = {
             (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
             ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
@@ -107,13 +106,9 @@ class BatchJobs:
             lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
-            plain[reading(program), size, count, length, "prefill"] = Job(
-                self._prefill(program, length), (1, 2), arguments
-            )
+            plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
         if constraints is not None:
             plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
-        if self.takes_turns and program.proposer is not None:
-            plain[size, self.chunks.together, "catch up"] = self._catching_up(params, state, lanes=size)
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
 
@@ -124,12 +119,6 @@ class BatchJobs:
         """The states of all rows' automata behind the tokens that they have."""
         none_yet = jnp.zeros_like(state.sequences.length)
         return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
-
-    def _catching_up(self, params: Any, state: Any, lanes: int) -> Job:
-        def read(params: Any, state: Any, start_at: jax.Array) -> Any:
-            return catch_up(self.program, params, state, start_at, self.chunks.together)
-
-        return Job(read, (1,), (params, state, jax.ShapeDtypeStruct((lanes,), jnp.int32)))
 
     def moving(self, old_size: int, size: int) -> dict[Any, Job]:
         """The program that moves groups from `old_size` lanes into a batch of `size`, by the key it is called by."""
@@ -160,6 +149,13 @@ class BatchJobs:
         size = present.shape[0]
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
+
+    def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array, Any]]:
+        def step(params: Any, state: Any, *attached: Attached) -> tuple[Any, Any, jax.Array, Any]:
+            state, info = program.step(params, attach(state, *attached))
+            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
+
+        return step
 
     def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport, Any]]:
         def prefill(
@@ -216,14 +212,12 @@ def pages_of(length: int, page_size: int) -> int:
     return length // page_size + 1
 
 
-def stepping(program: Any) -> Any:
-    """The program of whose cycles `program`'s are: prompts make no difference to them."""
-    return dataclasses.replace(program, scores_prompts=False) if program.scores_prompts else program
-
-
-def reading(program: Any) -> Any:
-    """The program by which prompts are read where `program` advances the groups."""
-    return dataclasses.replace(program, by=None) if program.by is not None else program
+def stepping(program: Any, reading: Decoding | None = None) -> Any:
+    """The program of a cycle by this reading, the program's own for None: what is asked of prompts does not matter."""
+    reading = reading or program.decoding
+    if reading == program.decoding and not program.scores_prompts:
+        return program
+    return dataclasses.replace(program, decoding=reading, scores_prompts=False)
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

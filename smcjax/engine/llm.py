@@ -51,7 +51,6 @@ from smcjax.engine.requests import (
     listed,
     params_for_each,
 )
-from smcjax.engine.results import in_words
 from smcjax.engine.runner import Runner
 from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.settings import require_settings
@@ -89,7 +88,10 @@ class LLM:
             "auto", `Auto(...)`, which chooses one of them now by what is asked for. None: `SMC()` answers what it can,
             and `Rejection()` with the same draft the rest (temperature 0, top_k, top_p, penalties, biases); without a
             draft the target alone answers all. `RequestOutput.decoding` says which one did.
-        profile: with "auto", a file of `smcjax profile` of this pair and device: exact decoders take turns by load.
+        profile: with "auto", a file of `smcjax profile` of this pair and device. It chooses the exact decoder that is
+            nearest to the fastest one in predicted tokens/s, in the mean over sizes of a batch up to `max_num_seqs` and
+            the contexts that were measured. Where the file has further strict readings of a sparse target's blocks for
+            that decoder, each cycle takes the fastest one; tokens are the same either way.
         dtype: "auto" (bfloat16 on GPU, float32 on CPU), "bfloat16" or "float32".
         quantization, draft_quantization: "int8" keeps the target's, the draft's matrices as int8 with a scale a row,
             made when they are loaded, or as a directory stores them; activations and KV stay in `dtype`.
@@ -221,7 +223,13 @@ class LLM:
                         "draft_drop_layers, and Rejection takes draft_model='ngram' as well."
                     )
             elif profile is not None:
-                self._planned = Planned(profile, choice, has_draft=has_draft, max_num_seqs=max_num_seqs)
+                self._planned = Planned(
+                    profile,
+                    choice,
+                    has_draft=has_draft,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len or DEFAULT_MAX_MODEL_LEN,
+                )
                 choice = self._planned.decoding
             else:
                 choice = choice.choose(has_draft=has_draft, candidates_pay=not on_cpu() and draft_model != NGRAM)
@@ -304,8 +312,8 @@ class LLM:
                 self.decoding = usual_reading(self.decoding, self.models, page_size, implementation)
             else:
                 self._planned.check(self.models)
-            decodings = (self.decoding,) if self._planned is None else self._planned.strategies
-            usual = usual_page_size(decodings, self.models, implementation)
+            self._readings = (self.decoding,) if self._planned is None else self._planned.readings
+            usual = usual_page_size(self._readings, self.models, implementation)
             self.page_size = usual if page_size is None else page_size
             self._footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
@@ -353,16 +361,14 @@ class LLM:
             automata=automata,
         )
         params = PairParams(models.target_params, models.draft_params)
-        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread)
-        planned, begin_again = self._planned, admission == "optimistic"
-        turns = None if planned is None else planned.turns(decoder, begin_again=begin_again)
+        runner = Runner(decoder, params, self.num_pages, Programs(workspace), models.spread, self._readings)
         self._engine = Engine(
             runner,
             max_num_seqs=self.max_num_seqs,
             tokenizer=self.tokenizer,
             prefix_caching=enable_prefix_caching,
             optimistic=admission == "optimistic",
-            turns=turns,
+            switch=None if self._planned is None else self._planned.switch(),
         )
         runner.take_memory()
 
@@ -372,13 +378,16 @@ class LLM:
         weights = {"target": bytes_on_one(models.target_params)}
         if models.draft_params is not None:
             weights["draft"] = bytes_on_one((models.target_params, models.draft_params)) - weights["target"]
-        scores = scores_bytes(
-            models.local_target,
-            self.decoding,
-            requests=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            page_size=self.page_size,
-            implementation=self._implementation,
+        scores = max(
+            scores_bytes(
+                models.local_target,
+                one,
+                requests=self.max_num_seqs,
+                max_model_len=self.max_model_len,
+                page_size=self.page_size,
+                implementation=self._implementation,
+            )
+            for one in self._readings
         )
         chosen = choose_num_pages(
             num_pages,
@@ -468,21 +477,10 @@ class LLM:
         }
 
     @property
-    def strategies(self) -> tuple[Decoding, ...]:
-        """The decoders that have cycles: several where they take turns by a profile, else `decoding`."""
-        return self.engine.strategies
-
-    @property
     def batch_cycles(self) -> dict[str, int]:
-        """Cycles of the whole batch since construction, by the decoder of `strategies` that had them, in its words."""
-        engine = self.engine
+        """Cycles of the whole batch since construction, by decoder and reading of a sparse target, in its words."""
         beside = {} if self._beside is None else self._beside.batch_cycles
-        return in_words({one: engine.batch_cycles[one] for one in engine.strategies}) | beside
-
-    @property
-    def decodes_by_load(self) -> bool:
-        """True where a profile chooses among decoders, though it be one that is best at every load."""
-        return self._planned is not None
+        return {str(one): count for one, count in self.engine.batch_cycles.items()} | beside
 
     def metrics(self) -> dict[str, float]:
         """Counters since construction, and the state of the KV pages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +91,6 @@ class RequestMetrics:
     # token of the answer.
     accepted: int | None = None
     accepted_at: tuple[int, ...] | None = None  # [K] cycles whose draft at each position is in the answer
-    # `cycles` by the decoder that had them, in its words: several where decoders take turns by a profile.
-    cycles_by: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,7 +121,7 @@ class RequestOutput:
     # log p of the prompt's tokens, and the likeliest ones at their places, when asked for; None for the first token.
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[TokenLogprob] | None] | None = None
-    decoding: str = ""  # the decoder that ran: "smc", "rejection" or "autoregressive"; "auto" where several took turns
+    decoding: str = ""  # the decoder that ran: "smc", "rejection" or "autoregressive"
 
     def __repr__(self) -> str:
         """A line: the request, how it was answered, and the text as far as 80 characters go."""

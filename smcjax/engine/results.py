@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from smcjax.auto import Auto
 from smcjax.decoders import Decoding
 from smcjax.decoding.decoder import Decoder, Report
 from smcjax.decoding.sequences import Population
@@ -49,7 +47,6 @@ def assemble(
     decoder: Decoder[Any, Any, Any],
     tokenizer: Tokenizer | None,
     *,
-    cycles_by: Mapping[Decoding, int],
     num_cached_tokens: int,
     preemptions: int,
     aborted: bool = False,
@@ -58,7 +55,6 @@ def assemble(
 ) -> RequestOutput:
     """The output of a request from its population, one group as host arrays, and its own Info of every cycle.
 
-    `cycles_by` says how many of these each decoder had.
     One that was `refused` when it had been admitted has that as its error, and no answer.
     `text_of` gives the text of an answer where that is known already, else None.
     """
@@ -120,7 +116,7 @@ def assemble(
             cycles=len(infos),
             resamples=report.resamples,
             generated_tokens=kept,
-            drafted=sum(one.drafts_per_cycle * cycles for one, cycles in cycles_by.items()),
+            drafted=len(infos) * decoder.decoding.drafts_per_cycle,
             seconds=times.seconds,
             mean_ess=report.mean_ess,
             queue_seconds=times.began - times.arrived,
@@ -129,18 +125,11 @@ def assemble(
             preemptions=preemptions,
             accepted=report.accepted,
             accepted_at=report.accepted_at,
-            cycles_by=in_words(cycles_by),
         ),
         smc=weighted,
         error=error,
-        decoding=_ran(decoder.decoding, cycles_by),
+        decoding=decoder.decoding.name,
     )
-
-
-def _ran(decoding: Decoding, cycles_by: Mapping[Decoding, int]) -> str:
-    """The name of the decoder that ran, that of the LLM where there was no cycle; "auto" for several."""
-    names = {one.name for one, cycles in cycles_by.items() if cycles} or {decoding.name}
-    return names.pop() if len(names) == 1 else Auto.name
 
 
 def normalized(log_weights: np.ndarray) -> np.ndarray:
@@ -150,14 +139,6 @@ def normalized(log_weights: np.ndarray) -> np.ndarray:
         return np.full(weights.shape, np.nan)
     weights = np.exp(weights - weights.max())
     return weights / weights.sum()
-
-
-def in_words(cycles_by: Mapping[Decoding, int]) -> dict[str, int]:
-    """The counts by the decoders' words, in which options may be left out that tell two of them apart."""
-    counts = Counter[str]()
-    for one, cycles in cycles_by.items():
-        counts[str(one)] += cycles
-    return dict(counts)
 
 
 def aborted_in_the_queue(

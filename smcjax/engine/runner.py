@@ -7,7 +7,6 @@ lanes is donated to every program and taken from its result:
     join      requests into free lanes: rows, pages, no KV yet but in the pages that cache slots keep
     prefill   one chunk of the prompts in some lanes; where a prompt ends there, its first tokens; full pages are cached
     step      one cycle of all groups that have started
-    catch up  the draft reads tokens that cycles without drafts have made
     leave     one lane's population, its pages given back
     move      the groups into a batch of another size (`smcjax.engine.lanes`): integers only
 """
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from smcjax.decoders import Decoding
 from smcjax.decoding.adjustments import Adjustments
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
@@ -29,7 +29,7 @@ from smcjax.device import on_cpu
 from smcjax.engine.attached import Attached, Constraints
 from smcjax.engine.batch import Batch
 from smcjax.engine.constraints import AutomatonPlaces
-from smcjax.engine.jobs import BatchJobs, PrefillReport, pages_of, reading, stepping
+from smcjax.engine.jobs import BatchJobs, PrefillReport, pages_of, stepping
 from smcjax.engine.programs import Job, Programs, Progress, delete
 from smcjax.engine.requests import Request, make_adjustments
 from smcjax.engine.scheduler import ChunkLengths
@@ -61,6 +61,7 @@ class Runner:
 
     Methods take a `program` where there may be several: the decoder, or the same with fields set that some requests ask
     for (`smcjax.engine.extras`). With `spread` all programs run on its devices, `decoder` being that of one of them.
+    `readings` are decoders with the same tokens that may have a cycle in place of the decoder's own; None: it alone.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class Runner:
         num_pages: int,
         programs: Programs,
         spread: Spread | None = None,
+        readings: tuple[Decoding, ...] | None = None,
     ) -> None:
         self.program = decoder
+        self.readings = readings or (decoder.decoding,)
         self.spread = spread
         self._workspaces = None if spread is None else spread.workspaces(decoder.implementation)
         self.params = params
@@ -79,7 +82,6 @@ class Runner:
             self.params = dataclasses.replace(params, peers=self._workspaces.peers())
         self.programs = programs
         self.num_pages = num_pages
-        self.takes_turns = False  # whether cycles without drafts are among those of several decoders
         self.size = 0  # lanes of the batch in flight; 0: none yet
         # KV and pages while there is no batch, the batch's state otherwise. All None before `take_memory`.
         self._memory: Any = None
@@ -94,7 +96,7 @@ class Runner:
 
     @property
     def _jobs(self) -> BatchJobs:
-        return BatchJobs(self.program, self.params, self.num_pages, self.chunks, self.takes_turns, self.spread)
+        return BatchJobs(self.program, self.params, self.num_pages, self.chunks, self.readings, self.spread)
 
     def _new_memory(self) -> Any:
         return self.program.create_memory(self.params, self.num_pages)
@@ -248,32 +250,22 @@ class Runner:
             lanes[i], start_at[i], cached[i] = chunk.lane, chunk.start_at, chunk.cached
             for page, slot in chunk.stored:
                 slots[i, page - chunk.start_at // program.page_size] = slot
-        key = reading(program), self.size, count, length, "prefill"
+        key = program, self.size, count, length, "prefill"
         asked = self._put((lanes, start_at, cached, slots))
         extra = self._extra(program)
         (self.state, self.cached), first, states = self._computed(key, self.state, self.cached, *asked, *extra)
         self._walked(states)
         return first
 
-    def step(self, program: Any) -> tuple[Any, jax.Array]:
-        """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it."""
-        key = stepping(program), self.size, "step"
+    def step(self, program: Any, reading: Decoding | None = None) -> tuple[Any, jax.Array]:
+        """Advances all groups by one cycle; returns the decoder's Info, and how many pages are free after it.
+
+        `reading` is one of `readings`; None: the program's own.
+        """
+        key = stepping(program, reading), self.size, "step"
         self.state, info, free, states = self._computed(key, self.state, *self._extra(program))
         self._walked(states)
         return info, free
-
-    def catch_up(self, lacking: Mapping[int, tuple[int, int]]) -> None:
-        """Has the draft read tokens of the groups in some lanes: positions from the first number to before the second.
-
-        Positions of the prompts it does not read again, and there may be fewer tokens than that.
-        """
-        chunk = self.chunks.together
-        for number in range(max((-(-(end - begin) // chunk) for begin, end in lacking.values()), default=0)):
-            start_at = np.full(self.size, self.program.max_model_len, np.int32)  # beyond every answer
-            for lane, (begin, end) in lacking.items():
-                if begin + number * chunk < end:
-                    start_at[lane] = begin + number * chunk
-            self.state = self._computed((self.size, chunk, "catch up"), self.state, self._put(start_at))
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:
         """The population of a lane, one group, which is free from now on, and how many pages are then."""
@@ -303,7 +295,7 @@ class Runner:
     def has(self, size: int, program: Any) -> bool:
         """True where all of `jobs` are compiled."""
         one = self.chunks.lanes(1, size)
-        keys = ((reading(program), size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
+        keys = ((program, size, one, self.chunks.alone, "prefill"), (stepping(program), size, "step"))
         return all(key in self.programs for key in keys)
 
     def jobs(self, size: int, program: Any) -> dict[Any, Job]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from smcjax.decoders import Decoding
 from smcjax.decoding.decoder import CycleHistory, Decoder
 from smcjax.decoding.scores import Scores
 from smcjax.engine.cycles import first_cycle, later_cycle
@@ -34,8 +32,6 @@ class Running:
     aborted: bool = False
     refused: str | None = None  # why it cannot be answered
     last_cycle: int | None = None  # of its own, after which it is concluded: stop strings have settled its answer
-    cycles_by: Counter[Decoding] = dataclasses.field(default_factory=Counter)  # these cycles, by who had them
-    lacking: int | None = None  # a position before which the draft lacks nothing; None: it lacks nothing
     infos: list[Any] = dataclasses.field(default_factory=list)  # the decoder's Info of every cycle, of this group
     first: Scores | None = None  # of first tokens, [N], where they are asked for
     prompt: list[Scores] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
@@ -51,14 +47,7 @@ class Running:
     def again(self, group: Group) -> Running:
         """The record of a preempted group that begins anew; its reader and its clock go on."""
         history = self.decoder.history(len(self.request.token_ids)) if self.history is not None else None
-        fresh: dict[str, Any] = {
-            "infos": [],
-            "cycles_by": Counter(),
-            "lacking": None,
-            "last_cycle": None,
-            "first": None,
-            "prompt": [],
-        }
+        fresh: dict[str, Any] = {"infos": [], "last_cycle": None, "first": None, "prompt": []}
         return dataclasses.replace(self, group=group, history=history, **fresh)
 
     @property
@@ -66,18 +55,14 @@ class Running:
         """Tokens of prompt and answer by the last report, of the longest row."""
         return int(np.max(self.infos[-1].length)) if self.infos else len(self.request.token_ids) + 1
 
-    def take(self, kind: str, value: Any, by: Decoding) -> None:
-        """Keeps what results will be made of; a cycle was `by` this decoder.
-
-        Scores in a report that are for others in the batch are left out.
-        """
+    def take(self, kind: str, value: Any) -> None:
+        """Keeps what results will be made of, without the scores in a report that are for others in the batch."""
         asked = self.request.params.scores(streams=self.certain is not None)
         if kind == "prompt":
             self.prompt.append(value)
         elif kind == "first":
             self.first = value.scores if asked else None
         elif kind == "cycle":
-            self.cycles_by[by] += 1
             self.infos.append(value if asked or value.scores is None else dataclasses.replace(value, scores=None))
 
     def settled(self, kind: str, value: Any) -> bool:

@@ -40,8 +40,8 @@ def usual_reading(decoding: Decoding, models: Models, page_size: int | None, imp
 def usual_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:
     """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16.
 
-    One of the `decodings` that reads in groups suffices, since decoders that take turns share their pages. 128 is
-    taken only where it cuts no block of either model.
+    One of the `decodings` that reads in groups suffices, since they share their pages. 128 is taken only where it cuts
+    no block of either model.
     """
     kinds = (decoding.speculation.sparse for decoding in decodings)
     with implementations(implementation):

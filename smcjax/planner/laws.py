@@ -37,6 +37,15 @@ def law_of(decoding: Decoding) -> str:
     return f"population, {_options(alike)}{reused}"
 
 
+def same_tokens(one: Decoding, other: Decoding) -> bool:
+    """True where two decoders differ at most in how queries read the blocks that a sparse target has selected.
+
+    Both then have the same drafts, rows and pages, and the same tokens of every seed, but for rounding.
+    """
+    without, others = ({**as_json(decoding), "sparse": None} for decoding in (one, other))
+    return law_of(one) == law_of(other) and without == others
+
+
 def _options(decoding: Decoding) -> str:
     options = {"name": decoding.name, **as_json(decoding)}
     return " ".join(f"{name} {value}" for name, value in options.items() if name != "decoder")

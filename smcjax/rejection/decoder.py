@@ -275,13 +275,6 @@ class RejectionDecoder(Decoder[Rejection, State, Info]):
     step = step
     conclude = conclude
 
-    def adopt(self, info: decoding.Info) -> Info:
-        """The report of another decoder's cycle; one that knows no drafts has accepted none."""
-        if isinstance(info, Info):
-            return info
-        fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-        return Info(**fields, accepted=jnp.zeros(info.ran.shape, jnp.int32))
-
     def report(
         self,
         infos: Sequence[Info],

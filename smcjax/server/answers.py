@@ -187,10 +187,7 @@ class Answers:
         if self._has_form:  # docs/structured.md
             found["law"] = "given the form" if self._model.decoding.weighted else "locally masked"
         if self._ask.smc is not None:
-            if self._model.by_load:
-                populations = [{"cycles_by": dict(output.metrics.cycles_by)} for output in outputs]
-            else:
-                populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]
+            populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]
             found |= {"choices": populations} if len(populations) > 1 else populations[0] if populations else {}
         return {"smc": found}
 

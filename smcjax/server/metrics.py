@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -93,7 +93,6 @@ class Metrics:
         figures = await asyncio.gather(*(model.llm.metrics() for model in models))
         self._engines.figures = {model.name: one for model, one in zip(models, figures, strict=True)}
         self._engines.batch_cycles = {model.name: model.llm.llm.batch_cycles for model in models}
-        self._engines.by_load = {model.name for model in models if model.by_load}
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -109,7 +108,6 @@ class _Engines(Collector):
     def __init__(self) -> None:
         self.figures: Mapping[str, Mapping[str, float]] = {}
         self.batch_cycles: Mapping[str, Mapping[str, int]] = {}  # by the decoder that had them
-        self.by_load: Collection[str] = ()
 
     def collect(self) -> Iterable[Metric]:
         for kind, names in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
@@ -123,16 +121,10 @@ class _Engines(Collector):
         cycles = CounterMetricFamily(
             "smcjax_batch_cycles", "Cycles of a whole batch, by the decoder that had them", labels=[_LABEL, "decoder"]
         )
-        switches = CounterMetricFamily(
-            "smcjax_strategy_switches", "Changes from one decoder to another, by load", labels=[_LABEL]
-        )
         for model, counts in self.batch_cycles.items():
             for decoder, count in counts.items():
                 cycles.add_metric([model, decoder], count)
-            if model in self.by_load:
-                switches.add_metric([model], self.figures[model].get("strategy_switches", 0))
         yield cycles
-        yield switches
         used = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV pages in use, from 0 to 1", labels=[_LABEL])
         for model, figures in self.figures.items():
             used.add_metric([model], 1 - figures["kv_pages_free"] / figures["kv_pages_total"])

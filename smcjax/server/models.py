@@ -15,9 +15,9 @@ from smcjax.auto import Auto, exact_beside, gives_draft, left_to_exact
 from smcjax.decoders import SMC, Decoding, Rejection
 from smcjax.engine.arguments import compiles_at_start
 from smcjax.engine.async_llm import AsyncLLM
-from smcjax.engine.planned import Planned
 from smcjax.engine.sampling_params import SamplingParams
 from smcjax.plain import short
+from smcjax.planner import Profile
 from smcjax.planner.laws import as_json
 from smcjax.server.errors import APIError
 
@@ -32,26 +32,18 @@ class VirtualModel:
 
     @property
     def decoding(self) -> Decoding:
-        """The decoder's choice; where several take turns, one that stands for their law."""
+        """The decoder's choice."""
         return self.llm.llm.decoding
 
     @property
-    def by_load(self) -> bool:
-        """True where exact decoders take turns by a profile."""
-        return self.llm.llm.decodes_by_load
-
-    @property
     def fingerprint(self) -> str:
-        """A text that changes with what could change the tokens of a seed, but for the load."""
-        options = hashlib.sha256(repr(self.llm.llm.strategies).encode()).hexdigest()
-        return f"smcjax-{_label(self.llm)}-{options[:8]}"
+        """A text that changes with what could change the tokens of a seed."""
+        options = hashlib.sha256(repr(self.decoding).encode()).hexdigest()
+        return f"smcjax-{label_of(self.decoding)}-{options[:8]}"
 
     def description(self) -> dict[str, Any]:
         """The decoder in replies."""
         decoding = self.decoding
-        if self.by_load:
-            strategies = list(map(str, self.llm.llm.strategies))
-            return {"decoder": self.name, "decoding": Auto.name, "exact": decoding.exact, "strategies": strategies}
         numbers: dict[str, float | None] = {}
         if isinstance(decoding, SMC):
             numbers = {
@@ -75,7 +67,7 @@ class Models:
 
     def __init__(self, name: str, llms: Sequence[AsyncLLM]) -> None:
         self.name = name
-        self.all = [VirtualModel(f"{name}:{_label(llm)}", llm) for llm in llms]
+        self.all = [VirtualModel(f"{name}:{label_of(llm.llm.decoding)}", llm) for llm in llms]
         self._by_name = {model.name: model for model in self.all}
         if len(self._by_name) < len(self.all):
             raise ValueError(f"two decoders would both be called {_twice(self.all)}; leave one of them out.")
@@ -85,10 +77,9 @@ class Models:
     def exact(self) -> VirtualModel | None:
         """The virtual model that answers at temperature 0, with top_k, top_p, penalties and biases.
 
-        It is the one that decodes by load, else the first one without weights.
+        It is the first one without weights.
         """
-        exact = [model for model in self.all if not model.decoding.weighted]
-        return next((model for model in exact if model.by_load), exact[0] if exact else None)
+        return next((model for model in self.all if not model.decoding.weighted), None)
 
     def named(self, name: str | None) -> VirtualModel:
         """The model of this name, the first one for None. Raises APIError where there is none."""
@@ -123,10 +114,6 @@ class Models:
                 await model.llm.close()
 
 
-def _label(llm: AsyncLLM) -> str:
-    return Auto.name if llm.llm.decodes_by_load else label_of(llm.llm.decoding)
-
-
 def label_of(decoding: Decoding) -> str:
     """The decoder's part of a virtual model's name, such as smc-n8-k8 or rejection-k4."""
     parts = [decoding.name]
@@ -149,18 +136,14 @@ def _twice(models: Sequence[VirtualModel]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def with_exact(decodings: Sequence[Decoding | Auto], *, by_load: bool = False) -> list[Decoding | Auto]:
-    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft.
-
-    `by_load` asks for exact decoders that take turns by a profile, whichever others there are.
-    """
-    has_exact = any(isinstance(one, Auto) or (not one.weighted and not by_load) for one in decodings)
-    if has_exact:
+def with_exact(decodings: Sequence[Decoding | Auto], *, by_profile: bool = False) -> list[Decoding | Auto]:
+    """`decodings` with an exact one, where none of them is: `Rejection`, by the same draft, or one `by_profile`."""
+    if any(isinstance(one, Auto) or not one.weighted for one in decodings):
         return list(decodings)
     first = decodings[0]
     assert isinstance(first, Decoding)
     exact = exact_beside(first)
-    return [*decodings, Auto(sparse=exact.speculation.sparse) if by_load else exact]
+    return [*decodings, Auto(sparse=exact.speculation.sparse) if by_profile else exact]
 
 
 def base_name(model: str | os.PathLike[str] | None) -> str:
@@ -194,10 +177,9 @@ def load(
         raise ValueError("profile is given and no decoder is auto; add Auto() to the decoders, or leave profile out.")
     for one in decodings:
         if isinstance(one, Auto) and profile is not None:
-            Planned(profile, one, has_draft=has_draft, max_num_seqs=max_num_seqs)
+            one.candidates(Profile.load(profile), has_draft=has_draft)
     profiles: list[dict[str, Any]] = [{"profile": profile} if isinstance(one, Auto) else {} for one in decodings]
-    # Whoever needs a draft loads it for all, on devices that somebody needs. Decoders by a profile may turn out to need
-    # none.
+    # Whoever needs a draft loads it for all, on devices that somebody needs. One by a profile may need none.
     separate = bool(of_models.get("separate_draft"))
     drafting = sorted(
         (isinstance(one, Auto), separate and not (isinstance(one, Decoding) and one.overlaps), at)

@@ -80,7 +80,7 @@ def test_measuring(pair: Pair) -> None:
     assert all(cell.ms > 0 for one in made.strategies for cell in one.cells)
     assert len(heard) == 2 * 2
     assert "[2/2] rejection, K=2: 1 running, 8 tokens:" in heard[2]
-    assert len(Planner(made).rank("exact", 2, 8)) == 2
+    assert Planner(made).strategies("exact") == [alone.decoding, drafting.decoding]
 
 
 def test_all_strategies_have_pages_of_one_size(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

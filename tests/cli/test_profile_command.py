@@ -26,7 +26,7 @@ def test_a_profile_is_written_and_read(smcjax: Command, pair: Pair, tmp_path: Pa
     assert [str(one.decoding) for one in made.strategies] == ["target alone", "rejection, K=2"]
     assert (made.settings["prompts"], made.settings["clock"]) == (2, "cpu")
     assert "| rejection, K=2 |" in result.out
-    assert "Best fixed: " in result.out
+    assert "Best over the loads: " in result.out
     assert result.err.count("ms a cycle") == 2
     again = smcjax("generate", "hello", *models, "--decoding", "auto", "--profile", path, "--max-tokens", "4")
     assert again.code == 0, again.err

@@ -235,30 +235,30 @@ def test_one_compilation_at_a_time_and_its_end() -> None:
     compiler = BackgroundCompiler(runner)
     compiler.wait()
     assert (compiler.busy, compiler.take()) == (False, None)
-    compiler.begin(4, ["a", "b"], {1})
+    compiler.begin(4, "a", {1})
     compiler.wait(0.01)
     assert (compiler.busy, compiler.take()) == (True, None)
     with pytest.raises(AssertionError):
-        compiler.begin(2, ["c"], {1})
+        compiler.begin(2, "c", {1})
     go.set()
     compiler.wait()
-    assert (compiler.take(), compiler.take(), compiler.busy) == ((4, ["a", "b"], None), None, False)
-    assert done == [([4], "a", {1}), ([4], "b", {1})]
-    compiler.begin(2, ["large"], set())
+    assert (compiler.take(), compiler.take(), compiler.busy) == ((4, "a", None), None, False)
+    assert done == [([4], "a", {1})]
+    compiler.begin(2, "large", set())
     compiler.wait()
-    size, programs, error = compiler.take() or (0, [], None)
-    assert (size, programs, str(error)) == (2, ["large"], "too large")
-    compiler.begin(2, ["broken"], set())
+    size, program, error = compiler.take() or (0, None, None)
+    assert (size, program, str(error)) == (2, "large", "too large")
+    compiler.begin(2, "broken", set())
     compiler.wait()
     with pytest.raises(TypeError, match="broken"):
         compiler.take()
     assert not compiler.busy
     compiler.abandon()
-    compiler.begin(2, ["c", "d"], set())
+    compiler.begin(2, "c", set())
     compiler.wait()
     with pytest.raises(Abandoned):
         compiler.take()
-    assert done[2:] == [([2], "c", set())]
+    assert done[1:] == [([2], "c", set())]
 
 
 def test_an_async_engine_has_what_it_was_given_at_the_start(pair: Pair) -> None:

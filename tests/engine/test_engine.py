@@ -106,7 +106,7 @@ def test_a_cycle_is_enqueued_before_the_last_one_is_read(tight: LLM, lag: int, m
     runner, read = tight.engine.runner, jax.device_get
     enqueue = runner.step
     monkeypatch.setattr(tight.engine, "_lag", lag)
-    monkeypatch.setattr(runner, "step", lambda program: (events.append("cycle"), enqueue(program))[1])
+    monkeypatch.setattr(runner, "step", lambda *which: (events.append("cycle"), enqueue(*which))[1])
 
     def device_get(value: Any) -> Any:
         events.append("read" if hasattr(value, "ran") else "other")

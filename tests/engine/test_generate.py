@@ -42,9 +42,9 @@ def seed_where(llm: LLM, wanted: str, params: dict[str, object]) -> tuple[Reques
 def test_what_completion_shows(llm: LLM) -> None:
     """What a user has a use for; what engines and servers share has an underscore."""
     assert [name for name in dir(llm) if not name.startswith("_")] == [
-        *("batch_cycles", "chat", "chat_prompt", "close", "decodes_by_load", "decoding", "engine", "generate"),
+        *("batch_cycles", "chat", "chat_prompt", "close", "decoding", "engine", "generate"),
         *("generate_stream", "has_prepared", "max_model_len", "max_num_seqs", "metrics", "models", "num_pages"),
-        *("page_size", "prepare", "request", "strategies", "tokenizer", "warm_up"),
+        *("page_size", "prepare", "request", "tokenizer", "warm_up"),
     ]
 
 

@@ -22,7 +22,7 @@ LAWS = [
     for file in (
         "model/parallel_laws.py",
         "engine/parallel_laws.py",
-        "engine/parallel_turns_laws.py",
+        "engine/parallel_requests_laws.py",
         "engine/parallel_drafts_laws.py",
         "engine/separate_laws.py",
     )

@@ -41,7 +41,7 @@ def test_labels(decoding: Decoding, label: str) -> None:
 
 @pytest.mark.parametrize(("decoding", "beside"), [(SMC(), {}), (SMC(pipelined=True), {"pipelined": True})])
 def test_descriptions_say_what_is_unusual(decoding: SMC, beside: dict[str, float]) -> None:
-    served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding, decodes_by_load=False))
+    served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding))
     usual = {"decoder": "m", "decoding": "smc", "exact": False, "n_particles": 8, "gamma": 8, "control": 0.0}
     assert VirtualModel("m", served).description() == usual | beside
 

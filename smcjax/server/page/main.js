@@ -228,7 +228,6 @@ function describeModel() {
   if (smc.n_candidates > 1) parts.push(`${smc.n_candidates} candidates`);
   if (smc.gamma) parts.push(`K = ${smc.gamma} tokens drafted a cycle`);
   if (smc.control) parts.push(`control ${smc.control}`);
-  if (smc.strategies) parts.push(`by load: ${smc.strategies.join("; ")}`);
   parts.push(smc.exact ? "exact, without a population" : "a weighted population");
   at("decoder").textContent = parts.join(" · ");
 }

@@ -1,4 +1,4 @@
-"""Requests that ask for more than a draw, on two virtual devices, by decoders that take turns: as on one device.
+"""Requests that ask for more than a draw, on two virtual devices: as on one. And whose a profile is.
 
 Run by `test_parallel.py` in a process of its own, for XLA is told the number of devices when it starts.
 """
@@ -12,56 +12,53 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
+from smcjax import LLM, Rejection, RequestOutput, SamplingParams
+from smcjax.engine.fingerprints import fingerprints
 from smcjax.engine.scheduler import ChunkLengths
 from smcjax.planner import Profile
 from tests.checkpoints import Pair, write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, same_everywhere
-from tests.engine.test_turns import from_strategies, scripted
+from tests.planner.tables import measured
 
-STRATEGIES = (Autoregressive(), Rejection(2))
 ASKED: list[dict[str, Any]] = [
     {"logprobs": 3, "prompt_logprobs": 2, "frequency_penalty": 1.5, "logit_bias": {98: 4.0, 99: -4.0}},
     {"logprobs": 3, "response_format": {"type": "regex", "regex": "[ab]{3}c{2,9}d"}, "top_k": 5, "top_p": 0.8},
 ]
 
 
-def taken_turns(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], str]:
-    """Answers to `ASKED` by decoders that a script lets take turns, and how a profile names the devices."""
+def answered(pair: Pair, size: int, where: Path) -> tuple[list[RequestOutput], str]:
+    """Answers to `ASKED`, and how the devices are named in a profile of the pair, which is left there."""
     fields: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4}
-    with (
-        LLM(
-            pair.target,
-            draft_model=pair.draft,
-            decoding=STRATEGIES[1],
-            dtype="float32",
-            tensor_parallel_size=size,
-            **fields,
-        ) as base,
-        from_strategies(base, STRATEGIES, where, **fields) as llm,
-    ):
+    with LLM(
+        pair.target,
+        draft_model=pair.draft,
+        decoding=Rejection(2),
+        dtype="float32",
+        tensor_parallel_size=size,
+        **fields,
+    ) as llm:
         llm.engine.runner.chunks = llm.engine._scheduler.chunks = ChunkLengths(16, 16)
-        switch = scripted(llm, 25, STRATEGIES)
         params = [SamplingParams(max_tokens=14, seed=seed, **one) for seed, one in enumerate(ASKED)]
         outputs = llm.generate([{"prompt_token_ids": [*b"a tale"]}] * len(ASKED), params, use_tqdm=False)
-        assert {*switch.chosen} == {*STRATEGIES}
         if size > 1:
             same_everywhere(llm)
-        return outputs, Profile.load(where / "profile.json").device
+        whose = fingerprints(llm.models)
+        Profile(whose.device, whose.model, whose.draft, (measured(Rejection(2), {1: 1.0}),)).save(where / "p.json")
+        return outputs, whose.device
 
 
-def test_requests_that_ask_for_more_by_decoders_that_take_turns(tmp_path: Path) -> None:
+def test_requests_that_ask_for_more(tmp_path: Path) -> None:
     """Penalties, a form, truncation: the tokens of one device, and its log-probabilities but for rounding.
 
-    A profile of one device is none of two, on which other strategies may be the faster ones.
+    A profile of one device is none of two, on which another decoder may be the faster one.
     """
     own = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     pair = Pair(
         write_model(tmp_path / "target", 271, 1, **TARGET_SHAPE),
         write_model(tmp_path / "draft", 264, 2, hidden_size=12, **own),
     )
-    one, on_one = taken_turns(pair, 1, tmp_path)
-    two, on_two = taken_turns(pair, 2, tmp_path)
+    one, on_one = answered(pair, 1, tmp_path)
+    two, on_two = answered(pair, 2, tmp_path)
     for mine, theirs in zip(two, one, strict=True):
         answer, want = mine.outputs[0], theirs.outputs[0]
         assert (answer.token_ids, answer.finish_reason) == (want.token_ids, want.finish_reason)
@@ -72,7 +69,7 @@ def test_requests_that_ask_for_more_by_decoders_that_take_turns(tmp_path: Path) 
     with pytest.raises(
         ValueError, match=rf"^profile is of {re.escape(on_two)} and this device is {re.escape(on_one)}; "
     ):
-        LLM(pair.target, draft_model=pair.draft, decoding="auto", dtype="float32", profile=tmp_path / "profile.json")
+        LLM(pair.target, draft_model=pair.draft, decoding="auto", dtype="float32", profile=tmp_path / "p.json")
 
 
 def likeliest(output: RequestOutput) -> list[list[int]]:
