@@ -36,7 +36,7 @@ begin, prefill = admission.begin, admission.prefill
 def start(program: TargetProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws each request's first token."""
     keys, number = _draw(state, Purpose.FIRST)
-    distribution = distribution_of(state, rows=1, truncates=program.truncates)
+    distribution = distribution_of(state, rows=1, truncates="truncation" in program.features)
     return _append(state, sample(distribution, keys, number, unembed(params.target, last_hidden)))
 
 
@@ -50,8 +50,8 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)
     # The one query sees its own token too.
     view = dataclasses.replace(view, num_immutable=position + 1, sparse=program.speculation.sparse)
-    distribution = distribution_of(state, rows=1, truncates=program.truncates)
-    plan = plan_steps(config, params.target, view, distribution, columns=1, keep_logits=program.scores)
+    distribution = distribution_of(state, rows=1, truncates="truncation" in program.features)
+    plan = plan_steps(config, params.target, view, distribution, columns=1, keep_logits="logprobs" in program.features)
     keys, number = _draw(state, Purpose.DRAFT)
     one = Steps(view.positions[None], view.write_pages[None], keys[None], number[None])
     one = prepare(config, params.target, view, one, distribution, plan)
@@ -61,7 +61,7 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     state = dataclasses.replace(state, cycle=state.cycle + ran)
     length = state.sequences.length[:, None]
     info = Info(ran=ran, done=~state.running, tokens=drawn.token[:, None, None], length=length)
-    if program.scores:
+    if "logprobs" in program.features:
         law = _law(params, distribution, number, drawn)
         info = dataclasses.replace(info, scores=by_group(state, scores(law, drawn.logprob[:, None])))
     return state, info

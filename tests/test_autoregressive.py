@@ -113,7 +113,12 @@ def test_sampling_law(changes: dict[str, Any], top_k: int, top_p: float) -> None
     ask = Ask((1, 2), max_tokens=3, stops=(3,), **changes)
     samples = 24_576
     program = autoregressive.Program(
-        Autoregressive(), CONFIG, None, MAX_MODEL_LEN, page_size=2, truncates=top_k < V or top_p < 1
+        Autoregressive(),
+        CONFIG,
+        None,
+        MAX_MODEL_LEN,
+        page_size=2,
+        features=frozenset({"truncation"} if top_k < V or top_p < 1 else ()),
     )
     prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
     prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))

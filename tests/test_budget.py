@@ -16,7 +16,7 @@ from smcjax.model.nsa import NSA
 from smcjax.smc import cycle
 
 PACKAGE = Path(smcjax.__file__).parent
-FIELDS = {SMC: 16, Rejection: 7, NSA: 13, Program: 14}
+FIELDS = {SMC: 16, Rejection: 7, NSA: 13, Program: 8}
 ARGUMENTS = {LLM.__init__: 25}
 FILES_IN_A_ROOM = 43
 SEAMS = "smcjax.decoders.parts has the seams of a cycle: pass a part to SMC in place of another option."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Literal
 
 from smcjax.decoders import Decoding, Speculation
 from smcjax.decoding.draft_model import DraftModel
@@ -15,6 +15,8 @@ from smcjax.kv import PagePool, pages_for
 from smcjax.model.config import ModelConfig
 from smcjax.model.paged import create_cache, reads_by_kernels
 from smcjax.pallas.dispatch import implementations
+
+Feature = Literal["truncation", "control", "grammar", "adjustments", "logprobs", "prompt_logprobs"]
 
 
 def by_implementation[**P, R](
@@ -41,13 +43,12 @@ class Program[D: Decoding]:
         max_model_len: prompt and generated tokens of a row at most.
         page_size: B, tokens of a KV page.
         implementation: of operations, as `smcjax.pallas.dispatch.implementations` takes it.
-        truncates: whether a request uses top_k or top_p: sorting a vocabulary at every step is not for the others.
-        controls: whether a request of `SMC(control=0)` has a control of its own: whole laws of drafts are not for the
-            others.
-        adjusts: whether the state's requests bring `Requests.adjustments`.
-        constrains: whether they bring `Requests.automaton`, the rows `Sequences.automaton`, and memory the automata.
-        scores: whether reports bring the `Scores` of new tokens (`smcjax.decoding.scores`).
-        scores_prompts: whether reports of prefill bring those of the prompt's tokens.
+        features: what the requests of the program's batches may bring beside the plain options; a program without one
+            does not know of it. "truncation": top_k and top_p, which sort a vocabulary at every step. "control": a
+            control of its own for `SMC(control=0)`, for which whole distributions of drafts are kept. "adjustments":
+            `Requests.adjustments`. "grammar": `Requests.automaton`, with `Sequences.automaton` and `Memory.automata`.
+            "logprobs": the `Scores` of new tokens in reports (`smcjax.decoding.scores`); "prompt_logprobs": those of
+            the prompt's tokens.
         apart: the mesh axis of two devices, of which one drafts and the other scores at the same time, where the
             decoder does not need one for the other (`SMC(pipelined=True)`); None: one device does both.
 
@@ -60,12 +61,7 @@ class Program[D: Decoding]:
     max_model_len: int
     page_size: int = 16
     implementation: str = "auto"
-    truncates: bool = False
-    controls: bool = False
-    adjusts: bool = False
-    constrains: bool = False
-    scores: bool = False
-    scores_prompts: bool = False
+    features: frozenset[Feature] = frozenset()
     apart: str | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +83,7 @@ class Program[D: Decoding]:
     @property
     def ragged(self) -> bool:
         """True where drafts can be rejected."""
-        return self.controls or self.decoding.ragged
+        return "control" in self.features or self.decoding.ragged
 
     @property
     def proposer(self) -> Proposer | None:

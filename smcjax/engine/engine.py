@@ -21,10 +21,11 @@ from typing import Any
 import jax
 
 from smcjax.decoders import Decoding
+from smcjax.decoding.program import Feature
 from smcjax.device import on_cpu
 from smcjax.engine.background import BackgroundCompiler
 from smcjax.engine.clock import Clock
-from smcjax.engine.extras import ProgramChoice, extras_in, extras_now, extras_of, with_extras
+from smcjax.engine.features import ProgramVariants, features_now, features_of
 from smcjax.engine.memory import buckets
 from smcjax.engine.outputs import RequestOutput, StreamChunk
 from smcjax.engine.page_budget import Footprint, Mark
@@ -110,7 +111,7 @@ class Engine:
         self._preempted: dict[str, Running] = {}  # as they were when they left
         self._streams: dict[str, list[StreamChunk]] = {}
         self._reported: deque[_Reported] = deque()
-        self._choice = ProgramChoice()
+        self._choice = ProgramVariants()
         self._background = BackgroundCompiler(runner)
         self._constrained = False  # whether the last round's program followed automata
         self._round = 0  # steps so far
@@ -281,12 +282,12 @@ class Engine:
             runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
-        if program.adjusts:
+        if "adjustments" in program.features:
             runner.adjust({group.lane: group.request for group in self._scheduler.groups})
-        if program.constrains:
+        if "grammar" in program.features:
             moved = bool(schedule.joining) or schedule.sources is not None or not self._constrained
             runner.constrain({group.lane: group.request for group in self._scheduler.groups}, moved=moved)
-        self._constrained = program.constrains
+        self._constrained = "grammar" in program.features
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:
@@ -295,7 +296,7 @@ class Engine:
                 chunks = [Chunk(g.lane, at, length, g.cached, stored[g.lane]) for g, at, length in readings]
                 first = runner.prefill(program, chunks)
                 groups = {i: reading.group for i, reading in enumerate(readings)}
-                if program.scores_prompts:
+                if "prompt_logprobs" in program.features:
                     scored = {i: g for i, g in groups.items() if g.request.params.prompt_logprobs is not None}
                     self._report("prompt", (first.prompt, None), scored)
                 first = dataclasses.replace(first, prompt=None)
@@ -308,19 +309,19 @@ class Engine:
             for running in list(self._running.values()):
                 self._conclude_settled(running)
         if refusal is not None:
-            self._refuse_extras(refusal)
+            self._refuse_features(refusal)
 
     def _ready_program(self, schedule: Schedule) -> tuple[Any, str | None]:
-        """The compiled program with the extras that a round asks for; and why it is without them, if it is."""
-        extras = extras_now(schedule, (self._extras(group.request) for group in self._scheduler.groups))
+        """The compiled program with the features that a round asks for; and why it is without them, if it is."""
+        features = features_now(schedule, (self._features(group.request) for group in self._scheduler.groups))
         program = self.runner.program
         if self.compiles_in_background:
             if schedule.joining:
-                self._want([self._natural_size(len(self._scheduler.groups))], extras)
-            found = self._choice.at(schedule.size, extras)
+                self._want([self._natural_size(len(self._scheduler.groups))], features)
+            found = self._choice.at(schedule.size, features)
             if found is not None:
-                return with_extras(program, found), None
-        return self._choice.ready(program, schedule.size, extras, self._compile)
+                return dataclasses.replace(program, features=found), None
+        return self._choice.ready(program, schedule.size, features, self._compile)
 
     def _reading(self, lanes: int, started: Collection[Group]) -> Decoding:
         """The decoder as it reads a sparse target's blocks in the next cycle."""
@@ -329,8 +330,8 @@ class Engine:
         lengths = [self._running[group.request.request_id].known_length for group in started]
         return self._switch.choose(lanes, statistics.fmean(lengths))
 
-    def _extras(self, request: Request) -> set[str]:
-        return extras_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
+    def _features(self, request: Request) -> set[Feature]:
+        return features_of(request, streams=request.request_id in self._streams, ragged=self._decoder.ragged)
 
     # Programs compiled in the background.
 
@@ -340,23 +341,25 @@ class Engine:
         Where there are none, the largest is wanted, which takes in whatever comes; where nothing fits the device, they
         are admitted to be refused.
         """
-        extras = frozenset(name for request in requests for name in self._extras(request))
-        sizes, natural = self._choice.sizes(extras), self._natural_size(len(requests))
-        if len(requests) <= max(sizes, default=0) or self._want([self._scheduler.sizes[-1], natural], extras):
+        features = frozenset(name for request in requests for name in self._features(request))
+        sizes, natural = self._choice.sizes(features), self._natural_size(len(requests))
+        if len(requests) <= max(sizes, default=0) or self._want([self._scheduler.sizes[-1], natural], features):
             return sizes
         return [natural]
 
     def _natural_size(self, count: int) -> int:
         return next(size for size in self._scheduler.sizes if size >= count)
 
-    def _want(self, sizes: list[int], extras: frozenset[str]) -> bool:
+    def _want(self, sizes: list[int], features: frozenset[Feature]) -> bool:
         """Begins to compile for the first of the sizes that is not compiled, unless anything is being compiled.
 
         False where it has been tried for all of them.
         """
-        size = self._choice.missing(sizes, extras)
+        size = self._choice.missing(sizes, features)
         if size is not None and not self._background.busy:
-            self._background.begin(size, with_extras(self.runner.program, extras), self._sizes_ready())
+            self._background.begin(
+                size, dataclasses.replace(self.runner.program, features=features), self._sizes_ready()
+            )
         return size is not None
 
     def _take_compiled(self) -> None:
@@ -365,10 +368,10 @@ class Engine:
         if compiled is None:
             return
         size, program, error = compiled
-        extras = extras_in(program)
-        if error is not None and not extras:
+        features = program.features
+        if error is not None and not features:
             raise error
-        self._choice.note(size, extras, error)
+        self._choice.note(size, features, error)
         if error is None:
             self._scheduler.ready.add(size)
 
@@ -376,9 +379,9 @@ class Engine:
         """Sizes from and to which a batch may move."""
         return self._scheduler.ready | ({self.runner.size} - {0})
 
-    def _refuse_extras(self, error: str) -> None:
-        """Ends the requests that ask for extras; the others go on without them."""
-        for group in [group for group in self._scheduler.groups if self._extras(group.request)]:
+    def _refuse_features(self, error: str) -> None:
+        """Ends the requests that ask for features; the others go on without them."""
+        for group in [group for group in self._scheduler.groups if self._features(group.request)]:
             running = self._running[group.request.request_id]
             running.refused = error
             self._scheduler.withdraw(group.request.request_id)
@@ -413,9 +416,9 @@ class Engine:
         finally:
             self._clock.stood_still(began)
         self._scheduler.ready.update(sizes)
-        extras = extras_in(program)
-        while (size := self._choice.missing(sizes, extras)) is not None:
-            self._choice.note(size, extras)
+        features = program.features
+        while (size := self._choice.missing(sizes, features)) is not None:
+            self._choice.note(size, features)
 
     def _report(self, kind: str, results: tuple[Any, Any], groups: dict[int, Group]) -> None:
         """Sends for a program's results, and for the number of free pages where it says that."""

@@ -81,13 +81,13 @@ class BatchJobs:
 
         adjustments: Any = None
         constraints: Any = None
-        if program.adjusts:
+        if "adjustments" in program.features:
             adjustments = abstract(Adjustments(**make_adjustments({}, size, vocab_size)))  # type: ignore[arg-type]
-        if program.constrains:
+        if "grammar" in program.features:
             of_lanes: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
             of_rows: Any = jax.ShapeDtypeStruct((size * program.rows,), jnp.int32)
             constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
-        extra = (Attached(adjustments, constraints),) if program.adjusts or program.constrains else ()
+        extra = (Attached(adjustments, constraints),) if program.features & {"adjustments", "grammar"} else ()
 
         jobs: dict[Any, Job] = {}
         for reading in self.readings:
@@ -173,7 +173,7 @@ class BatchJobs:
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
             prompt = None
-            if program.scores_prompts:
+            if "prompt_logprobs" in program.features:
                 groups, hidden, prompt = program.prefill_scored(params, groups, start_at, chunk, hidden, cached)
             else:
                 groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
@@ -182,7 +182,7 @@ class BatchJobs:
             ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
             before = dataclasses.replace(groups, running=ends)
             groups = program.start(params, before, hidden)
-            scores = first_scores(program, params, before, groups, hidden) if program.scores else None
+            scores = first_scores(program, params, before, groups, hidden) if "logprobs" in program.features else None
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             report = PrefillReport(first, ends & ~groups.running, scores, prompt)
@@ -215,9 +215,9 @@ def pages_of(length: int, page_size: int) -> int:
 def stepping(program: Any, reading: Decoding | None = None) -> Any:
     """The program of a cycle by this reading, the program's own for None: what is asked of prompts does not matter."""
     reading = reading or program.decoding
-    if reading == program.decoding and not program.scores_prompts:
+    if reading == program.decoding and "prompt_logprobs" not in program.features:
         return program
-    return dataclasses.replace(program, decoding=reading, scores_prompts=False)
+    return dataclasses.replace(program, decoding=reading, features=program.features - {"prompt_logprobs"})
 
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:

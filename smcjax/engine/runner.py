@@ -59,8 +59,8 @@ class Chunk(NamedTuple):
 class Runner:
     """One decoder's programs and state.
 
-    Methods take a `program` where there may be several: the decoder, or the same with fields set that some requests ask
-    for (`smcjax.engine.extras`). With `spread` all programs run on its devices, `decoder` being that of one of them.
+    Methods take a `program` where there may be several: the decoder, or the same with features that some requests ask
+    for (`smcjax.engine.features`). With `spread` all programs run on its devices, `decoder` being that of one of them.
     `readings` are decoders with the same tokens that may have a cycle in place of the decoder's own; None: it alone.
     """
 
@@ -217,11 +217,10 @@ class Runner:
 
     def _extra(self, program: Any) -> tuple[Any, ...]:
         """The last arguments of a program that reads more than the others."""
-        if not (program.adjusts or program.constrains):
+        if not program.features & {"adjustments", "grammar"}:
             return ()
-        return (
-            Attached(self._adjustments if program.adjusts else None, self._constraints if program.constrains else None),
-        )
+        adjustments = self._adjustments if "adjustments" in program.features else None
+        return (Attached(adjustments, self._constraints if "grammar" in program.features else None),)
 
     def _computed(self, key: Hashable, *arguments: Any) -> Any:
         """The results of a program that runs models, in which devices wait for each other where there are several."""

@@ -19,9 +19,9 @@ MOST_STOPS, LONGEST_STOP = 64, 1024  # stop strings of a request, which are look
 @names_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Per-request sampling. Nothing here recompiles a program, but for extras, once each.
+    """Per-request sampling. Nothing here recompiles a program, but for features, once each.
 
-    Extras are top_k and top_p, penalties and logit_bias, response_format, control, logprobs, and prompt_logprobs.
+    Features are top_k and top_p, penalties and logit_bias, response_format, control, logprobs, and prompt_logprobs.
 
     Attributes:
         max_tokens: tokens to generate at most, EOS included; None: up to max_model_len.

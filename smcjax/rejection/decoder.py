@@ -97,7 +97,7 @@ def step(program: RejectionProgram, params: PairParams, state: State) -> tuple[S
         broken = (jnp.isnan(run.law[:, 0]) & counts) | jnp.isnan(logprobs[:, 0])
         state = _commit(program, state, tokens, logprobs, run.accepted, broken)
         state = dataclasses.replace(state, cycle=state.cycle + ran)
-        of_tokens = by_group(state, scores(run.target.logits, logprobs)) if program.scores else None
+        of_tokens = by_group(state, scores(run.target.logits, logprobs)) if "logprobs" in program.features else None
         # All rows of a request name the pages of the accepted one.
         pages = {"width": program.speculation.width, "page_size": program.page_size}
         source = None if run.row is None else state.per_row(run.row)
@@ -158,7 +158,7 @@ def run(program: RejectionProgram, params: PairParams, state: State, num_steps: 
 
 def _distribution(program: RejectionProgram, state: State, rows: int) -> SamplingDistribution:
     """The distribution of the next token of each of `rows` rows a request, in either model."""
-    return distribution_of(state, rows=rows, truncates=program.truncates)
+    return distribution_of(state, rows=rows, truncates="truncation" in program.features)
 
 
 def _target_logits(

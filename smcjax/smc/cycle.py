@@ -54,7 +54,7 @@ def step(program: SMCProgram, params: PairParams, state: State) -> tuple[State, 
     state = end(commit(state, block, program.decoding.potentials), ending_of(program.decoding))
     if acceptance.rejects:
         state = keep_pages(state, state.sequences.block_table, ran, page_size=program.page_size)
-    if program.scores:
+    if "logprobs" in program.features:
         block = dataclasses.replace(block, scores=scores(scored.logits, block.logprobs))
     return resample(program, state, block, ran)
 

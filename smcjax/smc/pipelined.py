@@ -110,7 +110,7 @@ def draft_and_score(
         groups, logits = score(program, params, groups, pending.tokens, None, once=True)
         logits = tempered(groups, logits)
         logprobs = logprob_at(logits, pending.tokens)
-        return groups.memory.target, (logprobs, scores(logits, logprobs) if program.scores else None)
+        return groups.memory.target, (logprobs, scores(logits, logprobs) if "logprobs" in program.features else None)
 
     (draft, drafts), (target, (logprobs, of_block)) = run_parts(
         Part(drafting, state.memory.draft), Part(scoring, state.memory.target), apart=program.apart

@@ -163,13 +163,17 @@ def test_every_optional_part_of_a_layer_is_known_or_refused(name: str) -> None:
 def test_a_truncated_law_is_drawn_from_layer_by_layer(max_model_len: int) -> None:
     program = autoregressive.Program(Autoregressive(), MODEL, None, max_model_len, implementation="mosaic")
     assert fused(autoregressive, program, PairParams(PARAMS), 1)
-    assert not fused(autoregressive, dataclasses.replace(program, truncates=True), PairParams(PARAMS), 1)
+    assert not fused(
+        autoregressive, dataclasses.replace(program, features=frozenset({"truncation"})), PairParams(PARAMS), 1
+    )
 
 
 def test_scores_leave_the_fused_step_as_it_is() -> None:
     """The kernel draws, and the logits that it does not write are made once more, for their largest."""
     program = autoregressive.Program(Autoregressive(), MODEL, None, 1024, implementation="mosaic")
-    text = lowered(autoregressive, dataclasses.replace(program, scores=True), PairParams(PARAMS), 1)
+    text = lowered(
+        autoregressive, dataclasses.replace(program, features=frozenset({"logprobs"})), PairParams(PARAMS), 1
+    )
     assert KERNEL in text
     assert "chlo.top_k" in text
     assert "chlo.top_k" not in lowered(autoregressive, program, PairParams(PARAMS), 1)

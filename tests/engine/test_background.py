@@ -16,7 +16,7 @@ import pytest
 from smcjax import AsyncLLM, RequestOutput, SamplingParams
 from smcjax.engine.async_llm import ChunkStream
 from smcjax.engine.background import Abandoned, BackgroundCompiler
-from smcjax.engine.extras import ProgramChoice, extras_in
+from smcjax.engine.features import ProgramVariants
 from smcjax.engine.runner import Runner
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
@@ -57,7 +57,7 @@ def alone(pair: Pair) -> Iterator[Callable[[SamplingParams], RequestOutput]]:
 
 
 class Held:
-    """Compilations of programs with extras wait until they are let go."""
+    """Compilations of programs with features wait until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.go = threading.Event()
@@ -65,8 +65,8 @@ class Held:
         compile_all = Runner.compile
 
         def held(runner: Runner, sizes: Any, program: Any, *rest: Any) -> None:
-            if extras_in(program):
-                self.begun += [(size, extras_in(program)) for size in sizes]
+            if program.features:
+                self.begun += [(size, program.features) for size in sizes]
                 assert self.go.wait(60)
                 if error is not None:
                     raise error
@@ -104,7 +104,7 @@ def test_plain_requests_go_on_while_programs_for_another_compile(
             assert not asking.lacks_programs
 
     asyncio.run(session())
-    assert held.begun.count((4, frozenset({"scores"}))) == 1
+    assert held.begun.count((4, frozenset({"logprobs"}))) == 1
 
 
 def test_who_waits_for_programs_may_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_what_breaks_a_compilation_reaches_readers(pair: Pair, monkeypatch: pyte
 
 @pytest.mark.parametrize("seed", range(2))
 def test_in_any_mix_as_alone(pair: Pair, alone: Callable[[SamplingParams], RequestOutput], seed: int) -> None:
-    """Requests with and without extras at random times, from the first one on, for which nothing is compiled yet."""
+    """Requests with and without features at random times, from the first one on, for which nothing is compiled yet."""
     rng = random.Random(seed)
     asked = [
         SamplingParams(**{"seed": number, "max_tokens": rng.randint(4, 20), **ASKS[name]})
@@ -205,9 +205,9 @@ def test_automata_are_followed_anew_behind_programs_that_know_of_none(pair: Pair
     asyncio.run(session())
 
 
-def test_a_choice_takes_the_fewest_extras_that_suffice() -> None:
-    a, ab, none = frozenset({"scores"}), frozenset({"scores", "adjusts"}), frozenset[str]()
-    choice = ProgramChoice()
+def test_a_choice_takes_the_fewest_features_that_suffice() -> None:
+    a, ab, none = frozenset({"logprobs"}), frozenset({"logprobs", "adjustments"}), frozenset[str]()
+    choice = ProgramVariants()
     assert (choice.sizes(none), choice.at(4, none), choice.missing([4, 1], a)) == ([], None, 4)
     choice.note(4, ab)
     choice.note(1, a, ValueError("too large"))

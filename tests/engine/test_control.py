@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
-from smcjax.engine.extras import ProgramChoice
+from smcjax.engine.features import ProgramVariants
 from smcjax.engine.page_budget import Footprint, FreePages
 from smcjax.engine.runner import Runner
 from smcjax.kv import allocate
@@ -211,7 +211,7 @@ def test_programs_that_do_not_fit_end_who_asked_for_them(
     engine, compile_all = uncontrolled.engine, Runner.compile
 
     def compile_some(self: Runner, sizes: Any, program: Any, *rest: Any) -> None:
-        if program.controls:
+        if "control" in program.features:
             raise ValueError("it needs more than there is; lower max_num_seqs.")
         compile_all(self, sizes, program, *rest)
 
@@ -219,7 +219,7 @@ def test_programs_that_do_not_fit_end_who_asked_for_them(
         patch.setattr(Runner, "compile", compile_some)
         asked = [params(1), params(0, 0.1)]
         answered, refused = uncontrolled.generate([prompt(1), prompt(0)], asked, use_tqdm=False)
-    engine._choice = ProgramChoice()
+    engine._choice = ProgramVariants()
     assert refused.error == "control cannot be used here: it needs more than there is; lower max_num_seqs."
     assert fingerprint(answered) == fingerprint(own[1][0])
 

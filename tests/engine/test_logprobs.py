@@ -207,7 +207,7 @@ def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LL
     for one in (plain, llm, rejecting):
         runner = one.engine.runner
         program = runner.program
-        assert (program.scores, program.scores_prompts, program.adjusts) == (False, False, False)
+        assert not program.features
         _, state = runner._jobs.state(2)
 
         def step(program: Any, runner: Any = runner, state: Any = state) -> tuple[str, int]:
@@ -215,11 +215,11 @@ def test_who_asks_for_nothing_runs_the_programs_as_they_were(plain: LLM, llm: LL
             return str(traced), len(traced.out_avals)
 
         text, results = step(program)
-        scored, more = step(dataclasses.replace(program, scores=True))
+        scored, more = step(dataclasses.replace(program, features=frozenset({"logprobs"})))
         assert "top_k" not in text
         assert "top_k" in scored, "control"
         assert more == results + 3
-        assert step(dataclasses.replace(program, scores_prompts=True)) == (text, results)
+        assert step(dataclasses.replace(program, features=frozenset({"prompt_logprobs"}))) == (text, results)
         one.generate(PROMPTS[:2], dataclasses.replace(PARAMS, logprobs=None), use_tqdm=False)
         before = one.metrics()["compilations"]
         one.generate(PROMPTS[:2], dataclasses.replace(PARAMS, logprobs=0), use_tqdm=False)

@@ -52,7 +52,7 @@ def test_sampling_law(
     """
     ask = Ask((1, 2), **{"max_tokens": 3, "stops": (3,), **changes})
     samples = 8192 if decoding.n_candidates == 1 else 4096
-    program = program_of(decoding, 2, draft, truncates=top_k < V or top_p < 1)
+    program = program_of(decoding, 2, draft, features=frozenset({"truncation"} if top_k < V or top_p < 1 else ()))
     prompts, requests = batch([dataclasses.replace(ask, top_k=top_k, top_p=top_p)], V, MAX_MODEL_LEN)
     prompts, requests = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (prompts, requests))
     requests = dataclasses.replace(requests, key=jax.random.split(jax.random.key(1), samples))

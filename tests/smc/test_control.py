@@ -153,7 +153,9 @@ def test_pages_and_schedule_do_not_matter(base: tuple[list[Any], list[smc.Info]]
 
 def test_each_group_has_its_own_control(base: tuple[list[Any], list[smc.Info]]) -> None:
     """Groups under several controls in one program are what a decoder of each makes of them."""
-    own = dataclasses.replace(BASE, decoding=dataclasses.replace(BASE.decoding, control=0.0), controls=True)
+    own = dataclasses.replace(
+        BASE, decoding=dataclasses.replace(BASE.decoding, control=0.0), features=frozenset({"control"})
+    )
     asks = [dataclasses.replace(ask, control=c) for ask, c in zip(ASKS, (None, 0.1, 0.3, 1.0), strict=True)]
     state, _ = finish(own, PAIR.params, start(own, PAIR.params, asks))
     for group, c in enumerate((0.0, 0.1, 0.3, 1.0)):
