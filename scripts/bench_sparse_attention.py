@@ -80,7 +80,7 @@ class Layer:
     def kind(self) -> NSA:
         """The layer's attention."""
         sizes = {name: getattr(self, name) for name in ("kernel_size", "kernel_stride", "block_size", "num_blocks")}
-        return NSA(**sizes, window=self.window, kv="shared", phi="mean")
+        return NSA(**sizes, window=self.window, kv="shared")
 
     @property
     def slot(self) -> int:

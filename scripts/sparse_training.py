@@ -50,8 +50,6 @@ def routing_loss(kind: NSA, projection: Projection, queries: Int[Array, "R Q"]) 
     few blocks hold. Queries and keys learn from it as well as the weights that compress: a sum of 32 keys tells which
     one matches only if the others are dull.
     """
-    if kind.compressed_rope == "none":
-        raise ValueError("compressed_rope must be 'block' or 'token' to learn to route, got 'none'.")
     seen, (rotated, _, _) = kind.entries_without_pages(projection), projection.heads()
     length, (_, _, kv_heads, _) = rotated.shape[1], seen.keys.shape
     blocks = -(-length // kind.block_size)
@@ -88,7 +86,7 @@ def block_scores(
 ) -> Float[Array, "T Hkv blocks"]:
     """The scores by which one row's queries rank blocks, from compressed keys."""
     born = _born(kind, positions, keys.shape[0])
-    return kind.block_scores(weights_of(q, keys, born)[None], born[None, :, None, None], blocks)[0]
+    return kind.block_scores(weights_of(q, keys, born)[None], blocks)[0]
 
 
 def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) -> Attend:
@@ -121,19 +119,11 @@ def attend_by(implementation: str, config: ModelConfig, *, dense: bool = False) 
 def nsa(
     implementation: str, kind: NSA, projection: Projection, choose: Choose | None = None
 ) -> Float[Array, "R T H D"]:
-    """`kind.dense` at positions 0 … T − 1, for kinds that rank by probabilities and choose by groups of heads.
-
-    `choose` stands for `selection`.
-    """
+    """`kind.dense` at positions 0 … T − 1; `choose` stands for `selection`."""
     choose = choose or selection
-    if kind.score != "prob" or kind.share != "group":
-        raise ValueError(f"score and share must be 'prob' and 'group' to be trained here, got {kind}.")
     seen = kind.entries_without_pages(projection)
-    rotated, unrotated = projection.heads()[0], projection.unrotated()[0]
-    q_compressed = unrotated if kind.compressed_rope == "none" else rotated
-    selected = checkpoint_name(
-        choose(kind, *map(jax.lax.stop_gradient, (q_compressed, seen.compressed_keys))), SELECTED
-    )
+    rotated = projection.heads()[0]
+    selected = checkpoint_name(choose(kind, *map(jax.lax.stop_gradient, (rotated, seen.compressed_keys))), SELECTED)
     rows, length, _, dim = rotated.shape
     kv_heads = seen.keys.shape[2]
 
@@ -148,8 +138,8 @@ def nsa(
     slc = jnp.moveaxis(slc.reshape(rows, kv_heads, length, -1, dim), 1, 2).reshape(rotated.shape)
 
     win = windowed(implementation, rotated, seen.window_keys, seen.window_values, kind.window)
-    outputs = jnp.stack([compressed(implementation, kind, q_compressed, seen), slc, win], axis=3)
-    return Branches(outputs, kind.gates(projection, unrotated), None, selected).gated()
+    outputs = jnp.stack([compressed(implementation, kind, rotated, seen), slc, win], axis=3)
+    return Branches(outputs, kind.gates(projection), None, selected).gated()
 
 
 def windowed(

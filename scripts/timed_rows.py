@@ -115,7 +115,7 @@ class LineBench(Bench):
             layers=sum(self.refreshes),
             requests=self.case.groups,
             queries=self.case.decoding.speculation.scored,
-            sets=config.num_kv_heads if kind.share == "group" else config.num_heads,
+            sets=config.num_kv_heads,
             first=int(self.batch.prompt_length.min()) - 1,
             overlap=self.line.replayed,
         )

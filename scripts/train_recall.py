@@ -37,7 +37,7 @@ from smcjax.model.nsa import NSA
 from smcjax.tasks.recall import BOS, EOS, vocabulary
 
 MAX_LENGTH = 16_384
-SPARSE = NSA(num_blocks=8, window=256, kv="shared", phi="linear")
+SPARSE = NSA(num_blocks=8, window=256, kv="shared")
 FALLING = 0.35  # of the time, in which the learning rate falls to 0
 GATE_BIAS = (-3.0, 4.0, -3.0)  # of compressed tokens, selection, window
 

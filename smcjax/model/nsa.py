@@ -34,7 +34,7 @@ from smcjax.model.attention import (
     write_pair_beside_gates,
 )
 from smcjax.model.nsa_births import COMPRESSED, Bearing
-from smcjax.model.nsa_compression import COMPRESSIONS, compression_shapes
+from smcjax.model.nsa_compression import compression_shapes
 from smcjax.model.nsa_groups import (
     Chosen,
     nodes_by_groups,
@@ -54,14 +54,7 @@ from smcjax.pallas.sparse.grouped_attention import Part
 from smcjax.plain import short
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
-CHOICES = {
-    "phi": COMPRESSIONS,
-    "kv": ("per_branch", "shared"),
-    "compressed_rope": ("block", "token", "none"),
-    "score": ("prob", "logit"),
-    "share": ("group", "head"),
-    "gate": ("x", "q"),
-}
+KV = ("per_branch", "shared")
 LEAST = {"kernel_size": 1, "kernel_stride": 1, "block_size": 1, "num_blocks": 1, "window": 1}
 LEAST |= {"init_blocks": 0, "local_blocks": 0}
 MOST = 1 << 20  # of each of them
@@ -82,15 +75,9 @@ class NSA(Bearing, Routing):
         window: w = 512, positions of the window (section 4.1), the query's own among them (ours; some code has w + 1).
         init_blocks: 1, first blocks that are always selected (section 4.1).
         local_blocks: 2, last blocks that are always selected, the query's own among them (section 4.1).
-        phi: how positions become a compressed token: "mlp" (section 3.3.1; hidden size D is ours), "linear", a
-            "weighted" sum, or the "mean" (the last three: public code). Each adds a learned vector a position first.
-        kv: "per_branch", keys and values of each branch's own (section 3.3.3), or "shared" by all (public code).
-        compressed_rope: "block" rotates a compressed key by its first position (ours), "token" compresses rotated keys,
-            "none" leaves the branch's keys and queries unrotated (both public code).
-        score: ranks blocks by "prob", the branch's softmax (equations 8 and 9), or by "logit", which is for blocks that
-            are compressed tokens (the speculative-verification source).
-        share: "group", a group of query heads selects together (equation 10), or each "head" by itself.
-        gate: gates of "x", the layer's input (section 3.2), or of "q", the head's query (the same source).
+        kv: "per_branch", the paper's: keys and values of each branch's own (section 3.3.3), compressed by an MLP
+            (section 3.3.1; its hidden size D is ours). Or "shared", as public code and the bundled recall pair have
+            it: one pair for all branches, compressed by a linear map.
     """
 
     kernel_size: int = 32
@@ -100,23 +87,18 @@ class NSA(Bearing, Routing):
     window: int = 512
     init_blocks: int = 1
     local_blocks: int = 2
-    phi: str = "mlp"
     kv: str = "per_branch"
-    compressed_rope: str = "block"
-    score: str = "prob"
-    share: str = "group"
-    gate: str = "x"
     selects: ClassVar[bool] = True
     by_query_head: ClassVar[Collection[str]] = ("gate", "gate_bias")
+    of_input: ClassVar[Collection[str]] = ("gate",)
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
                 raise ValueError(f"{name} must be an integer from {least} to {MOST}, got {short(value)}.")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if self.kv not in KV:
+            raise ValueError(f"kv must be one of {', '.join(KV)}, got {self.kv!r}.")
         for name in ("kernel_size", "block_size"):
             if getattr(self, name) % self.kernel_stride:
                 raise ValueError(
@@ -127,25 +109,16 @@ class NSA(Bearing, Routing):
                 f"num_blocks must be at least init_blocks + local_blocks = {self.init_blocks + self.local_blocks}, "
                 f"which are always selected, got {self.num_blocks}."
             )
-        if self.score == "logit" and not self.kernel_size == self.kernel_stride == self.block_size:
-            raise ValueError(
-                "score='logit' needs kernel_size = kernel_stride = block_size, got "
-                f"{self.kernel_size}, {self.kernel_stride} and {self.block_size}; use score='prob'."
-            )
-
-    @property
-    def of_input(self) -> Collection[str]:
-        return ("gate",) if self.gate == "x" else ()
 
     @property
     def kv_pairs(self) -> int:
         return 1 if self.kv == "shared" else len(BRANCHES)
 
     def param_shapes(self, config: HeadShape, dtype: Any) -> Weights:
-        """Gates [H, 3, E] (of queries: [H, 3, D]) with a bias [H, 3], and what compresses keys and values."""
+        """Gates [H, 3, E] with a bias [H, 3], and what compresses keys and values."""
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         shapes = {
-            "gate": (heads, len(BRANCHES), config.hidden_size if self.gate == "x" else dim),
+            "gate": (heads, len(BRANCHES), config.hidden_size),
             "gate_bias": (heads, len(BRANCHES)),
             **compression_shapes(self.phi, kv_heads, dim, self.kernel_size),
         }
@@ -272,7 +245,7 @@ class NSA(Bearing, Routing):
             others = {name: copy_pages(cache[name], view.copies) for name in (COMPRESSED if is_pair else cache)}
             cache = cache | others
         products = None
-        if is_pair and gates and self.gate == "x":
+        if is_pair and gates:
             assert projection.weights is not None
             q, cache, products = write_pair_beside_gates(projection, cache, view, projection.weights["gate"])
         elif is_pair:
@@ -356,7 +329,7 @@ class NSA(Bearing, Routing):
         _, keys, values = projection.heads()
         if self.kv == "shared":
             return {"keys": keys, "values": values}
-        raw = keys if self.compressed_rope == "token" else projection.unrotated()[1]
+        raw = projection.unrotated()[1]
         (_, slc, win), (raw_values, slc_values, win_values) = (jnp.split(x, 3, axis=2) for x in (keys, values))
         return {
             "keys": slc,
@@ -417,7 +390,7 @@ class NSA(Bearing, Routing):
     def shared_by(self, devices: int, axis: str) -> NSA:
         """The kind where `devices` neighbours along a mesh axis divide a key-value head's query heads."""
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(NSA)}
-        return self if devices == 1 or self.share == "head" else SharedNSA(**options, devices=devices, axis=axis)
+        return self if devices == 1 else SharedNSA(**options, devices=devices, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     token i = φ(stored_{i·d} … stored_{i·d + l − 1})        born by a forward that writes position i·d + l − 1
 
-φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A forward
-over pages bears few tokens, one of sixteen positions by default: kernels make and write up to 16 of them where
-`supports_births` says so.
+φ reads keys and values as pages hold them, new ones among them, and un-rotates keys that are stored rotated. A
+compressed key is rotated by its first position. A forward over pages bears few tokens, one of sixteen positions by
+default: kernels make and write up to 16 of them where `supports_births` says so.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ class Bearing:
 
     kernel_size: int
     kernel_stride: int
-    phi: str
     kv: str
-    compressed_rope: str
+
+    @property
+    def phi(self) -> str:
+        """How l stored keys or values become a compressed one, one of `COMPRESSIONS`."""
+        return "linear" if self.kv == "shared" else "mlp"
 
     def source(self, name: str) -> str:
         """The array of keys or values that is compressed."""
@@ -71,7 +74,7 @@ class Bearing:
                 home=(pages * compressed[0].shape[1] + slots).reshape(-1),
                 is_born=born.reshape(-1),
                 turned=_flat(projection.angles(self._positions(starts))) if self._unrotates else None,
-                begins=_flat(projection.angles(starts)) if self.compressed_rope == "block" else None,
+                begins=_flat(projection.angles(starts)),
             )
             made = bear(self.phi, weights, stored, compressed, births)
             return {**cache, **dict(zip(COMPRESSED, made, strict=True))}
@@ -89,14 +92,13 @@ class Bearing:
         if self._unrotates:
             keys = self._unrotated(projection, keys, starts)
         keys = compress(self.phi, projection.weights, "k", keys)
-        if self.compressed_rope == "block":
-            keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
+        keys = rotate(keys, *_over(projection.angles(starts), keys.shape[0]))
         return keys, compress(self.phi, projection.weights, "v", values)
 
     @property
     def _unrotates(self) -> bool:
-        """True where stored keys are rotated and φ is to read them unrotated."""
-        return self.kv == "shared" and self.compressed_rope != "token"
+        """True where stored keys are rotated: φ reads them unrotated."""
+        return self.kv == "shared"
 
     def _positions(self, starts: Int[Array, "_ N"]) -> Int[Array, "_ N·l"]:
         """The positions that compressed tokens stand for, one token after the other."""

@@ -1,7 +1,7 @@
 """How Native Sparse Attention makes one compressed key or value of l stored ones: φ, by key-value head.
 
     x_r = stored_r + position_r,  r < l
-    mean: Σ x_r / l      weighted: Σ a_r · x_r      linear: W · vec(x)      mlp: W₂ · silu(W₁ · vec(x) + b₁) + b₂
+    linear: W · vec(x)      mlp: W₂ · silu(W₁ · vec(x) + b₁) + b₂
 
 vec lists the l vectors one after the other. Keys and values have weights of their own.
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from smcjax.model.attention import Weights
 
-COMPRESSIONS = ("mlp", "linear", "weighted", "mean")
+COMPRESSIONS = ("mlp", "linear")
 
 
 def compression_shapes(phi: str, kv_heads: int, dim: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -25,8 +25,6 @@ def compression_shapes(phi: str, kv_heads: int, dim: int, size: int) -> dict[str
     shapes: dict[str, tuple[int, ...]] = {}
     for of in "kv":
         shapes[f"position_{of}"] = (kv_heads, size, dim)
-        if phi == "weighted":
-            shapes[f"phi_{of}"] = (kv_heads, size)
         if phi == "linear":
             shapes[f"phi_{of}"] = (kv_heads, dim, size * dim)
         if phi == "mlp":
@@ -42,8 +40,8 @@ def compress(phi: str, weights: Weights, of: str, stored: Float[Array, "R N l Hk
         wide: jax.Array = weights[name].astype(jnp.float32)
         return wide
 
-    def product(terms: str, x: jax.Array, name: str) -> jax.Array:
-        factor = weights[name]
+    def product(x: jax.Array, name: str) -> jax.Array:
+        factor, terms = weights[name], "rnki,koi->rnko"
         if factor.dtype != jnp.bfloat16:
             return jnp.einsum(terms, x, weight(name), precision=jax.lax.Precision.HIGHEST)
         # A conversion to bfloat16 and back XLA drops on GPUs, so that nothing would be left for the second factor.
@@ -53,12 +51,8 @@ def compress(phi: str, weights: Weights, of: str, stored: Float[Array, "R N l Hk
         return first + rest
 
     x = stored + jnp.moveaxis(weight(f"position_{of}"), 0, 1)
-    if phi == "mean":
-        return x.mean(axis=2)
-    if phi == "weighted":
-        return product("rnlkd,kl->rnkd", x, f"phi_{of}")
     vec = jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     if phi == "linear":
-        return product("rnki,koi->rnko", vec, f"phi_{of}")
-    hidden = jax.nn.silu(product("rnki,koi->rnko", vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias"))
-    return product("rnki,koi->rnko", hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")
+        return product(vec, f"phi_{of}")
+    hidden = jax.nn.silu(product(vec, f"phi_{of}_in") + weight(f"phi_{of}_in_bias"))
+    return product(hidden, f"phi_{of}_out") + weight(f"phi_{of}_out_bias")

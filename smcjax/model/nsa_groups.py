@@ -67,12 +67,6 @@ class Blocks(Protocol):
     def kernel_size(self) -> int: ...
     @property
     def kernel_stride(self) -> int: ...
-    @property
-    def compressed_rope(self) -> str: ...
-    @property
-    def score(self) -> str: ...
-    @property
-    def share(self) -> str: ...
     def forced(self, block: Any, own: Any) -> Any: ...
     def ranking(self, blocks: int) -> Ranking | None: ...
 
@@ -185,15 +179,14 @@ class Grouped:
 
 def takes_compressed(kind: Blocks, page_size: int) -> bool:
     """True where a layer that does not select has compressed tokens in the launch of its other branches."""
-    fits = page_size % (kind.kernel_stride * LEAST_UNIT) == 0
-    return kind.compressed_rope != "none" and fits  # "none": of other queries
+    return page_size % (kind.kernel_stride * LEAST_UNIT) == 0
 
 
 def keeps_scores(
     kind: Blocks, *, size: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any
 ) -> bool:
     """True where a kernel attends to compressed tokens in pages for groups of `size` and keeps their scores."""
-    if not (uses_kernels() and kind.score == "prob" and takes_compressed(kind, page_size)):
+    if not (uses_kernels() and takes_compressed(kind, page_size)):
         return False
     per_page = page_size // kind.kernel_stride
     return supports(
@@ -201,7 +194,6 @@ def keeps_scores(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        sets=num_kv_heads,
         page_size=per_page,
         unit=math.gcd(per_page, MOST_UNIT),
         dtype=dtype,
@@ -211,10 +203,9 @@ def keeps_scores(
 def reads_by_kernels(kind: Blocks, config: HeadShape, size: int, page_size: int, dtype: Any) -> bool:
     """True where kernels rank the blocks of groups of `size` queries, and attend to all branches for them."""
     shape = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    sets = config.num_kv_heads if kind.share == "group" else config.num_heads
     unit = math.gcd(kind.block_size, page_size, MOST_UNIT)
     return keeps_scores(kind, size=size, **shape, page_size=page_size, dtype=dtype) and supports(
-        size=size, **shape, sets=sets, page_size=page_size, unit=unit, dtype=dtype
+        size=size, **shape, page_size=page_size, unit=unit, dtype=dtype
     )
 
 

@@ -22,7 +22,6 @@ from smcjax.model.attention import Projection
 from smcjax.model.nsa_groups import Chosen, Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas.attention.reference import LOWEST
 from smcjax.pallas.sparse.best_blocks import best_blocks
 from smcjax.pallas.sparse.block_ranking import Ranking
 from smcjax.pallas.sparse.gates import Products, gated_sum, sigmoid_gates, weighed_sum
@@ -50,7 +49,7 @@ class Routed(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The parts of a layer's output, and how blocks were ranked; S is Hkv, or H where heads choose for themselves."""
+    """The parts of a layer's output, and how blocks were ranked. S, the sets of a query, are Hkv."""
 
     outputs: Float[Array, "R T H 3 D"]  # without gates
     gates: Float[Array, "R T H 3"]
@@ -81,10 +80,6 @@ class Routing:
     window: int
     init_blocks: int
     local_blocks: int
-    compressed_rope: str
-    score: str
-    share: str
-    gate: str
 
     def compressed_array(self, heads: int = 1, dim: int = 1) -> PageArray:
         """Compressed keys or values as pages hold them."""
@@ -103,14 +98,12 @@ class Routing:
         With `earlier`, blocks that a layer before this one has selected, these are taken and none is ranked.
         """
         kv_heads, last = seen.keys.shape[2], last[:, :, None, None, None]
-        heads = projection.unrotated() if self.compressed_rope == "none" else projection.heads()
         ends = self.compressed_array().ends(seen.compressed_keys.shape[1])
-        logits, born = scaled_scores(grouped(heads[0], kv_heads), seen.compressed_keys), ends <= last
-        weights, output = masked_softmax(logits, seen.compressed_values, born)
+        logits = scaled_scores(grouped(projection.heads()[0], kv_heads), seen.compressed_keys)
+        weights, output = masked_softmax(logits, seen.compressed_values, ends <= last)
         if earlier is not None:
             return Routed(output, None, earlier)
-        of_tokens = weights if self.score == "prob" else jnp.where(born, logits, 0)
-        scores = self.block_scores(of_tokens, born, -(-seen.keys.shape[1] // self.block_size))
+        scores = self.block_scores(weights, -(-seen.keys.shape[1] // self.block_size))
         return Routed(output, scores, self.select(scores, positions))
 
     def routed_by(self, weighed: Weighed, cache: LayerCache, view: BatchView | TreeView) -> Routed:
@@ -122,27 +115,17 @@ class Routing:
         selected = self.select(scores, view.positions) if weighed.selected is None else weighed.selected
         return Routed(output, scores, selected)
 
-    def block_scores(
-        self, of_tokens: Float[Array, "R T Hkv G N"], born: Bool[Array, "R T 1 1 N"], blocks: int
-    ) -> Float[Array, "R T S blocks"]:
-        """The scores of blocks, of compressed tokens' weights or logits, 0 for tokens that are not born.
+    def block_scores(self, weights: Float[Array, "R T Hkv G N"], blocks: int) -> Float[Array, "R T S blocks"]:
+        """The scores of blocks, of compressed tokens' weights, 0 for tokens that are not born.
 
-        A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0,
-        or `LOWEST` where logits count.
+        A token counts for a block by their overlap, in strides: the paper's double sum. A block without a token has 0.
         """
-        of_tokens = self._of_sets(of_tokens)
-        if self.score == "prob":
-            nobody = self.kernel_size // self.kernel_stride - 1  # slots before the first token's
-            return self.by_blocks(jnp.pad(of_tokens, [(0, 0)] * 3 + [(nobody, 0)]), blocks)
-        of_tokens = jnp.where(born[:, :, 0], of_tokens, LOWEST)[..., :blocks]
-        missing = blocks - of_tokens.shape[-1]
-        return jnp.pad(of_tokens, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST)
+        before = self.kernel_size // self.kernel_stride - 1  # slots before the first token's
+        return self.by_blocks(jnp.pad(self._of_sets(weights), [(0, 0)] * 3 + [(before, 0)]), blocks)
 
-    def _of_sets(self, of_tokens: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
-        """Adds up weights or logits of the heads that select together."""
-        if self.share == "group":
-            of_tokens = self.sum_of_group(of_tokens.sum(axis=3, keepdims=True))
-        return of_tokens.reshape(*of_tokens.shape[:2], -1, of_tokens.shape[-1])
+    def _of_sets(self, weights: Float[Array, "R T Hkv G N"]) -> Float[Array, "R T S N"]:
+        """Adds up the weights of the heads that select together."""
+        return self.sum_of_group(weights.sum(axis=3))
 
     def by_blocks(self, of_slots: Float[Array, "R T S slots"], blocks: int) -> Float[Array, "R T S blocks"]:
         """Returns the scores of blocks, of weights by slot of compressed tokens: a token's is that of its last stride.
@@ -161,10 +144,10 @@ class Routing:
         return functools.reduce(jnp.add, terms)
 
     def ranking(self, blocks: int) -> Ranking | None:
-        """How a kernel ranks blocks as `by_blocks` and `ranked` do; None where heads choose by themselves."""
+        """How a kernel ranks blocks as `by_blocks` and `ranked` do; None where it cannot."""
         sizes = (self.num_blocks, self.init_blocks, self.local_blocks)
         strides = (self.block_size // self.kernel_stride, self.kernel_size // self.kernel_stride)
-        return Ranking(blocks, *sizes, *strides) if self.share == "group" else None
+        return Ranking(blocks, *sizes, *strides)
 
     def sum_of_group(self, of_heads: jax.Array) -> jax.Array:
         """The sum over a key-value head's query heads, of the sum over those that are here."""
@@ -186,13 +169,11 @@ class Routing:
         """True for blocks that a query of block `own` always selects."""
         return (block < self.init_blocks) | (block > own - self.local_blocks)
 
-    def gates(self, projection: Projection, q: Float[Array, "R T H D"]) -> Float[Array, "R T H 3"]:
-        """Sigmoids of a linear map, f32."""
+    def gates(self, projection: Projection) -> Float[Array, "R T H 3"]:
+        """Sigmoids of a linear map of the layer's input, f32."""
         assert projection.weights is not None
         gate, bias = projection.weights["gate"], projection.weights["gate_bias"]
-        if self.gate == "x":
-            return sigmoid_gates("rte,hbe->rthb", projection.x, gate, bias, projection.pending)
-        return sigmoid_gates("rthd,hbd->rthb", q, gate, bias)
+        return sigmoid_gates(projection.x, gate, bias, projection.pending)
 
     def put_together(
         self,
@@ -206,20 +187,18 @@ class Routing:
         """The parts of a layer from its compressed branch and the outputs of the two others, for R·T·H queries.
 
         `products` are those of gates, if they are there already, `unmerged` the segments of branches that a kernel has
-        merged into their outputs. Kernels, of which no gradient is to be had, take parts
-        in f32 alone: what `dense` is trained by has others.
+        merged into their outputs. Kernels, of which no gradient is to be had, take parts in f32 alone: what `dense` is
+        trained by has others.
         """
+        assert projection.weights is not None
         dtype, shape = projection.qkv.dtype, projection.qkv.shape
         parts = tuple(part.reshape(*shape[:2], -1, shape[3]) for part in (routed.output, slc, win))
-        outputs, total = jnp.stack([part.astype(dtype) for part in parts], axis=3), None
-        if self.gate == "x":
-            assert projection.weights is not None
-            weights = projection.weights["gate"], projection.weights["gate_bias"]
-            of_gates = projection.x, *weights, parts, projection.pending, products, unmerged
-            kernel = gated_sum.kernel_for(*of_gates)
-            total = None if kernel is None else kernel.run(*of_gates)
-        gates = self.gates(projection, projection.unrotated()[0])
-        return Branches(outputs, gates, routed.scores, routed.selected, total=total)
+        outputs = jnp.stack([part.astype(dtype) for part in parts], axis=3)
+        weights = projection.weights["gate"], projection.weights["gate_bias"]
+        of_gates = projection.x, *weights, parts, projection.pending, products, unmerged
+        kernel = gated_sum.kernel_for(*of_gates)
+        total = None if kernel is None else kernel.run(*of_gates)
+        return Branches(outputs, self.gates(projection), routed.scores, routed.selected, total=total)
 
 
 def compressed_of(arrays: LayerCache) -> tuple[jax.Array, jax.Array]:

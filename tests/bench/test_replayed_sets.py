@@ -97,7 +97,7 @@ def test_sets_are_of_one_shape() -> None:
         stored(0.75)(0, jnp.ones((2, 4, 2, 40), bool), jnp.zeros((2, 4), jnp.int32))
 
 
-SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=5, window=3, kv="shared", phi="mean")
+SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=5, window=3, kv="shared")
 CONFIG = tiny_config(7, attention=SPARSE, num_layers=3)
 TOKENS, BEGIN = 200, 160
 MERGED = SparseVerification("merged", QUERIES)

@@ -26,7 +26,7 @@ from tests.smc import reference
 
 V, MAX_MODEL_LEN = 5, 30
 PAPER = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, init_blocks=1, local_blocks=1)
-SHARED = dataclasses.replace(PAPER, kv="shared", phi="weighted", share="head", gate="q", num_blocks=2, block_size=8)
+SHARED = dataclasses.replace(PAPER, kv="shared", num_blocks=2, block_size=8)
 TARGET = tiny_config(V, layers=(LayerSpec(PAPER),), num_kv_heads=1)
 NSA_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(SHARED),))
 DENSE_DRAFT = dataclasses.replace(TARGET, layers=(LayerSpec(),))

@@ -30,18 +30,7 @@ from tests.smc.reference import language_model
 
 END, K = 60, 4
 BLOCK = K + 1  # columns of a verification; prompts are read in chunks of 4
-SOURCE = NSA(
-    kernel_size=4,
-    kernel_stride=4,
-    block_size=4,
-    num_blocks=3,
-    window=3,
-    phi="mean",
-    compressed_rope="token",
-    score="logit",
-    share="head",
-    gate="q",
-)
+WHOLE_BLOCKS = NSA(kernel_size=4, kernel_stride=4, block_size=4, num_blocks=3, window=3)  # a compressed token a block
 CHAINS = [Ask(tuple((3 * i + i * i // 2) % V for i in range(p)), END - p, temperature=0.0) for p in range(1, 9)]
 
 
@@ -140,7 +129,7 @@ def check_chains(kind: NSA, page_size: int, faulty: NSA | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "page_size"),
-    [(PAPER, 8), (SHARED, 2), (SOURCE, 1)],
+    [(PAPER, 8), (SHARED, 2), (WHOLE_BLOCKS, 1)],
     ids=["paper", "shared", "source"],
 )
 def test_greedy_chains_of_any_quality_are_the_targets(kind: NSA, page_size: int) -> None:

@@ -166,7 +166,7 @@ def test_tokens_of_other_drafts_and_weights(name: str, target: str, deep: str, d
 
 
 BLOCKS = {"kernel_size": 4, "kernel_stride": 2, "block_size": 8, "num_blocks": 2, "init_blocks": 0, "local_blocks": 1}
-KIND = NSA(**BLOCKS, window=4, phi="mean", kv="shared")
+KIND = NSA(**BLOCKS, window=4, kv="shared")
 SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, layers, draft
     "target alone": (Autoregressive(sparse=SparseVerification()), 4, 1, None),
     "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2, "ngram"),

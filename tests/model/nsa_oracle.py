@@ -13,7 +13,7 @@ import numpy as np
 
 CMP, SLC, WIN = range(3)
 FAULTS = ("map 0-based", "strict <", "w + 1", "first head only", "init 0", "LSE over branches")
-WEIGHTS_OF_PHI = {"mean": (), "weighted": ("",), "linear": ("",), "mlp": ("1", "b1", "2", "b2")}
+WEIGHTS_OF_PHI = {"linear": ("",), "mlp": ("1", "b1", "2", "b2")}
 
 
 @dataclasses.dataclass
@@ -51,10 +51,6 @@ def phi(o: dict[str, Any], w: dict[str, np.ndarray], of: str, head: int, block: 
     """One compressed key or value of l stored ones [l, D]."""
     x = block + w[f"pe_{of}"][head]
     parts = [w[f"phi_{of}{part}"][head] for part in WEIGHTS_OF_PHI[o["phi"]]]
-    if o["phi"] == "mean":
-        return x.sum(axis=0) / o["l"]
-    if o["phi"] == "weighted":
-        return parts[0] @ x
     vec = np.concatenate(list(x))
     if o["phi"] == "linear":
         return parts[0] @ vec
@@ -81,13 +77,9 @@ def block_scores(
     candidates = t // o["block"] + 1
     if fault == "first head only":
         p = p[:1]
-    if o["score"] == "logit":
-        score = np.full(candidates, -np.inf)
-        score[: p.shape[1]] = p.sum(axis=0)
-    else:
-        map_ = overlap_0_based if fault == "map 0-based" else overlap
-        weight = np.array([[map_(o, i, j) for j in range(candidates)] for i in range(p.shape[1])])
-        score = p.sum(axis=0) @ weight.reshape(p.shape[1], candidates)
+    map_ = overlap_0_based if fault == "map 0-based" else overlap
+    weight = np.array([[map_(o, i, j) for j in range(candidates)] for i in range(p.shape[1])])
+    score = p.sum(axis=0) @ weight.reshape(p.shape[1], candidates)
     init = 0 if fault == "init 0" else o["init"]
     forced = [j for j in range(candidates) if j < init or j > candidates - 1 - o["local"]]
     rest = sorted((j for j in range(candidates) if j not in forced), key=lambda j: (-score[j], j))
@@ -116,57 +108,50 @@ def layer(
     k, v = (np.einsum("bkde,te->btkd", w[name], x) for name in ("wk", "wv"))
     q_rot = np.stack([rotated(q[t], t, theta) for t in range(length)])
     k_rot = np.stack([rotated(k[:, t], t, theta) for t in range(length)], axis=1)
-    raw = k_rot[0] if o["rope_cmp"] == "token" else k[0]
-    q_cmp = q if o["rope_cmp"] == "none" else q_rot
 
     number = 0 if length < size else (length - size) // d + 1
     ck, cv = np.zeros((2, number, kv_heads, dim))
     for i in range(number):
         for head in range(kv_heads):
-            key = phi(o, w, "k", head, raw[i * d : i * d + size, head])
-            ck[i, head] = rotated(key, i * d, theta) if o["rope_cmp"] == "block" else key
+            ck[i, head] = rotated(phi(o, w, "k", head, k[0, i * d : i * d + size, head]), i * d, theta)
             cv[i, head] = phi(o, w, "v", head, v[0, i * d : i * d + size, head])
 
-    sets = kv_heads if o["share"] else o["heads"]
     blocks = (length - 1) // o["block"] + 1
     found = Found(
         np.zeros((length, o["heads"], 3, dim)),
         np.zeros((length, o["heads"], 3)),
         np.zeros((length, o["heads"], dim)),
-        np.full((length, sets, n), -1),
-        np.full((length, sets, blocks), np.nan),
-        np.full((length, sets), np.inf),
+        np.full((length, kv_heads, n), -1),
+        np.full((length, kv_heads, blocks), np.nan),
+        np.full((length, kv_heads), np.inf),
         ck,
         cv,
     )
     window = o["w"] + (fault == "w + 1")
     for t in range(length):
-        source = x[t] if o["gate"] == "x" else q[t][:, None]
-        found.gates[t] = 1 / (1 + np.exp(-((w["wg"] * source).sum(axis=-1) + w["bg"])))
+        found.gates[t] = 1 / (1 + np.exp(-(w["wg"] @ x[t] + w["bg"])))
         last = t - (fault == "strict <")
         visible = 0 if last + 1 < size else (last + 1 - size) // d + 1
         lowest = max(0, t - window + 1)
         logits = {
-            h: ck[:visible, h // group] @ q_cmp[t, h] / np.sqrt(dim) if visible else np.zeros(0)
+            h: ck[:visible, h // group] @ q_rot[t, h] / np.sqrt(dim) if visible else np.zeros(0)
             for h in range(o["heads"])
         }
-        for s in range(sets):
-            heads = range(s * group, (s + 1) * group) if o["share"] else [s]
-            ranked = [logits[h] if o["score"] == "logit" else softmax(logits[h]) for h in heads]
-            score, taken, margin = block_scores(o, np.stack(ranked), t, fault)
+        for s in range(kv_heads):
+            heads = range(s * group, (s + 1) * group)
+            score, taken, margin = block_scores(o, np.stack([softmax(logits[h]) for h in heads]), t, fault)
             if given is not None and t in given:
                 taken = tuple(block for block in given[t][s].tolist() if block >= 0)
             found.score[t, s, : len(score)] = score
             found.selected[t, s, : len(taken)], found.margin[t, s] = taken, margin
             slots = [r for j in taken for r in range(j * o["block"], min((j + 1) * o["block"], t + 1))]
             for h in heads:
-                head = h // group
-                of_slc = k_rot[of[SLC], slots, head] @ q_rot[t, h] / np.sqrt(dim)
-                of_win = k_rot[of[WIN], lowest : t + 1, head] @ q_rot[t, h] / np.sqrt(dim)
+                of_slc = k_rot[of[SLC], slots, s] @ q_rot[t, h] / np.sqrt(dim)
+                of_win = k_rot[of[WIN], lowest : t + 1, s] @ q_rot[t, h] / np.sqrt(dim)
                 parts = [
-                    (logits[h], cv[:visible, head]),
-                    (of_slc, v[of[SLC], slots, head]),
-                    (of_win, v[of[WIN], lowest : t + 1, head]),
+                    (logits[h], cv[:visible, s]),
+                    (of_slc, v[of[SLC], slots, s]),
+                    (of_win, v[of[WIN], lowest : t + 1, s]),
                 ]
                 mass = np.array([np.exp(scores).sum() for scores, _ in parts])
                 for branch, (scores, values) in enumerate(parts):

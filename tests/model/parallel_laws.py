@@ -43,7 +43,6 @@ def _eight_devices() -> None:
 
 # Of 7 positions, in 4 blocks, two are selected: the query's own, and the best of the others.
 SPARSE = NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=2, window=2, local_blocks=1, init_blocks=0)
-PUBLIC = {"phi": "weighted", "kv": "shared", "compressed_rope": "none", "share": "head", "gate": "q"}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -61,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
     "sparse": {"layers": (LayerSpec(SPARSE), LayerSpec())},
-    "sparse-shared": {"layers": (LayerSpec(dataclasses.replace(SPARSE, **PUBLIC)),)},
+    "sparse-shared": {"layers": (LayerSpec(dataclasses.replace(SPARSE, kv="shared")),)},
 }
 
 

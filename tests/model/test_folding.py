@@ -27,8 +27,8 @@ VARIANTS: list[dict[str, Any]] = [
     *({}, {"qk_norm": True}, {"qkv_bias": True}, {"mlp_bias": True, "o_bias": True}),
     *({"post_norms": True}, {"post_norms": True, "o_bias": True}, {"activation": "gelu_tanh"}),
     *(
-        {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3, kv=kv, gate=gate)}
-        for kv, gate in (("per_branch", "x"), ("shared", "x"), ("shared", "q"))
+        {"attention": NSA(kernel_size=2, kernel_stride=1, block_size=2, num_blocks=3, kv=kv)}
+        for kv in ("per_branch", "shared")
     ),
 ]
 
@@ -94,17 +94,14 @@ def test_what_is_folded() -> None:
     assert all(layer.attn_norm is not None and layer.mlp_norm is not None for layer in quantized.layers)
     twice = fold_norms(fold_norms(random_norms(config), config), config)
     chex.assert_trees_all_equal(twice, fold_norms(random_norms(config), config))
-    by_gate = {}
-    for gate in ("x", "q"):
-        own = tiny_config(attention=NSA(gate=gate))
-        params = random_norms(own)
-        layer = fold_norms(params, own).layers[0]
-        assert layer.attn_norm is None
-        assert params.layers[0].attention is not None
-        assert layer.attention is not None
-        changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), params.layers[0].attention, layer.attention)
-        by_gate[gate] = {name for name, is_other in changed.items() if is_other}
-    assert by_gate == {"x": {"gate"}, "q": set()}
+    own = tiny_config(attention=NSA())
+    params = random_norms(own)
+    layer = fold_norms(params, own).layers[0]
+    assert layer.attn_norm is None
+    assert params.layers[0].attention is not None
+    assert layer.attention is not None
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), params.layers[0].attention, layer.attention)
+    assert {name for name, is_other in changed.items() if is_other} == {"gate"}
 
 
 def test_consumed_matrices_are_freed() -> None:

@@ -105,7 +105,7 @@ def test_kernels_of_a_sparse_layer(kv: str, folded: bool, heads: int) -> None:
     of keys and values a kernel writes it beside the products of gates. A folded norm is left to kernels.
     """
     sparse = SparseVerification("merged", 9)
-    layers = (LayerSpec(NSA(kv=kv, phi="mean")),)
+    layers = (LayerSpec(NSA(kv=kv)),)
     text = lowered(8, 9, "mosaic", page_size=128, sparse=sparse, folded=folded, heads=heads, layers=layers)
     called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
     kernels = ("_by_kernels", "ranked_blocks", "_gated_merge", "_gated_sum")
@@ -115,17 +115,6 @@ def test_kernels_of_a_sparse_layer(kv: str, folded: bool, heads: int) -> None:
     kernels = ("_write_beside_gates", "gate_products", "_rotate_and_write")
     assert [called.count(kernel) for kernel in kernels] == [beside, alone, 0]
     assert called.count("add_rms_norm_mosaic") == (1 if folded else 2 * LAYERS)
-
-
-@pytest.mark.parametrize("options", [{"score": "logit"}, {"gate": "q"}, {"compressed_rope": "none"}], ids=str)
-def test_a_sparse_layer_without_kernels_of_gates_writes_as_a_dense_one(options: dict[str, str]) -> None:
-    """No products are made beside it that nothing would take."""
-    sizes: Any = {"kernel_size": 16, "kernel_stride": 16, "block_size": 16} if "score" in options else {}
-    layers = (LayerSpec(NSA(kv="shared", phi="mean", **sizes, **options)),)
-    text = lowered(8, 9, "mosaic", page_size=128, sparse=SparseVerification("merged", 9), layers=layers)
-    called = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
-    kernels = ("_rotate_and_write", "_write_beside_gates", "gate_products", "_gated_sum", "_gated_merge")
-    assert [called.count(kernel) for kernel in kernels] == [LAYERS, 0, 0, 0, 0]
 
 
 def test_many_rows_are_normed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_bfloat16_weights_give_what_the_same_in_float32_give(phi: str) -> None:
     assert float(jnp.abs(got - want).max() / jnp.abs(want).max()) < 2e-5
 
 
-@pytest.mark.parametrize("phi", ["mlp", "linear", "weighted"])
+@pytest.mark.parametrize("phi", COMPRESSIONS)
 def test_control_stored_numbers_that_are_rounded_once_are_seen(phi: str) -> None:
     weights, stored = inputs(phi)
     wide = {name: array.astype(jnp.float32) for name, array in weights.items()}

@@ -243,7 +243,7 @@ def verified(
     return np.asarray(branches.outputs)[:-1], np.asarray(branches.selected)[:-1]
 
 
-OTHERS = {"kv": "shared", "share": False, "gate": "q", "block": 4}
+OTHERS = {"kv": "shared", "phi": "linear", "block": 4}
 
 
 @pytest.mark.parametrize(
@@ -382,12 +382,10 @@ def test_trees_route_by_groups_as_each_node_by_itself(
     ("options", "changes", "routes"),
     [
         ({}, {}, True),
-        ({"share": "head"}, {"heads": 40, "group": 4, "page_size": 384}, True),  # heads padded, a last group of one
+        ({}, {"heads": 40, "group": 4, "page_size": 384}, True),  # heads padded, a last group of one
         ({}, {"page_size": 64}, False),  # four compressed tokens
         ({}, {"dim": 256}, False),
         ({}, {"dtype": jnp.float32}, False),
-        ({"compressed_rope": "none"}, {}, False),
-        ({"kernel_size": 16, "block_size": 16, "score": "logit"}, {}, False),
         ({}, {"rows": 2, "group": 16}, True),
         ({}, {"rows": 2, "heads": 256, "group": 128}, False),  # more rows than tiles,
     ],
@@ -425,7 +423,7 @@ def test_routing_by_groups_is_chosen_where_the_kernel_is(
             output, weights, selected = weighed
             blocks = 16 * sizes["page_size"] // kind.block_size
             assert output.shape == q.shape
-            assert (selected is None) == (kind.share == "head")
-            assert selected is None or selected.shape == (*q.shape[:2], kv_heads, blocks)
+            assert selected is not None
+            assert selected.shape == (*q.shape[:2], kv_heads, blocks)
             assert weights.shape == (*q.shape[:3], 16 * per_page)
             assert kernels[0] is not None

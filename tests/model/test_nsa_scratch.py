@@ -72,7 +72,6 @@ def test_nothing_is_kept_where_no_kernel_ranks() -> None:
     with implementations("mosaic"):
         assert counted(config_of(), 9) == 2 * 2 * 8 * 64 * 120
         assert counted(config_of(kind=tiny_config().layer(0).attention), 9) == 0
-        assert counted(config_of(kind=nsa.NSA(compressed_rope="none")), 9) == 0
         assert counted(config_of(dtype="float32"), 9) == 0
         assert counted(config_of(), 9, page=64) == 0, "pages of four compressed tokens"
         assert kept_scores_bytes(config_of(), None, requests=1, queries=9, max_model_len=64, page_size=PAGE) == 0

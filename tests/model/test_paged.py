@@ -138,7 +138,7 @@ LAYERS: dict[str, tuple[LayerSpec, ...]] = {
     "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
     "sparse": (LayerSpec(SPARSE, qk_norm=True),),
     "sparse, local, global, sparse": (LayerSpec(SPARSE), LOCAL, GLOBAL, LayerSpec(SPARSE)),
-    "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared", gate="q"), Rope(100.0)),),
+    "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared"), Rope(100.0)),),
     "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
 }
 

@@ -13,6 +13,8 @@ from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_win
 from smcjax.model.nsa import NSA as Attention
 
 _KEY = "native_sparse_attention"  # an object of the fields of `smcjax.model.nsa.NSA`; an absent one has its default
+# Choices that earlier files name, of which one is left.
+_SETTLED = {"compressed_rope": "block", "score": "prob", "share": "group", "gate": "x"}
 _TYPES = (_KEY, "full_attention", "sliding_attention")  # of layers, in layer_types; without, all are of the first
 
 
@@ -20,11 +22,15 @@ def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
     types = read_layer_types(keys, config.num_layers, _TYPES) or [_KEY] * config.num_layers
     inner = keys.inner(_KEY)
     options = {field.name: inner.raw(field.name, field.default) for field in dataclasses.fields(Attention)}
-    inner.refuse_unknown()
     try:
         attention = Attention(**options)
     except ValueError as error:
         raise ValueError(f"{_KEY} in the model's config: {error}") from None
+    for name, only in {**_SETTLED, "phi": attention.phi}.items():
+        if inner.raw(name, only) != only:
+            why = f" with kv {attention.kv!r}" if name == "phi" else ""
+            raise inner.refusal(name, f"only {only!r} is implemented{why}; use a model with that")
+    inner.refuse_unknown()
     kinds: dict[str, AttentionKind] = {_KEY: attention, "full_attention": FULL}
     if "sliding_attention" in types:
         kinds["sliding_attention"] = windowed(keys.integer("sliding_window"), config.max_position_embeddings)

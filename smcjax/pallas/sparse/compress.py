@@ -64,7 +64,7 @@ class Births(NamedTuple):
     home: Int[Array, " N"]  # page · B/d + slot of the token itself
     is_born: Bool[Array, " N"]  # what is not born is not written
     turned: Angles | None  # of covered positions [N, l], where stored keys are rotated and are to be rotated back
-    begins: Angles | None  # [N], by which made keys are rotated
+    begins: Angles  # [N], by which made keys are rotated
 
 
 class Sizes(NamedTuple):
@@ -315,12 +315,12 @@ def bear(
     any_born = jnp.pad(is_born, (0, chunks * VECTORS - number)).reshape(chunks, VECTORS).max(axis=1)
     first = "" if phi == "linear" else "_in"
     names = () if phi == "linear" else ("in_bias", "out", "out_bias")
-    turned, begins = births.turned or (), births.begins or ()
+    turned = births.turned or ()
     # References, so that the kernel's results are its operands' buffers.
     pages = [jax.new_ref(pool) for pool in compressed]
     born = (is_born, births.home)
     terms = []  # of keys and of values: what `_products` takes and what `_conclude` does
-    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (begins, ()), strict=True):
+    for of, pool, page, back, onward in zip("kv", stored, pages, (turned, ()), (births.begins, ()), strict=True):
         factors = (pool, weights[f"position_{of}"], weights[f"phi_{of}{first}"], births.covered, *back)
         terms.append((factors, (page, *born, *(weights[f"phi_{of}_{name}"] for name in names), *onward)))
     operands, tree = jax.tree.flatten(terms)
@@ -347,7 +347,7 @@ def bear(
                     threads.synchronize_cluster(t, barrier)
 
                 for turn in range(0, min(VECTORS, number), sizes.blocks):
-                    how = {"token": first + turn + block, "head": head, "rotates": rotates and bool(begins)}
+                    how = {"token": first + turn + block, "head": head, "rotates": rotates}
                     ready = leave if turn == 0 else t.synchronize  # before other numbers take the last ones' place
                     _conclude(t, parts, *rest, hidden, made, **how, sizes=sizes, ready=ready)
 

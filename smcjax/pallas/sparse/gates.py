@@ -52,15 +52,18 @@ def gated_sum_reference(
     are there already: kernels need not make them. Nor do they need parts that `unmerged` has instead, one a part.
     """
     outputs = jnp.stack([part.astype(x.dtype) for part in parts], axis=3)
-    return weighed_sum(sigmoid_gates("rte,hbe->rthb", x, gate, bias, pending), outputs)
+    return weighed_sum(sigmoid_gates(x, gate, bias, pending), outputs)
 
 
 def sigmoid_gates(
-    terms: str, source: jax.Array, gate: jax.Array, bias: jax.Array, pending: PendingNorm | None = None
+    x: Float[Array, "R T E"],
+    gate: Float[Array, "H branches E"],
+    bias: Float[Array, "H branches"],
+    pending: PendingNorm | None = None,
 ) -> Float[Array, "R T H branches"]:
-    """Sigmoids of a linear map, f32: the product `terms`, in `jnp.einsum`'s notation, and the bias."""
-    precision = product_precision(source.dtype)
-    logits = jnp.einsum(terms, source, gate, precision=precision, preferred_element_type=jnp.float32)
+    """Sigmoids of a linear map of x, f32; x lacks its norm where that is `pending`."""
+    precision = product_precision(x.dtype)
+    logits = jnp.einsum("rte,hbe->rthb", x, gate, precision=precision, preferred_element_type=jnp.float32)
     logits = logits if pending is None else pending.divide(logits)
     return jax.nn.sigmoid(logits + bias.astype(jnp.float32))
 

@@ -35,7 +35,7 @@ CHUNK = 64  # slots that kernels take at once
 
 
 class Tasks(NamedTuple):
-    """Units of pages that the groups of each request read, by set: S = Hkv, or H where query heads choose themselves.
+    """Units of pages that the groups of each request read, by set: S = Hkv.
 
     The first `number` of K tasks count, in the order of the sequence; the others name unit 0 and no query.
     """
@@ -344,10 +344,8 @@ def _has_part(tasks: Tasks, size: int) -> Bool[Array, "R g S K C"]:
 def _gathered(pool: Float[Array, "P B Hkv D"], units: Int[Array, "R g S K"], unit: int) -> Float[Array, "R g S _ D"]:
     """The slots of tasks' units, K·u."""
     pages, page_size, kv_heads, dim = pool.shape
-    sets = units.shape[2]
-    head = np.arange(sets) * kv_heads // sets
     in_units = pool.reshape(pages * page_size // unit, unit, kv_heads, dim)
-    found = in_units[units[..., None], np.arange(unit), head[:, None, None]]
+    found = in_units[units[..., None], np.arange(unit), np.arange(kv_heads)[:, None, None]]
     return found.reshape(*found.shape[:3], -1, dim)
 
 
@@ -406,7 +404,7 @@ def masked_attention(
     q: Float[Array, "R M H D"],
     keys: Float[Array, "R S Hkv D"],
     values: Float[Array, "R S Hkv D"],
-    visible: Bool[Array, "R M sets S"],
+    visible: Bool[Array, "R M Hkv S"],
     *,
     scale: float | None = None,
 ) -> tuple[Part, Float[Array, "R M H S"]]:
@@ -415,15 +413,12 @@ def masked_attention(
     What a query does not see may be NaN: values are masked for each. Returns the weights, f32, beside the part.
     """
     rows, queries, heads, dim = q.shape
-    sets, kv_heads = visible.shape[2], keys.shape[2]
-    head = jnp.arange(sets) * kv_heads // sets
-    q = q.reshape(rows, queries, sets, heads // sets, dim)
+    kv_heads = keys.shape[2]
+    q = q.reshape(rows, queries, kv_heads, heads // kv_heads, dim)
     precision = product_precision(q.dtype)
-    scores = jnp.einsum(
-        "rmxgd,rsxd->rmxgs", q, keys[:, :, head], precision=precision, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("rmxgd,rsxd->rmxgs", q, keys, precision=precision, preferred_element_type=jnp.float32)
     weights, lse = softmax_of(scores / divisor_of(scale, dim), visible[:, :, :, None])
-    values = jnp.where(visible[..., None], jnp.moveaxis(values[:, :, head], 1, 2)[:, None], 0)
+    values = jnp.where(visible[..., None], jnp.moveaxis(values, 1, 2)[:, None], 0)
     out = jnp.einsum(
         "rmxgs,rmxsd->rmxgd",
         weights.astype(values.dtype),

@@ -165,10 +165,8 @@ def attend(
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counts = [Counts(of.number, unit) for of, unit in zip(branches, shape.units, strict=True)]
     copy = plgpu.copy_gmem_to_smem
-    # True if no two sets read the same key-value head.
-    of_one_head = shape.sets == branches[0].keys.shape[2]
     # What one line alone reads. With scores that are kept it took longer (dev/LOG.md).
-    if shape.has_one_line and of_one_head and not kept:
+    if shape.has_one_line and not kept:
         copy = functools.partial(l2_policy.load_to_leave, interpret=interpret)
 
     def buffers_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,9 +180,9 @@ def attend(
         """Fills the ring with a segment's keys or values; looks the next chunk up while a buffer becomes free."""
         # A chunk is `per` units, a page `in_page` units, and the pages of a set are those of its key-value head.
         source = (of.keys, of.values)[which]
-        per, (_, page_size, kv_heads, _) = CHUNK // unit, of.keys.shape
+        per, page_size = CHUNK // unit, of.keys.shape[1]
         in_page, last = page_size // unit, of.unit.shape[2] - 1
-        head = lax.div(segment.of_set * kv_heads, shape.sets)
+        head = segment.of_set
 
         def look_up(chunk: jax.Array) -> list[jax.Array]:
             # Not asking how many tasks there are: behind the last, unit 0 may be read, and nobody sees it.

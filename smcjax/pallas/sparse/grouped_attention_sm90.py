@@ -44,22 +44,20 @@ def supports(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    sets: int,
     page_size: int,
     unit: int,
     dtype: Any,
 ) -> bool:
     """True for groups of C = `size` queries that the kernels take; `page_size` and `unit` of every branch."""
+    of_set = padded(num_heads // num_kv_heads)
     return (
         jnp.dtype(dtype) == jnp.bfloat16
         and head_dim in (64, 128)
-        and sets % num_kv_heads == 0
-        and num_heads % sets == 0
-        and padded(num_heads // sets) <= QUERIES
+        and of_set <= QUERIES
         and unit % 8 == 0
         and CHUNK % unit == 0
         and page_size % unit == 0
-        and 1 <= size * padded(num_heads // sets) <= MOST_TILES * QUERIES
+        and 1 <= size * of_set <= MOST_TILES * QUERIES
     )
 
 
@@ -299,13 +297,13 @@ def _supports_branches(
     def is_supported(branch: Branch, unit: int) -> bool:
         _, page_size, kv_heads, _ = branch.key_pages.shape
         alike = q.dtype == branch.key_pages.dtype == branch.value_pages.dtype
-        alike = alike and branch.key_pages.shape == branch.value_pages.shape and branch.tasks.unit.shape[2] == sets
+        alike = alike and branch.key_pages.shape == branch.value_pages.shape
+        alike = alike and branch.tasks.unit.shape[2] == sets == kv_heads
         return alike and supports(
             size=groups.size,
             num_heads=q.shape[2],
             num_kv_heads=kv_heads,
             head_dim=q.shape[3],
-            sets=sets,
             page_size=page_size,
             unit=unit,
             dtype=q.dtype,

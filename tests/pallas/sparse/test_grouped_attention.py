@@ -50,7 +50,6 @@ class Case(NamedTuple):
     page_size: int
     block_size: int
     size: int  # C
-    sets: int = KV_HEADS
     requests: int = 2
     most: int = 3
 
@@ -66,7 +65,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 6, 5, 4, 4, 4),
     Case(1, 5, 9, 2, 4, 1),  # the last block has one page
-    Case(3, 3, 3, 8, 4, 4, sets=HEADS),
+    Case(3, 3, 3, 8, 4, 4),
     Case(4, 10, 4, 2, 2, 37, requests=1),  # two words of queries
     Case(2, 2, 3, 4, 2, 9),  # a group larger than a request
 ]
@@ -96,7 +95,7 @@ def drawn(case: Case, seed: int) -> Drawn:
     slots = pages * case.page_size
     high = rng.integers(0, slots, table.shape[:2])
     low = rng.integers(0, 2, high.shape) * rng.integers(0, high + 1)
-    ranked = rng.random((*high.shape, case.sets, case.blocks))
+    ranked = rng.random((*high.shape, KV_HEADS, case.blocks))
     best = np.argsort(ranked)[..., : case.most]
     chosen = (best[..., None] == np.arange(case.blocks)).any(axis=-2)
     selected = chosen & (rng.random(ranked.shape) < rng.choice([0.5, 1]))
@@ -223,7 +222,7 @@ def alone(case: Case, d: Drawn) -> Part:
     out, lse = np.zeros((*shape, DIM)), np.full(shape, -np.inf)
     for request, query, head in np.ndindex(*shape):
         slots = np.arange(int(d.low[request, query]), int(d.high[request, query]) + 1)
-        slots = slots[d.selected[request, query, head * case.sets // HEADS][slots // case.block_size]]
+        slots = slots[d.selected[request, query, head * KV_HEADS // HEADS][slots // case.block_size]]
         if len(slots):
             at = d.table[request, query, slots // case.page_size], slots % case.page_size, head * KV_HEADS // HEADS
             scores = d.keys[at].astype(np.float64) @ d.q[request, query, head] / np.sqrt(DIM)
@@ -239,7 +238,7 @@ def spoiled(case: Case, d: Drawn) -> Drawn:
     for request, query, of, block in np.argwhere(d.selected):
         slots = np.arange(block * case.block_size, (block + 1) * case.block_size)
         slots = slots[(slots >= d.low[request, query]) & (slots <= d.high[request, query])]
-        seen[d.table[request, query, slots // case.page_size], slots % case.page_size, of * KV_HEADS // case.sets] = 1
+        seen[d.table[request, query, slots // case.page_size], slots % case.page_size, of] = 1
     keys, values = (np.where(seen[..., None], x, np.nan).astype(np.float32) for x in (d.keys, d.values))
     return d._replace(keys=keys, values=values)
 
@@ -318,7 +317,7 @@ def test_spans_are_sets_of_units(case: Case) -> None:
     d = drawn(case, 5)
     unit = unit_slots(case.page_size, case.block_size)
     d = d._replace(low=np.maximum(d.high - 3 * unit + 1, 0), groups=QueryGroups(tuple(range(case.queries)), case.size))
-    shape = {"page_size": case.page_size, "unit": unit, "sets": case.sets, "rows": case.rows}
+    shape = {"page_size": case.page_size, "unit": unit, "sets": KV_HEADS, "rows": case.rows}
     shape["most_slots"] = case.pages * case.page_size
     tasks = _span_tasks(*map(jnp.asarray, (d.low, d.high, d.table)), d.groups, **shape)
     want = alone(case, d._replace(selected=np.ones_like(d.selected)))

@@ -42,7 +42,6 @@ class Case(NamedTuple):
     groups: QueryGroups  # of M = N·T queries
     heads: int
     kv_heads: int
-    sets: int
     rows: int
     branches: tuple[tuple[int, int], ...]  # page size, l'
     tuning: Tuning | None  # None: the default
@@ -72,7 +71,7 @@ def drawn(case: Case, rng: np.random.Generator, page_size: int, block_size: int,
     shape = table.shape[:2]
     high = case.blocks * block_size - 1 - rng.integers(0, 2 * block_size, shape)
     low = np.maximum(0, rng.integers(-block_size, block_size, shape))
-    best = np.argsort(rng.random((*shape, case.sets, case.blocks)))[..., : case.most]
+    best = np.argsort(rng.random((*shape, case.kv_heads, case.blocks)))[..., : case.most]
     selected = (best[..., None] == np.arange(case.blocks)).any(-2)
     if mode != "merged":
         selected = np.array(case.groups.by_first(jnp.asarray(selected)))
@@ -84,7 +83,7 @@ def drawn(case: Case, rng: np.random.Generator, page_size: int, block_size: int,
     for request, query, of, block in np.argwhere(selected):
         slots = np.arange(block * block_size, (block + 1) * block_size)
         slots = slots[(slots >= low[request, query]) & (slots <= high[request, query])]
-        seen[table[request, query, slots // page_size], slots % page_size, of * case.kv_heads // case.sets] = True
+        seen[table[request, query, slots // page_size], slots % page_size, of] = True
     keys, values = (jnp.asarray(np.where(seen[..., None], x, np.nan), jnp.bfloat16) for x in pool)
     return Drawn(selected, table, low, high, keys, values)
 
@@ -136,7 +135,7 @@ def check(case: Case, seed: int, mode: str = "merged", *, interpret: Any = INTER
 
 
 # A short last group; tasks in two shares, turns, and a ring that refills.
-CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, 1, ((16, 32),), Tuning(blocks=3, subs=2, stages=2), blocks=12)
+CHAIN = Case(QueryGroups(tuple(range(5)), 3), 4, 1, 1, ((16, 32),), Tuning(blocks=3, subs=2, stages=2), blocks=12)
 CHAIN = CHAIN._replace(most=9)
 
 
@@ -148,7 +147,7 @@ def test_modes(mode: str) -> None:
 def test_each_query_by_itself() -> None:
     """Groups of one query, of two requests of two rows each, two key-value heads and pairs of heads."""
     groups = QueryGroups.of_rows(2, 1, "bfs", 1)
-    check(Case(groups, 4, 2, 2, 2, ((8, 16),), Tuning(blocks=5, subs=1, stages=2), requests=2), 1)
+    check(Case(groups, 4, 2, 2, ((8, 16),), Tuning(blocks=5, subs=1, stages=2), requests=2), 1)
 
 
 @pytest.mark.parametrize("subs", [1, 2])
@@ -159,13 +158,13 @@ def test_branches(subs: int) -> None:
     """
     groups = QueryGroups(tuple(np.random.default_rng(2).permutation(66).tolist()), 66)
     tuning = Tuning(blocks=4, subs=subs, stages=2)
-    check(Case(groups, 1, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
+    check(Case(groups, 1, 1, 3, ((16, 8), (64, 64)), tuning, blocks=4, most=2), 2)
 
 
 def test_tiles_that_are_odd() -> None:
     """Three tiles by two warpgroups, the second of which has none in the second line; two groups, the last short."""
     groups = QueryGroups(tuple(range(45)), 36)
-    check(Case(groups, 4, 1, 1, 3, ((16, 32),), Tuning(blocks=7, subs=2, stages=2), most=4), 4)
+    check(Case(groups, 4, 1, 3, ((16, 32),), Tuning(blocks=7, subs=2, stages=2), most=4), 4)
 
 
 def test_controls() -> None:
@@ -217,15 +216,15 @@ def test_on_the_gpu(size: int, page_size: int, requests: int, dim: int) -> None:
     """Shares of one chunk and of many, whose ring refills; of 40 queries three tiles."""
     groups = QueryGroups.of_rows(1, max(8, size), "bfs", size)
     branches = ((page_size, 64), (page_size, 64))
-    case = Case(groups, 8, 2, 2, 1, branches, None, requests=requests, blocks=32, most=8, dim=dim)
+    case = Case(groups, 8, 2, 1, branches, None, requests=requests, blocks=32, most=8, dim=dim)
     check(case, 0, interpret=None)
 
 
 def test_what_is_not_supported() -> None:
-    shape = {"size": 9, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "sets": 8, "page_size": 16, "unit": 16}
+    shape = {"size": 9, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "unit": 16}
     assert supports(**shape, dtype=jnp.bfloat16)
     assert not supports(**shape, dtype=jnp.float32)
-    for change in ({"head_dim": 96}, {"unit": 4}, {"unit": 24, "page_size": 24}, {"size": 129}, {"sets": 12}):
+    for change in ({"head_dim": 96}, {"unit": 4}, {"unit": 24, "page_size": 24}, {"size": 129}):
         assert not supports(**{**shape, **change}, dtype=jnp.bfloat16)
 
 
@@ -241,7 +240,7 @@ def test_tuning_fits(dim: int) -> None:
 def test_more_pairs_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are divided among launches, of which each takes some; the parts are those of all together."""
     groups = QueryGroups.of_rows(1, 3, "bfs", 2)
-    case = Case(groups, 2, 2, 2, 1, ((16, 32),), Tuning(blocks=3, subs=1, stages=2), requests=3)
+    case = Case(groups, 2, 2, 1, ((16, 32),), Tuning(blocks=3, subs=1, stages=2), requests=3)
     launches = []
     kernel = sm90.plgpu.kernel
 
