@@ -95,10 +95,10 @@ class SMC(Decoding):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.defer_bonus, bool | None):
             raise ValueError(f"defer_bonus must be True, False or None, got {self.defer_bonus!r}.")
-        if self.pipelined and self.ragged:
+        if self.pipelined and (self.ragged or self.rejection_control is None):
             raise ValueError(
-                f"pipelined is True and control {_shown(self.control)}, which would reject drafts that the next block "
-                "stands on; leave one of them out."
+                f"pipelined is True and control {_shown(self.control)}, which decides about drafts that the next block "
+                "stands on already; leave one of them out."
             )
         self._check_effects()
         check_sparse(self.sparse)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, SamplingParams
+from smcjax.smc import KeepAll
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_control import COUNT, MAX_MODEL_LEN, PAGES, ROWS, run
@@ -86,7 +87,8 @@ def test_log_probabilities_and_forms(pipelined: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"control": 0.1}, r"pipelined is True and control 0\.1, which would reject drafts"),
+        ({"control": 0.1}, r"pipelined is True and control 0\.1, which decides about drafts"),
+        ({"control": KeepAll()}, r"pipelined is True and control KeepAll\(\), which decides about drafts"),
         ({"pipelined": 1}, "pipelined must be True or False, got 1"),
     ],
 )
