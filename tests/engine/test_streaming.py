@@ -222,10 +222,10 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(pair: Pair, mon
         alone = llm.generate("ab", params, use_tqdm=False)[0].outputs[0].token_ids
         cycle = type(llm.engine.runner).step
 
-        def collecting(self: Any, program: Any) -> Any:
+        def collecting(self: Any, *args: Any) -> Any:
             dropped.clear()
             gc.collect()
-            return cycle(self, program)
+            return cycle(self, *args)
 
         for _ in range(3):
             dropped = [llm.generate_stream("cd", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))]
