@@ -1,4 +1,4 @@
-"""What has been simplified stays simple: counts that may fall, and sentences that name the seam to use instead."""
+"""These counts may fall and not rise; where one would rise, a sentence names the seam to use instead."""
 
 from __future__ import annotations
 

@@ -179,7 +179,8 @@ def load(
         if isinstance(one, Auto) and profile is not None:
             one.candidates(Profile.load(profile), has_draft=has_draft)
     profiles: list[dict[str, Any]] = [{"profile": profile} if isinstance(one, Auto) else {} for one in decodings]
-    # Whoever needs a draft loads it for all, on devices that somebody needs. One by a profile may need none.
+    # The first decoder that needs a draft loads it for all, on the devices that any needs. One by a profile may need
+    # none.
     separate = bool(of_models.get("separate_draft"))
     drafting = sorted(
         (isinstance(one, Auto), separate and not (isinstance(one, Decoding) and one.overlaps), at)

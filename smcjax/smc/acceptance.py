@@ -115,7 +115,9 @@ class Acceptance(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def probability(self, log_p: Float[Array, R * shape], log_q: Float[Array, R * shape]) -> Float[Array, R * shape]:
+    def probability(
+        self, log_p: Float[Array, " R *shape"], log_q: Float[Array, " R *shape"]
+    ) -> Float[Array, " R *shape"]:
         """The probability, in [0, 1], of keeping a draft that has log p and log q, elementwise."""
 
     def residual(
@@ -189,7 +191,9 @@ class KeepAll(Acceptance):
 
     rejects: ClassVar[bool] = False
 
-    def probability(self, log_p: Float[Array, R * shape], log_q: Float[Array, R * shape]) -> Float[Array, R * shape]:
+    def probability(
+        self, log_p: Float[Array, " R *shape"], log_q: Float[Array, " R *shape"]
+    ) -> Float[Array, " R *shape"]:
         """1."""
         return jnp.ones_like(log_q)
 
@@ -226,7 +230,9 @@ class RejectionControl(Acceptance):
         """True at c = 1: rejected drafts are replaced by whatever the draft lacks."""
         return isinstance(self.control, float) and self.control == 1.0
 
-    def probability(self, log_p: Float[Array, R * shape], log_q: Float[Array, R * shape]) -> Float[Array, R * shape]:
+    def probability(
+        self, log_p: Float[Array, " R *shape"], log_q: Float[Array, " R *shape"]
+    ) -> Float[Array, " R *shape"]:
         """min(1, p/(c·q))."""
         return control.acceptance(log_p, log_q, self._per_row(log_p))
 
@@ -237,7 +243,7 @@ class RejectionControl(Acceptance):
         c = self._per_row(log_p[..., 0])
         return control.increment(at(log_p, tokens), at(log_q, tokens), c, control.correction(log_p, log_q, c))
 
-    def _per_row(self, array: Float[Array, R * shape]) -> Float[Array, R * ones]:
+    def _per_row(self, array: Float[Array, " R *shape"]) -> Float[Array, " R *ones"]:
         """c, with axes of length 1 beside those of an array behind its first."""
         c = jnp.asarray(self.control, array.dtype)
         return c.reshape(c.shape + (1,) * (array.ndim - c.ndim))

@@ -158,7 +158,7 @@ def test_law_classes(one: Decoding, other: Decoding, same: bool) -> None:
     ],
 )
 def test_readings_give_the_same_tokens(one: Decoding, other: Decoding, same: bool) -> None:
-    """Of one law, and alike in all but how selected blocks are read."""
+    """Readings are of one law, and alike in all but how selected blocks are read."""
     assert same_tokens(one, other) is same_tokens(other, one) is same
     assert same_tokens(one, one)
 

@@ -118,7 +118,7 @@ def test_a_constant_moves_the_evidence_and_nothing_else(config: dict[str, Any]) 
 
 @pytest.mark.parametrize("config", [{"ess_threshold": 1.0}, {"pipelined": True, "ess_threshold": 1.0}], ids=str)
 def test_the_terms_telescope_through_forks(config: dict[str, Any]) -> None:
-    """What every row was asked for last is the value of its tokens, copies' and all."""
+    """The state keeps for each row, copies too, the log value of that row's own tokens."""
     potential = smc.TokenPotential(((0, 0.4), (2, -0.3), (4, 1.0)))
     state, infos = run(**config, potentials=(potential,))
     assert any(bool(info.resampled.any()) for info in infos)

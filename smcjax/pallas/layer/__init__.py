@@ -1,1 +1,1 @@
-"""What stands around attention in a layer: RMS norm, SwiGLU and products of few rows."""
+"""The operations around attention in a layer are RMS norm, SwiGLU and products of few rows."""

@@ -61,7 +61,7 @@ class Refs(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a computing warpgroup needs of one task of a chunk to mask scores."""
+    """The part of one task of a chunk by which a computing warpgroup masks scores."""
 
     first: jax.Array  # slot
     words: tuple[jax.Array, ...]  # the mask's words with the line's queries, a bit each; 0 where there is no task

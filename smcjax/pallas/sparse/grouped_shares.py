@@ -66,7 +66,7 @@ def default_tuning(dim: int) -> Tuning:
 
 
 class Counts(NamedTuple):
-    """What shares are computed from: how many tasks each line of a branch has, and of how many slots."""
+    """The input from which shares are computed: how many tasks each line of a branch has, and of how many slots."""
 
     number: Ref  # [G, S] int32 GMEM
     unit: int  # slots of a task
