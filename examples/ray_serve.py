@@ -16,6 +16,7 @@ replicas, on a cluster as on one machine, and restarts them; this file says how 
 
 import asyncio
 import hashlib
+import itertools
 import json
 import re
 import secrets
@@ -36,8 +37,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 ANSWERS = {"/v1/completions", "/v1/chat/completions"}
-TRIES = 10
-PAUSE = 0.3  # seconds before the next one
+PATIENCE = 30  # seconds for which a request looks for a replica that answers
+PAUSE = 0.3  # seconds before the next try
 CHARACTERS = 4  # of a token, about
 ERROR = {"message": "no replica answered; ask again.", "type": "server_error", "param": None, "code": None}
 app = FastAPI(openapi_url=None)
@@ -147,7 +148,8 @@ class Front:
         if path in ANSWERS:
             key, sent = prepared(body, self._affinity_tokens)
         headers = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
-        for number in range(TRIES):
+        until = asyncio.get_running_loop().time() + PATIENCE
+        for number in itertools.count():
             # The next one to try is most likely another: Ray takes some seconds to notice that one has failed.
             place = f"{key}{number or ''}" if key else secrets.token_hex(8)
             replicas = self._replicas.options(stream=True, session_id=place)
@@ -156,6 +158,8 @@ class Front:
                 answer: Answer = await anext(pieces)
                 first = await anext(pieces, b"")
             except (ray.exceptions.RayError, httpx.HTTPError):
+                if asyncio.get_running_loop().time() > until:
+                    break
                 await asyncio.sleep(PAUSE)
                 continue
             streams = "event-stream" in answer.headers["content-type"]

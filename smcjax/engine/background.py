@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future, wait
 from typing import Any
 
 from smcjax.engine.runner import Runner
+from smcjax.engine.turnstile import start_thread
 
 
 class Abandoned(Exception):
@@ -34,7 +34,7 @@ class BackgroundCompiler:
         """
         assert not self.busy
         self._wanted, self._under_way = (size, program), Future()
-        threading.Thread(target=self._work, args=(self._under_way, size, program, others), daemon=True).start()
+        start_thread(self._work, self._under_way, size, program, others)
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits until nothing is under way, for so many seconds at most."""

@@ -2,6 +2,7 @@
 
 It also ends what it guards: when the interpreter does, all turnstiles are taken for good, as a thread that is killed
 within XLA aborts the process; and in a fork of the process, in whose copy of JAX everything hangs, none can be had.
+Threads that use JAX behind no turnstile are started by `start_thread`, for the same reason.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import os
 import threading
 import weakref
 from _thread import RLock
+from collections.abc import Callable
+from typing import Any
 
 _all: weakref.WeakSet[Turnstile] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _used = _forked = False  # whether there has been any, and whether that was in a process that this one is a fork of
 
 
@@ -30,10 +34,24 @@ def _note_fork() -> None:
     _forked = _used
 
 
+def start_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Starts a daemon thread that uses JAX. The interpreter's end waits for it.
+
+    Python joins threads that are no daemons before the last steps end, one of which may start a thread.
+    """
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
 def _take_all() -> None:
-    """Waits for the steps that are in progress; no further one begins."""
-    for turn in [] if _forked else list(_all):
+    """Waits for the steps that are in progress, then for threads that these have started; no further step begins."""
+    if _forked:
+        return
+    for turn in list(_all):
         turn.__enter__()
+    for thread in list(_threads):
+        thread.join()
 
 
 os.register_at_fork(after_in_child=_note_fork)

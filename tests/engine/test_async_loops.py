@@ -111,11 +111,18 @@ class Noted:
         self._patch.setattr(owner, name, call)
 
 
-def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are handed out when the next cycle is enqueued, and before anybody waits for that."""
-    noted = Noted(monkeypatch)
-    happened = noted.happened
+@pytest.fixture
+def lent(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The session's `LLM`, which `AsyncLLM()` serves in this test, and which compiles as before behind it."""
     monkeypatch.setattr(async_llm, "LLM", lambda: llm)
+    monkeypatch.setattr(llm.engine, "compiles_in_background", True)
+    return llm
+
+
+def test_readers_are_woken_while_the_device_works(lent: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are handed out when the next cycle is enqueued, and before the engine waits for its results."""
+    noted, llm = Noted(monkeypatch), lent
+    happened = noted.happened
     noted.calls(llm.engine.runner, "step", "enqueue")
     noted.calls(llm.engine, "_collect", "wait")
     noted.calls(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))
@@ -129,10 +136,9 @@ def test_readers_are_woken_while_the_device_works(llm: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_end_is_handed_out_at_once(llm: LLM, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_handed_out_at_once(lent: LLM, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though another request goes on, behind whose next cycle all other chunks are handed out."""
-    noted = Noted(monkeypatch)
-    monkeypatch.setattr(async_llm, "LLM", lambda: llm)
+    noted, llm = Noted(monkeypatch), lent
     monkeypatch.setattr(llm.engine, "_lag", int(overlap))
     noted.calls(llm.engine.runner, "step", "enqueue")
     noted.calls(AsyncLLM, "_hand_out", "hand out", lambda served: bool(served._news))

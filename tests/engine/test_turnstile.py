@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -45,3 +47,35 @@ def test_an_error_within_lets_go_of_it() -> None:
     thread.start()
     thread.join()
     assert had == [True]
+
+
+LATE = """
+import threading, time
+from smcjax.engine.turnstile import Turnstile, start_thread
+
+turn, begun = Turnstile(), threading.Event()
+
+def late():
+    time.sleep(0.3)
+    print("ended", flush=True)
+
+def step():
+    with turn:
+        begun.set()
+        time.sleep(0.3)  # until the interpreter has joined the threads that are no daemons
+        {start}
+
+threading.Thread(target=step, daemon=True).start()
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [("start_thread(late)", "ended"), ("threading.Thread(target=late, daemon=True).start()", "")],
+    ids=["awaited", "control"],
+)
+def test_the_interpreters_end_waits_for_threads_that_its_last_steps_start(start: str, said: str) -> None:
+    script = LATE.replace("{start}", start)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == said
