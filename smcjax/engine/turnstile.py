@@ -35,13 +35,10 @@ def _note_fork() -> None:
 
 
 def start_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Starts a daemon thread that uses JAX. The interpreter's end waits for it.
-
-    Python joins threads that are no daemons before the last steps end, one of which may start a thread.
-    """
+    """Starts a daemon thread that uses JAX, in a turn. The interpreter's end waits for it, behind the last turns."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
-    _threads.add(thread)
     thread.start()
+    _threads.add(thread)  # at the interpreter's end none can be started
 
 
 def _take_all() -> None:

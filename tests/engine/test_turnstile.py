@@ -61,9 +61,9 @@ def late():
 
 def step():
     with turn:
-        begun.set()
-        time.sleep(0.3)  # until the interpreter has joined the threads that are no daemons
         {start}
+        begun.set()
+        time.sleep(0.1)
 
 threading.Thread(target=step, daemon=True).start()
 begun.wait()
