@@ -38,7 +38,7 @@ from smcjax.bench.models import Models
 from smcjax.bench.shapes import SHAPES
 from smcjax.bench.table import synthetic_case
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.engine.programs import compile_together, enable_compilation_cache
+from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
 from smcjax.tasks.intervals import clustered_mean
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.device import HOPPER
-from smcjax.engine.programs import CUBLAS_PRODUCTS
+from smcjax.engine.run.programs import CUBLAS_PRODUCTS
 from smcjax.matmul import Dense
 from smcjax.pallas import uses_kernels
 

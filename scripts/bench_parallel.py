@@ -137,7 +137,7 @@ def large(target: str, size: int) -> list[dict[str, Any]]:
 
 def _memory() -> float:
     """Bytes that JAX may take of the default device, asked in a process that ends."""
-    code = "from smcjax.engine.memory import device_memory; print(device_memory())"
+    code = "from smcjax.engine.run.memory import device_memory; print(device_memory())"
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 

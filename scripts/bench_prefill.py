@@ -27,10 +27,10 @@ from smcjax.bench.roofline import streamed_weights
 from smcjax.bench.shapes import SHAPES
 from smcjax.decoding.speculation import PairParams
 from smcjax.device import this_device
-from smcjax.engine.batch import Batch
-from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.runner import Chunk, Runner
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.requests.batch import Batch
+from smcjax.engine.run.programs import Programs, enable_compilation_cache
+from smcjax.engine.run.runner import Chunk, Runner
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model.config import ModelConfig
 from smcjax.smc import SMC
 

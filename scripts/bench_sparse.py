@@ -68,9 +68,9 @@ from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU, ON_GPU
 from smcjax.cli.options import check_output
 from smcjax.decoders import Decoding, Rejection
-from smcjax.engine.loading import check_pages
-from smcjax.engine.memory import device_memory
-from smcjax.engine.programs import compile_together, enable_compilation_cache
+from smcjax.engine.load.loading import check_pages
+from smcjax.engine.run.memory import device_memory
+from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
 from smcjax.planner import Profile
 

@@ -38,8 +38,8 @@ from smcjax.decoders import Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
 from smcjax.decoding.sequences import Requests
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.programs import CUBLAS_PRODUCTS
+from smcjax.engine.run.programs import CUBLAS_PRODUCTS
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
 from smcjax.sparse import SparseVerification

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
 from smcjax.decoders import Decoding
 from smcjax.decoding.constraints import RowConstraint, masked
-from smcjax.engine.constraints import make_tables
-from smcjax.engine.requests import automaton_of
+from smcjax.engine.requests.requests import automaton_of
+from smcjax.engine.run.constraints import make_tables
 from smcjax.structured.automaton import Automata
 
 PERSON: dict[str, Any] = {

@@ -38,7 +38,7 @@ from measure_marginals import LOOKED_AT, Event, Group, interval_of, lower_bound,
 from measuring import by_prompt, shown
 from plain_prompts import held_out
 
-from smcjax.engine.programs import enable_compilation_cache
+from smcjax.engine.run.programs import enable_compilation_cache
 from smcjax.markdown import table
 from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.dropping import drop_layers

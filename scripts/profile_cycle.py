@@ -28,7 +28,7 @@ import jax
 from smcjax.bench.cycle import Bench, Case
 from smcjax.bench.models import Models
 from smcjax.bench.shapes import SHAPES
-from smcjax.engine.programs import enable_compilation_cache
+from smcjax.engine.run.programs import enable_compilation_cache
 from smcjax.smc import SMC
 
 CYCLES = 3

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from smcjax.engine.engine import Engine
-from smcjax.engine.runner import Runner
+from smcjax.engine.run.runner import Runner
 
 PREFILL = 10  # cycles that a chunk takes
 

@@ -21,10 +21,10 @@ from smcjax.bench.synthetic import random_memory
 from smcjax.decoding.eagle import Eagle
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.ngram import NGram
-from smcjax.engine.jobs import stepping
-from smcjax.engine.loading import make_decoder
-from smcjax.engine.programs import Programs, Wanted
-from smcjax.engine.runner import Runner
+from smcjax.engine.load.loading import make_decoder
+from smcjax.engine.run.jobs import stepping
+from smcjax.engine.run.programs import Programs, Wanted
+from smcjax.engine.run.runner import Runner
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
 from smcjax.model.nsa import NSA

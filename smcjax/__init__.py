@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from smcjax.decoders import SMC, Autoregressive, Rejection
     from smcjax.engine.async_llm import AsyncLLM
     from smcjax.engine.llm import LLM
-    from smcjax.engine.majority import majority
-    from smcjax.engine.outputs import (
+    from smcjax.engine.requests.sampling_params import SamplingParams
+    from smcjax.engine.results.majority import majority
+    from smcjax.engine.results.outputs import (
         CompletionOutput,
         Cycle,
         Particle,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         TokenLogprob,
         Trace,
     )
-    from smcjax.engine.sampling_params import SamplingParams
     from smcjax.errors import CheckpointError
     from smcjax.sparse import SparseVerification
 
@@ -56,9 +56,9 @@ _HOME = {
     "SMC": "decoders",
     "Autoregressive": "decoders",
     "CheckpointError": "errors",
-    "SamplingParams": "engine.sampling_params",
-    "SparseVerification": "sparse",
-    "majority": "engine.majority",
+    "SamplingParams": "engine.requests.sampling_params",
+    "SparseVerification": "sparse.verification",
+    "majority": "engine.results.majority",
 }
 _SUBPACKAGES = ("kv", "model", "pallas", "rejection", "smc")
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"smcjax.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'smcjax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"smcjax.{_HOME.get(name, 'engine.outputs')}"), name)
+    value = getattr(importlib.import_module(f"smcjax.{_HOME.get(name, 'engine.results.outputs')}"), name)
     globals()[name] = value
     return value
 

@@ -59,7 +59,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from smcjax.engine import programs  # noqa: E402
+from smcjax.engine.run import programs  # noqa: E402
 from tests.interpreted import hand_arrays_over  # noqa: E402
 from tests.lazily import Later, lazily  # noqa: E402
 from tests.memory import give_back, keep_free_memory  # noqa: E402
@@ -90,10 +90,10 @@ OF_ALL_SIZES = {
     "engine/test_interruptions.py",
     "engine/test_on_gpu.py",
     "engine/test_preemption.py",
-    "engine/test_programs.py",
+    "engine/run/test_programs.py",
     "engine/test_readings.py",
-    "engine/test_runner.py",
-    "engine/test_scheduler.py",
+    "engine/run/test_runner.py",
+    "engine/schedule/test_scheduler.py",
     "engine/test_soak.py",
     "engine/test_widths.py",
     "test_auto.py",
@@ -104,15 +104,15 @@ OF_ALL_SIZES = {
 COMPILED_AT_ONCE = {
     "bench/test_cycle.py",
     "bench/test_table.py",
-    "engine/test_clock.py",
+    "engine/schedule/test_clock.py",
     "engine/test_compilation.py",
     "engine/test_engine.py",
     "engine/test_interruptions.py",
-    "engine/test_memory.py",
+    "engine/run/test_memory.py",
     "engine/test_on_gpu.py",
     "engine/test_parallel_on_gpu.py",
     "engine/test_population.py",
-    "engine/test_programs.py",
+    "engine/run/test_programs.py",
     "engine/test_soak.py",
     "server/test_models.py",
 }

@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from smcjax.engine import programs
+from smcjax.engine.run import programs
 
 _compiled = programs._compiled
 
 
 class Later:
-    """An executable as `smcjax.engine.programs` makes it, of which nothing is traced before it is asked for."""
+    """An executable as `smcjax.engine.run.programs` makes it, of which nothing is traced before it is asked for."""
 
     _pending: ClassVar[weakref.WeakSet[Later]] = weakref.WeakSet()
 

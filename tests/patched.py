@@ -12,9 +12,9 @@ OF_THE_HOST = (
     "smcjax.engine.async_llm",
     "smcjax.engine.engine",
     "smcjax.engine.llm",
-    "smcjax.engine.page_budget",
-    "smcjax.engine.scheduler",
-    "smcjax.engine.streaming",
+    "smcjax.engine.schedule.page_budget",
+    "smcjax.engine.schedule.scheduler",
+    "smcjax.engine.results.streaming",
     "smcjax.server",
     "smcjax.structured.automaton",
 )

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from smcjax.engine import engine
-from smcjax.engine.runner import Runner
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.run.runner import Runner
+from smcjax.engine.schedule.scheduler import ChunkLengths
 
 _buckets, _chunk_lengths = engine.buckets, Runner._chunk_lengths
 

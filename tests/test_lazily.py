@@ -14,8 +14,8 @@ from jax.extend.core import jaxprs_in_params
 
 from smcjax import LLM, SMC, Autoregressive, Rejection
 from smcjax.engine import engine as engine_module
-from smcjax.engine import programs as engine_programs
-from smcjax.engine.programs import Job, Programs
+from smcjax.engine.run import programs as engine_programs
+from smcjax.engine.run.programs import Job, Programs
 from smcjax.structured import automaton
 from tests import test_lazily as module
 from tests.checkpoints import write_pair
@@ -119,15 +119,15 @@ def test_no_program_is_made_of_what_the_host_does(tmp_path: Path) -> None:
             assert len(jobs) >= 6
             for job in jobs.values():
                 files = files_traced(job.function, *job.arguments)
-                assert any(file.endswith("smcjax/engine/jobs.py") or "smcjax/kv/" in file for file in files)
+                assert any(file.endswith("smcjax/engine/run/jobs.py") or "smcjax/kv/" in file for file in files)
                 assert of_the_host(files) == set()
 
 
 def test_control_a_program_of_a_module_of_the_host_is_seen() -> None:
     there = {"__name__": "x"}
-    exec(compile("def twice(x): return x + x", "/a/smcjax/engine/streaming.py", "exec"), there)
+    exec(compile("def twice(x): return x + x", "/a/smcjax/engine/results/streaming.py", "exec"), there)
     assert of_the_host(files_traced(there["twice"], jax.ShapeDtypeStruct((), jnp.float32))) == {
-        "a.smcjax.engine.streaming"
+        "a.smcjax.engine.results.streaming"
     }
 
 
@@ -138,8 +138,8 @@ def test_control_a_program_of_a_module_of_the_host_is_seen() -> None:
         (engine_module, True),
         (engine_module.Engine, False),
         (automaton, False),
-        ("smcjax.engine.programs._compiled", True),
-        ("smcjax.engine.memory.on_cpu", True),
+        ("smcjax.engine.run.programs._compiled", True),
+        ("smcjax.engine.run.memory.on_cpu", True),
         (LLM, False),
         (time, False),
         (jax, True),

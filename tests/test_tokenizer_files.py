@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from smcjax.engine.requests import tokenize
+from smcjax.engine.requests.requests import tokenize
 from smcjax.errors import CheckpointError
 from smcjax.tokenizer import Tokenizer
 from smcjax.tokenizer_files import Guarded, _without_panic_messages

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from smcjax.device import on_cpu
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.questions import Question
 from smcjax.tasks.word_problems import ANSWER_MARK
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import RequestOutput
+    from smcjax.engine.results.outputs import RequestOutput
 
 
 @dataclasses.dataclass(frozen=True)

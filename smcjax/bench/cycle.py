@@ -25,12 +25,12 @@ from smcjax.decoders import Decoding
 from smcjax.decoding.draft_model import DraftModel
 from smcjax.decoding.groups import PairParams
 from smcjax.device import this_device
-from smcjax.engine.batch import Batch
-from smcjax.engine.loading import check_pages, make_decoder, scores_bytes
-from smcjax.engine.memory import Budget, memory_of_each, weight_bytes
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.programs import Programs, Wanted, compile_together, enable_compilation_cache
-from smcjax.engine.runner import Chunk, Runner
+from smcjax.engine.load.loading import check_pages, make_decoder, scores_bytes
+from smcjax.engine.requests.batch import Batch
+from smcjax.engine.run.memory import Budget, memory_of_each, weight_bytes
+from smcjax.engine.run.programs import Programs, Wanted, compile_together, enable_compilation_cache
+from smcjax.engine.run.runner import Chunk, Runner
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model.params import Params
 from smcjax.numerics import key_of
 

@@ -18,7 +18,7 @@ import numpy as np
 from smcjax.bench.accuracy import Evaluation, evaluate
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.llm import LLM
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.markdown import table
 from smcjax.model.hub import bundled_model
 from smcjax.sparse import SparseVerification

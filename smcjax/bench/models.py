@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 from smcjax.bench.shapes import ATTENTIONS, SHAPES
-from smcjax.engine.loading import prepared
-from smcjax.engine.memory import require_room_for_weights, weight_bytes
-from smcjax.engine.spread import Apart, Spread
+from smcjax.engine.load.loading import prepared
+from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
+from smcjax.engine.run.spread import Apart, Spread
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import TensorParallel, check_split, devices_of_host, held_by_one, two_devices
 from smcjax.model.params import Params, init_params

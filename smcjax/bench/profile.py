@@ -25,12 +25,12 @@ import numpy as np
 import smcjax
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
-from smcjax.engine.fingerprints import fingerprints
 from smcjax.engine.llm import LLM
-from smcjax.engine.memory import buckets
-from smcjax.engine.requests import Prompt
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.engine.usual_reading import usual_page_size, usual_reading
+from smcjax.engine.load.fingerprints import fingerprints
+from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
+from smcjax.engine.requests.requests import Prompt
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.run.memory import buckets
 from smcjax.planner import Cell, Measured, Profile
 from smcjax.sparse import SparseVerification
 

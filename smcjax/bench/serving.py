@@ -23,13 +23,13 @@ from smcjax.bench.models import Models
 from smcjax.decoders import Decoding
 from smcjax.decoding.groups import PairParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.loading import check_pages, make_decoder
-from smcjax.engine.outputs import RequestOutput
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.programs import Programs, enable_compilation_cache
-from smcjax.engine.requests import Request
-from smcjax.engine.runner import Runner
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.load.loading import check_pages, make_decoder
+from smcjax.engine.requests.requests import Request
+from smcjax.engine.requests.sampling_params import SamplingParams
+from smcjax.engine.results.outputs import RequestOutput
+from smcjax.engine.run.programs import Programs, enable_compilation_cache
+from smcjax.engine.run.runner import Runner
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.markdown import table
 
 

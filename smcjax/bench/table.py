@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from smcjax.bench.cycle import WARMUP, Bench, Case, CycleResult, Rates, described, require_pair, require_room
 from smcjax.bench.models import Models
 from smcjax.decoders import SMC, Autoregressive, Decoding
-from smcjax.engine.programs import compile_together, enable_compilation_cache
+from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
 
 CONTEXTS = (256, 4096, 16_384, 32_768)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import RequestOutput
-    from smcjax.engine.requests import Prompt
-    from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.engine.requests.requests import Prompt
+    from smcjax.engine.requests.sampling_params import SamplingParams
+    from smcjax.engine.results.outputs import RequestOutput
 
 # Nats a token of log evidence below which a prompt is not of the bundled pair's kind (docs/usage.md says why).
 FOREIGN = -0.75

@@ -22,14 +22,14 @@ from smcjax.auto import Choice
 from smcjax.cli.failures import InputLineError, refuses
 from smcjax.cli.form_options import check_form
 from smcjax.cli.stdin import read_file, read_stdin
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.files import MIB
 from smcjax.plain import did_you_mean, is_unicode, short
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
-    from smcjax.engine.outputs import RequestOutput
-    from smcjax.engine.requests import Prompt
+    from smcjax.engine.requests.requests import Prompt
+    from smcjax.engine.results.outputs import RequestOutput
 
 INPUT_BYTES = 1024 * MIB  # of a file, at most
 FIELDS = (

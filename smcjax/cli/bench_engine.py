@@ -36,7 +36,7 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import DECODINGS
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from smcjax.bench.engine import Overhead

@@ -81,7 +81,7 @@ def shape_models(args: argparse.Namespace) -> Models:
     import jax
 
     from smcjax.bench.models import Models
-    from smcjax.engine.memory import require_devices
+    from smcjax.engine.run.memory import require_devices
 
     require_devices()
     if args.implementation == "mosaic" and jax.default_backend() != "gpu":

@@ -13,7 +13,7 @@ from smcjax.cli.bench_options import COUNT
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import above, text, whole
 from smcjax.cli.serve import KEY_VARIABLE
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
 
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")

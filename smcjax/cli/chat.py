@@ -29,11 +29,11 @@ from smcjax.cli.options import (
 from smcjax.cli.parser import whole
 from smcjax.cli.stdin import edit_lines, read_line, require_stdin
 from smcjax.cli.wording import in_options
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
     from smcjax.engine.llm import LLM
-    from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.engine.requests.sampling_params import SamplingParams
 
 HELP = """\
 /reset  forget what was said

@@ -80,7 +80,7 @@ def _host() -> Finding:
 def _devices() -> Finding:
     import jax
 
-    from smcjax.engine.memory import require_devices
+    from smcjax.engine.run.memory import require_devices
 
     try:
         require_devices()
@@ -133,7 +133,7 @@ def _donation() -> Finding:
 def _compilation_cache() -> Finding:
     import jax
 
-    from smcjax.engine.programs import enable_compilation_cache
+    from smcjax.engine.run.programs import enable_compilation_cache
 
     enable_compilation_cache()
     if jax.config.jax_compilation_cache_dir is None:

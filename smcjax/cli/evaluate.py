@@ -24,7 +24,7 @@ from smcjax.cli.options import (
     shows_progress,
 )
 from smcjax.cli.parser import whole
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.tasks.questions import JUDGED, LONGEST_ANSWER, questions
 
 

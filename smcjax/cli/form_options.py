@@ -12,7 +12,7 @@ from smcjax.files import MIB
 from smcjax.structured.response_format import GRAMMAR_DEPTH
 
 if TYPE_CHECKING:
-    from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.engine.requests.sampling_params import SamplingParams
 
 FILE_BYTES = 4 * MIB
 

@@ -29,10 +29,10 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_prompt, read_prompt_file, stdin_is_piped
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
-    from smcjax.engine.sampling_params import SamplingParams
+    from smcjax.engine.requests.sampling_params import SamplingParams
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:

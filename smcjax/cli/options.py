@@ -13,7 +13,7 @@ from typing import Any
 from smcjax.auto import CHOICES, Auto, Choice, Routed, gives_draft
 from smcjax.cli.parser import text, whole
 from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
 from smcjax.sparse import MODES, SparseVerification
 from smcjax.tasks.questions import TASKS

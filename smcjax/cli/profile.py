@@ -27,11 +27,11 @@ from smcjax.cli.options import (
 )
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import Autoregressive, Decoding
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.sparse import GROUP, MODES, MOST_QUERIES, SparseVerification
 
 if TYPE_CHECKING:
-    from smcjax.engine.requests import Prompt
+    from smcjax.engine.requests.requests import Prompt
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     from smcjax.bench.profile import Plan, Profiler, strategies
     from smcjax.device import on_cpu
-    from smcjax.engine.memory import require_devices
+    from smcjax.engine.run.memory import require_devices
     from smcjax.planner.report import markdown
     from smcjax.tasks.questions import questions
 

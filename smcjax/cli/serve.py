@@ -19,7 +19,7 @@ from smcjax.cli.options import (
 from smcjax.cli.parser import text, whole
 from smcjax.cli.stdin import read_file
 from smcjax.decoders import DECODINGS, Decoding
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.errors import extra_missing
 from smcjax.files import MIB
 from smcjax.plain import short

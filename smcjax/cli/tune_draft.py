@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from smcjax.cli.options import add_quiet_option, add_version_options
 from smcjax.cli.parser import above, share, whole
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.errors import extra_missing
 from smcjax.tasks.questions import LONGEST_ANSWER, TASKS
 

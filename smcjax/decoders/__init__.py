@@ -1,6 +1,6 @@
 """The decoders that a user chooses from: static, hashable, checked once, and without JAX, which takes a second.
 
-`smcjax.engine.loading.make_decoder` builds the `smcjax.decoding.decoder.Decoder` of each, which computes.
+`smcjax.engine.load.loading.make_decoder` builds the `smcjax.decoding.decoder.Decoder` of each, which computes.
 """
 
 from smcjax.decoders.autoregressive import Autoregressive

@@ -220,7 +220,7 @@ class SMC(Decoding):
         """Refuses requests at temperature 0 or near it, sharpened beyond float32, or ended by text at α ≠ 1.
 
         Refuses truncation, penalties and biases at any temperature.
-        Strings that name special tokens have become token ids before (`smcjax.engine.requests.told_apart`).
+        Strings that name special tokens have become token ids before (`smcjax.engine.requests.requests.told_apart`).
         """
         if params.temperature == 0:
             raise NeedsExact(

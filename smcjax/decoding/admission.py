@@ -1,7 +1,7 @@
 """From prompts to groups: pages for the prompt, named by all rows of the group, and its KV in every model.
 
 Fan-out is integers: a prompt's pages are allocated once per group. Where the first pages of a prompt hold its KV
-already (`smcjax.engine.prefix_cache`), its rows name them.
+already (`smcjax.engine.schedule.prefix_cache`), its rows name them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class CycleHistory(Protocol):
     cycles: int  # so far
 
     def add(self, info: Any) -> dict[str, Any]:
-        """The fields of `smcjax.engine.outputs.Cycle` of the next cycle, by its `Info`."""
+        """The fields of `smcjax.engine.results.outputs.Cycle` of the next cycle, by its `Info`."""
         ...
 
 
@@ -46,7 +46,7 @@ class Report:
     warning: str | None = None  # one sentence about the answer
     accepted: int | None = None  # drafts among the tokens that were kept
     accepted_at: tuple[int, ...] | None = None  # cycles whose accepted drafts reach each position
-    trace: Mapping[str, Any] | None = None  # fields of `smcjax.engine.outputs.Trace`
+    trace: Mapping[str, Any] | None = None  # fields of `smcjax.engine.results.outputs.Trace`
 
 
 class Decoder[D: Decoding, S: Groups, I: Info](Program[D], abc.ABC):

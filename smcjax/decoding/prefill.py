@@ -1,7 +1,7 @@
 """The KV of prompts, and the hidden states that predict first tokens.
 
 A prompt's KV is written once, through the first row of its group, in chunks of a fixed length so that no prompt length
-compiles anything new. Where its first pages hold KV already (`smcjax.engine.prefix_cache`) nothing is written.
+compiles anything new. Where its first pages hold KV already (`smcjax.engine.schedule.prefix_cache`) nothing is written.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from typing import Any
 from smcjax.engine.arguments import check_range
 from smcjax.engine.claims import Claim
 from smcjax.engine.llm import LLM
-from smcjax.engine.outputs import StreamChunk
-from smcjax.engine.requests import Prompt, Request, params_for_each
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.requests import Prompt, Request, params_for_each
+from smcjax.engine.requests.sampling_params import SamplingParams
+from smcjax.engine.results.outputs import StreamChunk
 from smcjax.errors import QueueFull, RequestsLost
 from smcjax.plain import short
 

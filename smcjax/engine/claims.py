@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from smcjax.engine.engine import Engine
-from smcjax.engine.outputs import StreamChunk
+from smcjax.engine.results.outputs import StreamChunk
 
 
 class Served(Protocol):

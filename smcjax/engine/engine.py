@@ -2,8 +2,8 @@
 
     step()   schedule → enqueue → collect
 
-Schedules are made by `smcjax.engine.scheduler` from what the host knows, programs are enqueued by
-`smcjax.engine.runner`, and what a program reports is read when the next one is under way: a group that has ended is
+Schedules are made by `smcjax.engine.schedule.scheduler` from what the host knows, programs are enqueued by
+`smcjax.engine.run.runner`, and what a program reports is read when the next one is under way: a group that has ended is
 noticed one cycle late, in which it is frozen, and costs the others nothing.
 """
 
@@ -23,21 +23,21 @@ import jax
 from smcjax.decoders import Decoding
 from smcjax.decoding.program import Feature
 from smcjax.device import on_cpu
-from smcjax.engine.background import BackgroundCompiler
-from smcjax.engine.clock import Clock
-from smcjax.engine.features import ProgramVariants, features_now, features_of
-from smcjax.engine.memory import buckets
-from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.engine.page_budget import Footprint, Mark
-from smcjax.engine.prefix_cache import PrefixCache
-from smcjax.engine.programs import Progress, shown
-from smcjax.engine.requests import Request, make_batch
-from smcjax.engine.results import Times, aborted_in_the_queue, assemble
-from smcjax.engine.runner import Chunk, Runner
-from smcjax.engine.running import Running
-from smcjax.engine.scheduler import Group, Schedule, Scheduler
-from smcjax.engine.stopping import StopStrings
-from smcjax.engine.streaming import StablePrefixStream
+from smcjax.engine.requests.requests import Request, make_batch
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
+from smcjax.engine.results.results import Times, aborted_in_the_queue, assemble
+from smcjax.engine.results.running import Running
+from smcjax.engine.results.stopping import StopStrings
+from smcjax.engine.results.streaming import StablePrefixStream
+from smcjax.engine.run.background import BackgroundCompiler
+from smcjax.engine.run.features import ProgramVariants, features_now, features_of
+from smcjax.engine.run.memory import buckets
+from smcjax.engine.run.programs import Progress, shown
+from smcjax.engine.run.runner import Chunk, Runner
+from smcjax.engine.schedule.clock import Clock
+from smcjax.engine.schedule.page_budget import Footprint, Mark
+from smcjax.engine.schedule.prefix_cache import PrefixCache
+from smcjax.engine.schedule.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.whole import whole
 from smcjax.planner import Switch
 from smcjax.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Engine:
         max_num_seqs: requests that run at once, at most.
         tokenizer: for text; None where the model has none.
         prefix_caching: whether full pages of prompts stay for later requests that begin alike.
-        optimistic: the rule of admission (`smcjax.engine.scheduler`).
+        optimistic: the rule of admission (`smcjax.engine.schedule.scheduler`).
         switch: chooses among the runner's readings, cycle by cycle; None: there is one.
         overlap: whether to enqueue a cycle before the last one's results are read; None: not on a CPU, where nothing
             runs beside the host. Tokens are the same either way.

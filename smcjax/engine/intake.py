@@ -7,8 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.requests import (
+from smcjax.engine.requests.requests import (
     Prompt,
     Request,
     automaton_of,
@@ -18,7 +17,8 @@ from smcjax.engine.requests import (
     tokenize,
     told_apart,
 )
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.plain import short
 from smcjax.structured.automaton import Automata, Undecided
 from smcjax.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ from smcjax.engine.arguments import (
 from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.intake import Intake
-from smcjax.engine.loading import (
+from smcjax.engine.load.loading import (
     DECODERS,
     USUAL_PAGE_SIZE,
     Models,
@@ -40,22 +40,22 @@ from smcjax.engine.loading import (
     prepared_models,
     scores_bytes,
 )
-from smcjax.engine.memory import Budget, choose_num_pages, memory_of_each, require_devices
-from smcjax.engine.outputs import RequestOutput, StreamChunk
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.planned import Planned
-from smcjax.engine.programs import Programs, delete, enable_compilation_cache
-from smcjax.engine.requests import (
+from smcjax.engine.load.planned import Planned
+from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
+from smcjax.engine.requests.requests import (
     Prompt,
     Request,
     listed,
     params_for_each,
 )
-from smcjax.engine.runner import Runner
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
-from smcjax.engine.settings import require_settings
-from smcjax.engine.turnstile import Turnstile, require_own_process
-from smcjax.engine.usual_reading import usual_page_size, usual_reading
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
+from smcjax.engine.run.memory import Budget, choose_num_pages, memory_of_each, require_devices
+from smcjax.engine.run.programs import Programs, delete, enable_compilation_cache
+from smcjax.engine.run.runner import Runner
+from smcjax.engine.run.settings import require_settings
+from smcjax.engine.run.turnstile import Turnstile, require_own_process
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
 from smcjax.model.quantize import check_quantization

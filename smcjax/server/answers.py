@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Response
 
 from smcjax.engine.async_llm import ChunkStream
-from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.errors import APIError, dumps, refusal, unavailable
 from smcjax.server.events import Record
 from smcjax.server.models import VirtualModel

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from smcjax.engine.async_llm import ChunkStream
-from smcjax.engine.requests import Prompt
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.requests import Prompt
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.server.answers import Answers
 from smcjax.server.errors import APIError, is_overlong, refusal, unavailable
 from smcjax.server.models import VirtualModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.logprobs import as_lists, length_of, scored, scored_prompt
 from smcjax.server.schemas import CompletionAsk
 from smcjax.server.shapes import Shapes, Told

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from smcjax.engine.llm import LLM
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.server.errors import queue_full
 
 MOST_FORMS = 8  # that are compiled, one at a time, or wait for it

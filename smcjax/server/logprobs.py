@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from smcjax.engine.outputs import CompletionOutput, RequestOutput, StreamChunk, TokenLogprob
+from smcjax.engine.results.outputs import CompletionOutput, RequestOutput, StreamChunk, TokenLogprob
 from smcjax.server.population import number
 from smcjax.server.tokens import TokenTexts
 

@@ -15,7 +15,7 @@ from smcjax.auto import Auto, exact_beside, gives_draft, left_to_exact
 from smcjax.decoders import SMC, Decoding, Rejection
 from smcjax.engine.arguments import compiles_at_start
 from smcjax.engine.async_llm import AsyncLLM
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.plain import short
 from smcjax.planner import Profile
 from smcjax.planner.laws import as_json

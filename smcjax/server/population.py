@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from smcjax.engine.outputs import Cycle, RequestOutput
-from smcjax.engine.text import AnswerText
+from smcjax.engine.results.outputs import Cycle, RequestOutput
+from smcjax.engine.results.text import AnswerText
 from smcjax.server.schemas import SMCAsk
 from smcjax.tokenizer import Tokenizer
 from smcjax.viz.trace_file import trace_fields

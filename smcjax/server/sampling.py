@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.plain import short
 from smcjax.server.errors import APIError
 from smcjax.server.schemas import Ask, ChatAsk, CompletionAsk

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from smcjax.engine.outputs import RequestOutput, StreamChunk
+from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.server.logprobs import Scored, by_id
 from smcjax.server.schemas import ChatAsk, CompletionAsk
 from smcjax.server.tokens import TokenTexts

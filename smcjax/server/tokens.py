@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smcjax.engine.text import UNDECODED
+from smcjax.engine.results.text import UNDECODED
 from smcjax.tokenizer import Tokenizer
 
 

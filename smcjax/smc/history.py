@@ -13,7 +13,7 @@ from smcjax.smc.state import Info
 
 
 class History:
-    """Turns one group's `Info` of each cycle, as host arrays, into the fields of `smcjax.engine.outputs.Cycle`."""
+    """Turns one group's `Info` of each cycle, host arrays, into the fields of `smcjax.engine.results.outputs.Cycle`."""
 
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
@@ -73,7 +73,7 @@ def alarmed_after(infos: Sequence[Info], prompt_length: int, rate: float) -> int
 
 
 def trace_of(cycles: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
-    """Stacks the fields of all cycles C into those of `smcjax.engine.outputs.Trace` of N = `n` particles."""
+    """Stacks the fields of all cycles C into those of `smcjax.engine.results.outputs.Trace` of N = `n` particles."""
 
     def stacked(name: str, dtype: type, *shape: int) -> np.ndarray:
         return np.array([cycle[name] for cycle in cycles], dtype).reshape(len(cycles), *shape)

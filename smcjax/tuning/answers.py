@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from smcjax.engine.llm import LLM
-from smcjax.engine.requests import Prompt
-from smcjax.engine.sampling_params import MAX_SEED, SamplingParams
+from smcjax.engine.requests.requests import Prompt
+from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 
 _WIDTHS = 64  # rows are padded to multiples of this
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from smcjax.decoders import Rejection
 from smcjax.engine.llm import LLM
-from smcjax.engine.settings import own_settings
+from smcjax.engine.run.settings import own_settings
 from smcjax.model.params import Params
 from smcjax.tuning.answers import Answers, Batches, sample_answers
 from smcjax.tuning.laws import TargetStates

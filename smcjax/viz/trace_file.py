@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.results.outputs import RequestOutput
 from smcjax.files import MIB, Unreadable, read_json, shortened
 
 FORMAT, VERSION = "smcjax-trace", 2

@@ -9,7 +9,7 @@ import pytest
 
 from smcjax import CompletionOutput, RequestOutput, SamplingParams
 from smcjax.bench.accuracy import evaluate, majority
-from smcjax.engine.outputs import RequestMetrics, SMCOutput
+from smcjax.engine.results.outputs import RequestMetrics, SMCOutput
 from smcjax.tasks import recall
 from smcjax.tasks.intervals import wilson_interval
 from smcjax.tasks.questions import questions

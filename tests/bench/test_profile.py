@@ -11,7 +11,7 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, Rejection, SparseVerification
 from smcjax.bench import profile
 from smcjax.bench.profile import Plan, Profiler, strategies
-from smcjax.engine.fingerprints import fingerprints
+from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.planner import Cell, Measured, Planner
 from tests.checkpoints import Pair, write_pair
 

@@ -13,7 +13,7 @@ from smcjax.bench.models import Models
 from smcjax.bench.serving import Load, figures, make_engine, make_requests, markdown, serve
 from smcjax.cli.main import main
 from smcjax.decoders import SMC, Autoregressive
-from smcjax.engine.requests import Request
+from smcjax.engine.requests.requests import Request
 
 TINY = Models("tiny-target", "tiny-draft")
 SHAPES = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]

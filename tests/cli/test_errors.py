@@ -15,7 +15,7 @@ import pytest
 from smcjax import LLM, SMC
 from smcjax.bench import shapes
 from smcjax.cli import bench_options, generate, main, options
-from smcjax.engine.sampling_params import MAX_SEED
+from smcjax.engine.requests.sampling_params import MAX_SEED
 from smcjax.model.checkpoint import weights_dtype
 from smcjax.model.quantize import check_quantization
 from tests.checkpoints import Pair

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smcjax.cli.form_options import add_form_options, check_form, form_from
-from smcjax.engine.sampling_params import SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.structured.automaton_child import MOST_CALLS
 from tests.cli.conftest import Command
 

@@ -130,7 +130,7 @@ CACHE = """
 import logging, sys
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 import jax
-from smcjax.engine.programs import enable_compilation_cache
+from smcjax.engine.run.programs import enable_compilation_cache
 enable_compilation_cache(); enable_compilation_cache()
 print(jax.config.jax_compilation_cache_dir)
 from smcjax.cli.main import main

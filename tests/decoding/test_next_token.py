@@ -17,7 +17,7 @@ from smcjax.decoding.constraints import RowConstraint
 from smcjax.decoding.distribution import SamplingDistribution, pack_bits, sample, sample_in_head
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Requests
-from smcjax.engine.constraints import make_tables
+from smcjax.engine.run.constraints import make_tables
 from smcjax.matmul import Dense
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.config import ModelConfig

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from smcjax.bench.shapes import SHAPES
-from smcjax.engine.loading import load_models
-from smcjax.engine.spread import Spread
+from smcjax.engine.load.loading import load_models
+from smcjax.engine.run.spread import Spread
 from smcjax.model.config import LayerSpec
 from smcjax.model.parallel import bytes_on_one, devices_of_host
 from tests.checkpoints import write_model

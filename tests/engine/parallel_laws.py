@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import smcjax.engine.spread as spread_module
+import smcjax.engine.run.spread as spread_module
 import smcjax.matmul
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -33,11 +33,11 @@ from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVe
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
 from smcjax.bench.models import Models
 from smcjax.decoding.groups import PairParams
-from smcjax.engine import loading
-from smcjax.engine.programs import Programs
-from smcjax.engine.runner import Runner
-from smcjax.engine.scheduler import ChunkLengths
-from smcjax.engine.spread import Spread
+from smcjax.engine.load import loading
+from smcjax.engine.run.programs import Programs
+from smcjax.engine.run.runner import Runner
+from smcjax.engine.run.spread import Spread
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model.config import LayerSpec
 from smcjax.model.folding import folded_shapes
 from smcjax.model.nsa import NSA

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Rejection, RequestOutput, SamplingParams
-from smcjax.engine.fingerprints import fingerprints
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.load.fingerprints import fingerprints
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.planner import Profile
 from tests.checkpoints import Pair, write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, same_everywhere

@@ -19,8 +19,8 @@ from smcjax import LLM, SMC, Autoregressive, SamplingParams
 from smcjax.bench.cycle import Bench, Case, Rates
 from smcjax.bench.models import Models
 from smcjax.decoding import apart
-from smcjax.engine.fingerprints import fingerprints
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.load.fingerprints import fingerprints
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import write_model
 from tests.engine.parallel_laws import TARGET_SHAPE, asked, collectives, same_everywhere, told
 from tests.smc.test_one_program import HOST

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from smcjax import LLM, SamplingParams
-from smcjax.engine.programs import shown
+from smcjax.engine.run.programs import shown
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import add, drain

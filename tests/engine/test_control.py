@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, RequestOutput, SamplingParams
-from smcjax.engine.features import ProgramVariants
-from smcjax.engine.page_budget import Footprint, FreePages
-from smcjax.engine.runner import Runner
+from smcjax.engine.run.features import ProgramVariants
+from smcjax.engine.run.runner import Runner
+from smcjax.engine.schedule.page_budget import Footprint, FreePages
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm

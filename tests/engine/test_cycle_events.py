@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SamplingParams, StreamChunk
-from smcjax.engine.outputs import Cycle, RequestOutput
-from smcjax.engine.scheduler import Schedule
+from smcjax.engine.results.outputs import Cycle, RequestOutput
+from smcjax.engine.schedule.scheduler import Schedule
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import drain

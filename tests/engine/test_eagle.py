@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smcjax import LLM, SMC, CheckpointError, Rejection, SamplingParams
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.model.test_eagle import HEAD, parsed
 
 TARGET = Path(__file__).parents[1] / "data" / "hf_golden" / "llama31_rope_tied"

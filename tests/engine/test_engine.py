@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import assert_pages_sound

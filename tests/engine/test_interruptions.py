@@ -23,7 +23,9 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SamplingParams
-from smcjax.engine import engine, llm, page_budget, prefix_cache, programs, runner, scheduler, whole
+from smcjax.engine import engine, llm, whole
+from smcjax.engine.run import programs, runner
+from smcjax.engine.schedule import page_budget, prefix_cache, scheduler
 from smcjax.errors import RequestsLost
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm

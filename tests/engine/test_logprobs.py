@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Rejection, RequestOutput, SamplingParams, StreamChunk
-from smcjax.engine.outputs import TokenLogprob
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.results.outputs import TokenLogprob
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model import logits
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN

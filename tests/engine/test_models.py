@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, CheckpointError, Rejection, SamplingParams
-from smcjax.engine.loading import load_models
+from smcjax.engine.load.loading import load_models
 from tests.checkpoints import GOLDEN, Pair, write_model, write_tokenizer
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams, SparseVerification
-from smcjax.engine.page_budget import Footprint
-from smcjax.engine.scheduler import ChunkLengths
+from smcjax.engine.schedule.page_budget import Footprint
+from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model import LayerSpec
 from smcjax.model.nsa import NSA
 from tests.checkpoints import Pair, write_model

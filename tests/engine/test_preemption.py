@@ -16,10 +16,10 @@ from hypothesis import given, settings
 
 from smcjax import LLM, RequestOutput, SamplingParams
 from smcjax.engine.engine import Engine
-from smcjax.engine.page_budget import Footprint, FreePages
-from smcjax.engine.prefix_cache import PrefixCache
-from smcjax.engine.requests import Request
-from smcjax.engine.scheduler import ChunkLengths, Scheduler
+from smcjax.engine.requests.requests import Request
+from smcjax.engine.schedule.page_budget import Footprint, FreePages
+from smcjax.engine.schedule.prefix_cache import PrefixCache
+from smcjax.engine.schedule.scheduler import ChunkLengths, Scheduler
 from smcjax.kv import allocate
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm

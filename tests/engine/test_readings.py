@@ -11,9 +11,9 @@ import pytest
 
 from smcjax import LLM, Auto, Autoregressive, Rejection, SparseVerification
 from smcjax.decoders import Decoding
-from smcjax.engine import planned
-from smcjax.engine.fingerprints import fingerprints
-from smcjax.engine.page_budget import Footprint
+from smcjax.engine.load import planned
+from smcjax.engine.load.fingerprints import fingerprints
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.planner import Profile, Switch, switch
 from tests.checkpoints import Pair, write_model
 from tests.engine.conftest import MAX_MODEL_LEN

@@ -14,7 +14,7 @@ import pytest
 
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams
 from smcjax.decoders import Decoding
-from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.results.outputs import RequestOutput
 from smcjax.tasks import recall
 
 WORSE = str(Path(__file__).parents[1] / "data" / "recall" / "target")

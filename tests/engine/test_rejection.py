@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.engine.page_budget import Footprint
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model import save_checkpoint
 from tests import exact
 from tests.checkpoints import Pair

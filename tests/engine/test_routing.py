@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from smcjax import LLM, SMC, AsyncLLM, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.engine import memory
+from smcjax.engine.run import memory
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, RequestOutput, SamplingParams
-from smcjax.engine.page_budget import Footprint
+from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 

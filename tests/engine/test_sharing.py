@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams
-from smcjax.engine.memory import choose_num_pages
+from smcjax.engine.run.memory import choose_num_pages
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_shared(pair: Pair, plain: LLM) -> None:
 def test_fractions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two halves and the weights stay within the share of the memory that may be used."""
     for name in ("gpu_memory", "device_memory"):
-        monkeypatch.setattr(f"smcjax.engine.memory.{name}", lambda: 1_000_000)
+        monkeypatch.setattr(f"smcjax.engine.run.memory.{name}", lambda: 1_000_000)
 
     def pages(kv_fraction: float) -> int:
         fields = {"page_bytes": 1_000, "largest_request": 10, "max_num_seqs": 1 << 10, "weight_bytes": 200_000}

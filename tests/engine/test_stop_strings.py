@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
-from smcjax.engine.stopping import StopStrings
+from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.passes import with_llvm_passes

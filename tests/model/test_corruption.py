@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smcjax.engine.loading import load_models
+from smcjax.engine.load.loading import load_models
 from smcjax.errors import CheckpointError
 from tests.limits import at_most_more, within
 from tests.model.corruption import corrupt, write_bases

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from smcjax.engine.loading import Models, load_models
+from smcjax.engine.load.loading import Models, load_models
 from smcjax.errors import CheckpointError
 from smcjax.model import load_checkpoint, save_checkpoint
 from smcjax.model.checkpoint import load_config, open_tensors, read_stack
@@ -209,7 +209,7 @@ def test_sizes_beyond_reason_are_refused_before_any_work(copy: Path, changes: di
 
 def test_a_config_of_more_layers_than_the_files_hold_makes_no_tree(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(copy / "config.json", num_hidden_layers=4000)
-    monkeypatch.setattr("smcjax.engine.loading.weight_bytes", lambda config: pytest.fail("sizes a tree"))
+    monkeypatch.setattr("smcjax.engine.load.loading.weight_bytes", lambda config: pytest.fail("sizes a tree"))
     message = refusal(copy)
     assert "num_hidden_layers 4000" in message
     assert "use the config.json that belongs to them" in message

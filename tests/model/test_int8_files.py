@@ -16,7 +16,7 @@ import pytest
 from hf_oracle import make_config, oracle_logits, random_weights, write_directory
 from safetensors.numpy import load_file, save_file
 
-from smcjax.engine.loading import load_models, prepared
+from smcjax.engine.load.loading import load_models, prepared
 from smcjax.errors import CheckpointError
 from smcjax.matmul import Int8, is_packed, matrix, restore
 from smcjax.model import ModelConfig, Params, checkpoint, init_params, load_checkpoint, logits, save_checkpoint
@@ -250,8 +250,8 @@ def test_an_engine_keeps_what_is_stored(tmp_path: Path, monkeypatch: pytest.Monk
     write_tokenizer(tmp_path / "target")
     draft = write_model(tmp_path / "draft", 264, 2)
     seen: dict[str, int] = {}
-    monkeypatch.setattr("smcjax.engine.loading.require_room_for_weights", lambda weights, *_: seen.update(weights))
-    monkeypatch.setattr("smcjax.engine.memory.on_cpu", lambda: False)
+    monkeypatch.setattr("smcjax.engine.load.loading.require_room_for_weights", lambda weights, *_: seen.update(weights))
+    monkeypatch.setattr("smcjax.engine.run.memory.on_cpu", lambda: False)
     sizes = []
     for quantization in ("int8", None):
         models = load_models(tmp_path / "target", draft, needs_draft=True, dtype="bfloat16", quantization=quantization)

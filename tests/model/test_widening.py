@@ -46,7 +46,7 @@ def test_int8_weights_are_multiplied_out() -> None:
 
 
 def test_config_of_widened_models() -> None:
-    from smcjax.engine.loading import Models
+    from smcjax.engine.load.loading import Models
 
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     models = Models(None, config, init_params(CONFIG, jax.random.key(0))).keeping("float32")

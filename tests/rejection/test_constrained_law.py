@@ -23,7 +23,7 @@ from smcjax.decoding import speculation
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of
 from smcjax.decoding.ngram import NGram
 from smcjax.decoding.proposer import Proposer
-from smcjax.engine.constraints import make_tables
+from smcjax.engine.run.constraints import make_tables
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection
 from smcjax.structured.automaton import Automaton

@@ -18,7 +18,7 @@ from smcjax import rejection
 from smcjax.decoding import draft_model, tree_drafts
 from smcjax.decoding.proposer import Drafts, Proposer
 from smcjax.decoding.sampling import Purpose, Softmax
-from smcjax.engine.page_budget import Footprint
+from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model import ModelConfig, load_checkpoint
 from smcjax.rejection import Rejection, decoder, rules
 from tests import exact

@@ -23,7 +23,7 @@ import pytest
 from smcjax import rejection, smc
 from smcjax.decoders import Rejection
 from smcjax.decoding import distribution, eagle, tree_drafts
-from smcjax.engine.constraints import make_tables
+from smcjax.engine.run.constraints import make_tables
 from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton

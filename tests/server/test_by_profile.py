@@ -13,7 +13,7 @@ import pytest
 
 from smcjax import SMC, Auto, Autoregressive, Rejection
 from smcjax.cli.main import main
-from smcjax.engine.fingerprints import fingerprints
+from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.planner import Profile
 from smcjax.server.models import Models, load, with_exact
 from smcjax.sparse import SparseVerification

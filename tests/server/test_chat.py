@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from smcjax import SamplingParams
-from smcjax.engine.outputs import StreamChunk, TokenLogprob
+from smcjax.engine.results.outputs import StreamChunk, TokenLogprob
 from smcjax.server.chat import ChatShapes
 from smcjax.server.shapes import Told
 from smcjax.server.tokens import TokenTexts

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from smcjax.engine.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
+from smcjax.engine.requests.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
 from smcjax.server import begin, routes, state
 from smcjax.server.body import MOST_PARTS, parse
 from smcjax.server.errors import APIError

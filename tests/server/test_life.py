@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from smcjax import Autoregressive
 from smcjax.engine.engine import Engine
-from smcjax.engine.runner import Runner
+from smcjax.engine.run.runner import Runner
 from smcjax.server.models import Models, load
 from smcjax.tokenizer import Tokenizer
 from tests.checkpoints import Pair

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.engine.loading import bundled_model
+from smcjax.engine.load.loading import bundled_model
 from smcjax.server.models import Models, VirtualModel, base_name, label_of, load, with_exact
 from smcjax.server.tokens import TokenTexts
 from smcjax.sparse import SparseVerification

@@ -24,7 +24,7 @@ import pytest
 from smcjax import smc
 from smcjax.decoding import constraints
 from smcjax.decoding.constraints import AutomatonTables, RowConstraint, masked
-from smcjax.engine.constraints import make_tables
+from smcjax.engine.run.constraints import make_tables
 from smcjax.smc import acceptance, weights
 from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smcjax.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SMCOutput
+from smcjax.engine.results.outputs import CompletionOutput, RequestMetrics, RequestOutput, SMCOutput
 from smcjax.tasks.intervals import clustered_mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smcjax.engine.outputs import RequestOutput
+from smcjax.engine.results.outputs import RequestOutput
 from smcjax.viz.trace_file import TraceFile, load_trace, save_trace, write_atomically
 from tests.traces import history
 

@@ -1,0 +1,449 @@
+"""From names to models: the target, the draft, their tokenizer, one vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from smcjax.autoregressive import AutoregressiveDecoder
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoding.decoder import Decoder
+from smcjax.decoding.eagle import Eagle
+from smcjax.decoding.ngram import NGRAM, NGram
+from smcjax.decoding.proposer import Proposer
+from smcjax.device import on_cpu
+from smcjax.engine.run.memory import require_room_for_weights, weight_bytes
+from smcjax.engine.run.settings import own_settings
+from smcjax.engine.run.spread import Apart, Spread
+from smcjax.model.checkpoint import (
+    load_checkpoint,
+    load_config,
+    resolve_model_path,
+    stores_int8,
+    weights_dtype,
+)
+from smcjax.model.config import ModelConfig
+from smcjax.model.dropping import drop_layers, dropped_config
+from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
+from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
+from smcjax.model.folding import fold_for_kernels
+from smcjax.model.hub import bundled_model
+from smcjax.model.nsa_scratch import kept_scores_bytes
+from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
+from smcjax.model.params import Params
+from smcjax.model.quantize import quantize_params
+from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary, trimmed_config
+from smcjax.model.widening import widen_params
+from smcjax.pallas.dispatch import implementations
+from smcjax.rejection import RejectionDecoder
+from smcjax.smc import SMCDecoder
+from smcjax.sparse import SparseVerification
+from smcjax.tokenizer import Tokenizer
+
+USUAL_PAGE_SIZE = 16  # tokens
+
+DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
+    SMC: SMCDecoder,
+    Rejection: RejectionDecoder,
+    Autoregressive: AutoregressiveDecoder,
+}
+
+
+def make_decoder(
+    decoding: Decoding,
+    target: ModelConfig,
+    draft: Proposer | ModelConfig | None,
+    max_model_len: int,
+    page_size: int = USUAL_PAGE_SIZE,
+    implementation: str = "auto",
+    *,
+    apart: bool = False,
+) -> Decoder[Any, Any, Any]:
+    """The decoder that computes what `decoding` asks for; the other arguments are fields of `Program`.
+
+    `apart` says that it runs on two devices of which, where the decoder is pipelined, one drafts and one scores.
+    """
+    decoder = DECODERS[type(decoding)](
+        decoding, target, draft if decoding.drafts else None, max_model_len, page_size, implementation
+    )
+    return dataclasses.replace(decoder, apart=AXIS) if apart and decoding.overlaps else decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The models that `LLM` runs. Draft fields are None where no draft model is needed.
+
+    `shared` layers are those that the target has beyond the draft where the draft's arrays are the target's. With
+    `parallel` several devices hold the target together, and where `draft_divided` the draft as well, which each has
+    whole otherwise. The two devices `apart` have both models whole. Configs are those of whole models.
+    """
+
+    tokenizer: Tokenizer | None
+    target: ModelConfig
+    target_params: Params
+    draft: ModelConfig | None = None
+    draft_params: Params | EagleParams | None = None
+    shared: tuple[int, ...] | None = None
+    proposes: Proposer | None = None  # instead of a draft model
+    parallel: TensorParallel | None = None
+    draft_divided: bool = False
+    apart: TensorParallel | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run the models."""
+        several = self.parallel or self.apart
+        return 1 if several is None else several.size
+
+    @property
+    def spread(self) -> Spread | None:
+        """How programs run on several devices; None on one."""
+        if self.apart is not None:
+            return Apart(self.apart, self.target)
+        if self.parallel is None:
+            return None
+        return Spread(self.parallel, self.target, self.draft if self.draft_divided else None)
+
+    @property
+    def local_target(self) -> ModelConfig:
+        """The target as one device computes it."""
+        return self.target if self.parallel is None else self.parallel.local(self.target)
+
+    @property
+    def local_proposer(self) -> Proposer | ModelConfig | None:
+        """The proposer as one device computes it."""
+        if self.parallel is None or self.draft is None or not self.draft_divided:
+            return self.proposer
+        return self.parallel.local(self.draft)
+
+    @property
+    def proposer(self) -> Proposer | ModelConfig | None:
+        """The proposer, or the config of the draft model; None where nothing drafts."""
+        return self.draft if self.proposes is None else self.proposes
+
+    def keeping(self, dtype: str) -> Models:
+        """Returns the models with configs that say that weights and KV are kept in `dtype`."""
+        target = dataclasses.replace(self.target, dtype=dtype)
+        draft = None if self.draft is None else dataclasses.replace(self.draft, dtype=dtype)
+        proposes = self.proposes.keeping(dtype) if isinstance(self.proposes, Eagle) else self.proposes
+        return dataclasses.replace(self, target=target, draft=draft, proposes=proposes)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that every model was made for."""
+        lengths = [config.max_position_embeddings for config in (self.target, self.draft) if config is not None]
+        return min(lengths)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The EOS ids of the target's configs and of the tokenizer; ids that no logit stands for are left out.
+
+        The two may differ: of chat models the config often names what ends a text, the tokenizer what ends a turn.
+        """
+        ids = [*self.target.eos_token_ids]
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return tuple(token for token in dict.fromkeys(ids) if token < self.target.vocab_size)
+
+
+def _path(argument: str, name: str | os.PathLike[str] | None, revision: str | None, bundled: str) -> Path:
+    if name is not None:
+        return resolve_model_path(name, revision)
+    if revision is not None:
+        raise ValueError(f"{argument} is {revision!r} and the bundled pair has but one; leave it out.")
+    return bundled_model(bundled)
+
+
+def _require_room(
+    models: dict[str, tuple[ModelConfig, str | None]], dtype: str, head: EagleConfig | None = None, devices: int = 1
+) -> None:
+    """Raises ValueError where the weights exceed the device, before a byte of them is read.
+
+    A model is its config, of what one device of several holds, and the quantisation in which it is loaded; `head` is
+    one that drafts.
+    """
+    kept = weights_dtype(dtype).name
+    weights = {
+        name: weight_bytes(dataclasses.replace(config, dtype=kept), quantization)
+        for name, (config, quantization) in models.items()
+    }
+    if head is not None:
+        weights["draft_model"] = eagle_bytes(head, kept)
+    halve = "use dtype='bfloat16', or smaller models" if kept == "float32" and not on_cpu() else "use smaller models"
+    require_room_for_weights(weights, halve, devices)
+
+
+@own_settings()
+def prepared(params: Params, config: ModelConfig, quantization: str | None, implementation: str) -> Params:
+    """Returns weights as the engine keeps them, and frees what it replaces.
+
+    Weights are quantised where asked; on a GPU folded for kernels, on a CPU kept as the same numbers in float32.
+    """
+    params = params if quantization is None else quantize_params(params, consume=True)
+    with implementations(implementation):
+        return widen_params(params) if on_cpu() else fold_for_kernels(params, config)
+
+
+def _prepared_head(params: EagleParams) -> EagleParams:
+    """The head's own weights as the engine keeps them: on a CPU the same numbers in float32."""
+    if not on_cpu():
+        return params
+    wide = widen_params(dataclasses.replace(params, token_ids=None))
+    return dataclasses.replace(wide, token_ids=params.token_ids)
+
+
+def prepared_models(
+    models: Models, quantization: str | None, draft_quantization: str | None, implementation: str
+) -> Models:
+    """`models` with the weights of each `prepared`, and configs that say so; what they share, once."""
+    if models.apart is not None:
+        return _prepared_on_both(models, models.apart, quantization, draft_quantization, implementation)
+    target_params, draft_params = models.target_params, models.draft_params
+    if models.parallel is not None:
+        return _prepared_on_all(models, models.parallel, quantization, draft_quantization, implementation)
+    if isinstance(draft_params, EagleParams):
+        target_params = prepared(target_params, models.target, quantization, implementation)
+        draft_params = _prepared_head(draft_params).joined(target_params.embed, target_params.unembed)
+        kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+        return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+    if draft_params is not None and models.shared is None:
+        assert models.draft is not None
+        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
+    target_params = prepared(target_params, models.target, quantization, implementation)
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+    return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+
+
+def _prepared_on_all(
+    models: Models,
+    parallel: TensorParallel,
+    quantization: str | None,
+    draft_quantization: str | None,
+    implementation: str,
+) -> Models:
+    """`prepared_models` on several devices. A head gets what it shares with the target in its programs alone."""
+    target_params = parallel.settled(
+        models.target, prepared(models.target_params, models.target, quantization, implementation)
+    )
+    draft_params = models.draft_params
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    elif isinstance(draft_params, EagleParams):
+        draft_params = parallel.whole(_prepared_head(draft_params))
+    elif draft_params is not None:
+        assert models.draft is not None
+        draft_params = prepared(draft_params, models.draft, draft_quantization, implementation)
+        divided = models.draft_divided
+        draft_params = (
+            parallel.by_layers.settled(models.draft, draft_params) if divided else parallel.whole(draft_params)
+        )
+    kept = models.keeping(jnp.dtype(target_params.embed.dtype).name)
+    return dataclasses.replace(kept, target_params=target_params, draft_params=draft_params)
+
+
+def _prepared_on_both(
+    models: Models,
+    apart: TensorParallel,
+    quantization: str | None,
+    draft_quantization: str | None,
+    implementation: str,
+) -> Models:
+    """`prepared_models` whole on each of two devices. What the models share, each device has once as well."""
+    on_one = dataclasses.replace(models, apart=None)
+    found = prepared_models(on_one, quantization, draft_quantization, implementation)
+    target_params = apart.whole(found.target_params)
+    draft_params = found.draft_params
+    if models.shared is not None:
+        draft_params = drop_layers(models.target, target_params, models.shared)[1]
+    else:
+        draft_params = apart.whole(draft_params)
+    return dataclasses.replace(found, target_params=target_params, draft_params=draft_params, apart=apart)
+
+
+def models_for(decoding: Decoding, models: Models, page_size: int | None) -> Models:
+    """Returns what `decoding` needs of models that another decoder runs on, whose arrays are shared.
+
+    Raises ValueError where they have no draft that it can use, or attention that pages or `sparse` do not fit.
+    """
+    check_pages(models.target, page_size)
+    if decoding.speculation.sparse is not None:
+        decoding.speculation.sparse.check(models.target.selecting.values())
+    if not decoding.drafts:
+        return dataclasses.replace(models, draft=None, draft_params=None, shared=None, proposes=None)
+    if models.proposer is None:
+        raise ValueError(
+            f"decoding is {decoding} and the models to share have no draft; load them with one, or use "
+            "decoding=Autoregressive()."
+        )
+    if models.draft is not None:
+        check_pages(models.draft, page_size)
+    if models.proposes is not None:
+        decoding.check_draft(models.proposes)
+    return models
+
+
+def scores_bytes(
+    target: ModelConfig, decoding: Decoding, *, requests: int, max_model_len: int, page_size: int, implementation: str
+) -> int:
+    """Bytes that kernels keep to rank blocks in a cycle of `requests`, the target as one device computes it."""
+    speculation = decoding.speculation
+    sizes = {"requests": requests, "queries": speculation.rows * speculation.scored}
+    with implementations(implementation):
+        return kept_scores_bytes(target, speculation.sparse, **sizes, max_model_len=max_model_len, page_size=page_size)
+
+
+def check_pages(config: ModelConfig, page_size: int | None) -> None:
+    """Raises ValueError for pages of `page_size` tokens that the model's attention cannot use, before weights are."""
+    if page_size is not None:
+        for layer in config.layers:
+            layer.attention.cache(config).check_page_size(page_size)
+
+
+@own_settings()
+def load_models(
+    model: str | os.PathLike[str] | None,
+    draft_model: str | os.PathLike[str] | None,
+    *,
+    needs_draft: bool,
+    dtype: str,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    draft_drop_layers: Sequence[int] | None = None,
+    quantization: str | None = None,
+    draft_quantization: str | None = None,
+    page_size: int | None = None,
+    sparse: SparseVerification | None = None,
+    accepts: Callable[[Proposer], None] = lambda _: None,
+    parallel: TensorParallel | None = None,
+    draft_divided: bool | None = None,
+    implementation: str = "auto",
+) -> Models:
+    """Loads what the decoder needs; None names the bundled pair, for the draft with layers to drop the target.
+
+    Padded vocabularies are cut to the ids that both models share. A draft from the target's own path is loaded once
+    with it, unless the two are to be quantised differently. Weights are not quantised here, but what a directory stores
+    so is left as it is where its model is to be. A directory of an EAGLE-3 head is known by its config; `accepts`
+    raises ValueError for a head that the decoder cannot use, before weights are read. With `parallel` its devices hold
+    the target together, and where `draft_divided` the draft; None: a draft that shares the target's weights, or that
+    programs of `implementation` are quicker with so (`Spread.divides`). Raises ValueError for a pair that is only half
+    given, whose vocabularies differ or whose attention cannot use pages of `page_size` tokens, and for a target that
+    cannot be verified by `sparse`; CheckpointError for a directory that cannot be used.
+    """
+    if draft_model is None and draft_drop_layers is not None:
+        draft_model = model
+    if draft_model == model and draft_revision is None:
+        draft_revision = revision
+    if needs_draft and draft_model != NGRAM and (model is None) != (draft_model is None):
+        if model is None:
+            raise ValueError("draft_model is set and model is not; pass both, or neither for the bundled pair.")
+        raise ValueError(
+            "model is set and draft_model is not, and this decoder drafts; give draft_model (for Rejection also "
+            f"{NGRAM!r}) or draft_drop_layers, or use decoding=Autoregressive(), the target alone."
+        )
+
+    def as_stored(path: Path, quantization: str | None) -> str | None:
+        return quantization if quantization is not None and stores_int8(path) else None
+
+    devices = 1 if parallel is None else parallel.size
+
+    def as_held(config: ModelConfig) -> ModelConfig:
+        return held_by_one(config, devices)
+
+    path = _path("revision", model, revision, "target")
+    tokenizer = Tokenizer.load(path)
+    target = load_config(path)
+    check_pages(target, page_size)
+    if parallel is not None:
+        check_split(target, devices, "the target", "tensor_parallel_size", int8=quantization is not None)
+    if sparse is not None:
+        sparse.check(target.selecting.values())
+    if not needs_draft or draft_model == NGRAM:
+        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, devices=devices)
+        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
+        proposes = NGram() if needs_draft else None
+        return Models(tokenizer, target, target_params, proposes=proposes, parallel=parallel)
+
+    dropped = tuple(draft_drop_layers or ())
+    draft_path = _path("draft_revision", draft_model, draft_revision, "draft")
+    if is_eagle(draft_path):
+        of_models = {
+            "draft_quantization": draft_quantization,
+            "draft_drop_layers": draft_drop_layers,
+            "draft_tensor_parallel_size": devices if draft_divided else None,
+        }
+        for name, value in of_models.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {value!r} and draft_model is an EAGLE-3 head, which is kept as it is; omit it."
+                )
+        head = load_eagle_config(draft_path, target)
+        accepts(Eagle(head))
+        _require_room({"model": (as_held(target), as_stored(path, quantization))}, dtype, head, devices)
+        target, target_params = load_checkpoint(path, dtype, quantization, parallel)
+        head, head_params = load_eagle(draft_path, target, dtype)
+        return Models(
+            tokenizer, target, target_params, draft_params=head_params, proposes=Eagle(head), parallel=parallel
+        )
+    draft_tokenizer = Tokenizer.load(draft_path)
+    whole_draft = load_config(draft_path)
+    check_pages(whole_draft, page_size)
+    try:
+        dropped_config(whole_draft, dropped)
+    except ValueError as error:
+        raise ValueError(f"draft_drop_layers: {error}.") from None
+    shared = quantization == draft_quantization and draft_path.resolve() == path.resolve()
+    if shared and parallel is not None and draft_divided is False:
+        raise ValueError(
+            f"draft_tensor_parallel_size is 1 and the draft has the weights of the target, which {devices} devices "
+            "hold together; omit it."
+        )
+    if draft_divided is None and parallel is not None:
+        plain = draft_quantization is None
+        draft_divided = plain and Spread(parallel, target).divides(whole_draft, weights_dtype(dtype), implementation)
+    draft_parallel = parallel if draft_divided or shared else None
+    if draft_parallel is not None and not shared:
+        draft_parallel = draft_parallel.by_layers
+    if draft_parallel is not None:
+        option = "draft_tensor_parallel_size"
+        check_split(whole_draft, devices, "the draft", option, int8=draft_quantization is not None)
+    loaded = {"model": (as_held(target), as_stored(path, quantization))}
+    if not shared:
+        held = whole_draft if draft_parallel is None else held_by_one(whole_draft, devices, vocabulary=False)
+        loaded["draft_model"] = held, as_stored(draft_path, draft_quantization)
+    _require_room(loaded, dtype, devices=devices)
+    target, target_params = load_checkpoint(path, dtype, quantization, parallel)
+    whole_draft, whole_params = (
+        (target, target_params) if shared else load_checkpoint(draft_path, dtype, draft_quantization, draft_parallel)
+    )
+    draft, draft_params = drop_layers(whole_draft, whole_params, dropped)
+    size = common_vocabulary(target, draft, tokenizer, draft_tokenizer)
+    target, target_params = _trimmed(target, target_params, size, parallel)
+    draft, draft_params = _trimmed(draft, draft_params, size, draft_parallel)
+    shared_layers = dropped if shared else None
+    divided = draft_parallel is not None
+    return Models(
+        tokenizer,
+        target,
+        target_params,
+        draft,
+        draft_params,
+        shared_layers,
+        parallel=parallel,
+        draft_divided=divided,
+    )
+
+
+def _trimmed(
+    config: ModelConfig, params: Params, size: int, parallel: TensorParallel | None
+) -> tuple[ModelConfig, Params]:
+    """The model with `size` token ids. Divided among devices, the rows beyond stay, and are no tokens'."""
+    if parallel is None or not parallel.vocabulary:
+        return trim_vocabulary(config, params, size)
+    return trimmed_config(config, size), params

@@ -1,0 +1,1 @@
+"""What becomes of a program's results: tokens, text, scores, streams, ends and outputs."""

@@ -1,0 +1,35 @@
+"""Cycles as the reader of a traced request follows them, from the decoder's reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from smcjax.decoding.decoder import RowsAfter
+from smcjax.engine.requests.requests import Request
+from smcjax.engine.results.outputs import Cycle
+
+
+def first_cycle(request: Request, tokens: np.ndarray) -> Cycle:
+    """Cycle 0, which gives each row its first token [N]."""
+    count = len(tokens)
+    lengths = np.ones(count, np.int32)
+    finished = np.isin(tokens, request.stop_ids) | (len(request.token_ids) + 1 >= request.limit)
+    return Cycle(0, [[int(token)] for token in tokens], lengths, np.arange(count, dtype=np.int32), finished)
+
+
+def later_cycle(request: Request, index: int, info: Any, rows: RowsAfter) -> Cycle:
+    """Cycle `index` of rows without weights, from a decoder's `Info` of it, one group as host arrays.
+
+    `rows` are those after the cycle. A population's are made by `CycleHistory`.
+    """
+    lengths = np.asarray(info.length - len(request.token_ids), np.int32)
+    blocks = [_up_to_stop(block, request.stop_ids) for block in info.tokens.tolist()]
+    return Cycle(index, blocks, lengths, rows.ancestors.copy(), rows.finished.copy())
+
+
+def _up_to_stop(block: list[int], stop_ids: tuple[int, ...]) -> list[int]:
+    """The block without what lies behind its first stop token."""
+    stops = (column for column, token in enumerate(block) if token in stop_ids)
+    return block[: next(stops, len(block) - 1) + 1]

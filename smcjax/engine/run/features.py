@@ -1,0 +1,98 @@
+"""Programs beside the plain ones, for features that only some requests ask for (`Program.features`).
+
+A batch runs a program that has the features of all its requests; one that has more gives the same tokens and takes
+longer. Where no such program fits the device, requests for a feature end with an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from smcjax.decoding.program import Feature
+from smcjax.engine.requests.requests import Request
+from smcjax.engine.schedule.scheduler import Schedule
+
+# What users call them, in the order in which a sentence names them.
+WORDS: dict[Feature, str] = {
+    "truncation": "top_k and top_p",
+    "control": "control",
+    "grammar": "response_format",
+    "adjustments": "penalties and logit_bias",
+    "logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
+}
+
+
+def features_of(request: Request, *, streams: bool, ragged: bool = False) -> set[Feature]:
+    """The features that a request asks for, those of its prompt among them; `ragged`: drafts can be rejected anyway."""
+    params = request.params
+    asked: dict[Feature, bool] = {
+        "truncation": params.truncates,
+        "control": bool(params.control) and not ragged,
+        "adjustments": params.adjusts,
+        "grammar": params.expression is not None,
+        "logprobs": params.scores(streams=streams),
+        "prompt_logprobs": params.prompt_logprobs is not None,
+    }
+    return {name for name, value in asked.items() if value}
+
+
+def features_now(schedule: Schedule, asked: Iterable[set[Feature]]) -> frozenset[Feature]:
+    """The features of a round's programs, of what its groups ask for; prompts are scored while they are read."""
+    features = {name for one in asked for name in one} - {"prompt_logprobs"}
+    reading = (one.group.request.params for together in schedule.prefill for one in together)
+    if any(params.prompt_logprobs is not None for params in reading):
+        features.add("prompt_logprobs")
+    return frozenset(features)
+
+
+class ProgramVariants:
+    """Chooses a round's program. Remembers, by size of the batch and features, what is compiled and what is unfit."""
+
+    def __init__(self) -> None:
+        self._compiled: set[tuple[int, frozenset[Feature]]] = set()
+        self._unfit: dict[tuple[int, frozenset[Feature]], str] = {}  # why
+
+    def note(self, size: int, features: frozenset[Feature], error: ValueError | None = None) -> None:
+        """Notes that the programs for `size` lanes are compiled or, with an error, that they do not fit."""
+        if error is None:
+            self._compiled.add((size, features))
+        else:
+            self._unfit[size, features] = f"{_in_words(features)} cannot be used here: {error}"
+
+    def sizes(self, features: frozenset[Feature]) -> list[int]:
+        """The sizes, ascending, for which there are compiled programs with these features, and maybe more."""
+        return sorted({size for size, has in self._compiled if has >= features})
+
+    def at(self, size: int, features: frozenset[Feature]) -> frozenset[Feature] | None:
+        """The features of the compiled programs for `size` lanes that have these and the fewest others, if any."""
+        return min((has for of, has in self._compiled if of == size and has >= features), key=len, default=None)
+
+    def missing(self, sizes: Iterable[int], features: frozenset[Feature]) -> int | None:
+        """The first of the sizes whose programs may fit and are not compiled."""
+        return next((at for at in sizes if (at, features) not in self._compiled | self._unfit.keys()), None)
+
+    def ready(
+        self, program: Any, size: int, features: frozenset[Feature], compile_programs: Callable[[list[int], Any], None]
+    ) -> tuple[Any, str | None]:
+        """The program for `size` lanes, compiled now: with the features, or plain and the reason why it is.
+
+        `compile_programs` raises ValueError where the programs of some sizes need more memory than the device has.
+        """
+        if features and (size, features) not in self._unfit:
+            extended = dataclasses.replace(program, features=features)
+            try:
+                compile_programs([size], extended)
+                return extended, None
+            except ValueError as error:
+                self.note(size, features, error)
+        compile_programs([size], program)
+        return program, self._unfit[size, features] if features else None
+
+
+def _in_words(features: Iterable[Feature]) -> str:
+    """The features as a user knows them."""
+    words = [WORDS[name] for name in WORDS if name in set(features)]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,227 @@
+"""The programs of a batch: what each computes, as functions of arrays alone, and as jobs to compile.
+
+`smcjax.engine.run.runner` says what they are for, and calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from smcjax.decoders import Decoding
+from smcjax.decoding.adjustments import Adjustments
+from smcjax.decoding.constraints import states_behind
+from smcjax.decoding.decoder import Decoder
+from smcjax.decoding.groups import PairParams
+from smcjax.decoding.scores import Scores, first_scores
+from smcjax.decoding.sequences import Population, Requests
+from smcjax.engine.requests.batch import Batch
+from smcjax.engine.requests.requests import make_adjustments
+from smcjax.engine.run.attached import Attached, Constraints, attach, detach
+from smcjax.engine.run.constraints import make_tables
+from smcjax.engine.run.lanes import put, take
+from smcjax.engine.run.programs import Job, abstract, step_job
+from smcjax.engine.run.spread import Spread
+from smcjax.engine.schedule.scheduler import ChunkLengths
+from smcjax.kv import TRASH, drop, keep
+from smcjax.numerics import key_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillReport:
+    """The report of a chunk of prefill about its P lanes; stale where no prompt ended in it."""
+
+    tokens: Int[Array, "P N"]  # the first token of each row
+    done: Bool[Array, " P"]  # ended by it
+    scores: Scores | None = None  # [P, N], of the first tokens
+    prompt: Scores | None = None  # [P, chunk], of the prompts' tokens behind the chunk's
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchJobs:
+    """The jobs of batches of any size.
+
+    Attributes:
+        program: the decoder, on one device of several.
+        params: the weights, as they are on the devices.
+        num_pages: KV pages, the trash page included.
+        chunks: prompt tokens that one program reads.
+        readings: decoders with the same tokens, each of which has cycles.
+        spread: the devices, where there are several.
+    """
+
+    program: Decoder[Any, Any, Any]
+    params: PairParams
+    num_pages: int
+    chunks: ChunkLengths
+    readings: tuple[Decoding, ...]
+    spread: Spread | None
+
+    def state(self, size: int) -> Any:
+        """Shapes of the memory, and of the state of a batch of `size` lanes with it."""
+        memory = jax.eval_shape(lambda: self.program.create_memory(self.params, self.num_pages))
+        return memory, jax.eval_shape(lambda memory: self._empty(memory, size), memory)
+
+    def of(self, size: int, program: Any) -> dict[Any, Job]:
+        """The programs of this batch size, to be compiled, by the keys they are called by."""
+        memory, state = self.state(size)
+        params, lane = abstract(self.params), jax.ShapeDtypeStruct((), jnp.int32)
+        cached, marked = (jax.ShapeDtypeStruct((self.num_pages - 1,), dtype) for dtype in (jnp.int32, jnp.bool_))
+        slots = jax.ShapeDtypeStruct((size, self.program.max_pages), jnp.int32)
+        vocab_size = program.target.vocab_size
+        arrays = abstract(
+            dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
+        )
+
+        adjustments: Any = None
+        constraints: Any = None
+        if "adjustments" in program.features:
+            adjustments = abstract(Adjustments(**make_adjustments({}, size, vocab_size)))  # type: ignore[arg-type]
+        if "grammar" in program.features:
+            of_lanes: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
+            of_rows: Any = jax.ShapeDtypeStruct((size * program.rows,), jnp.int32)
+            constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
+        extra = (Attached(adjustments, constraints),) if program.features & {"adjustments", "grammar"} else ()
+
+        jobs: dict[Any, Job] = {}
+        for reading in self.readings:
+            stepped = stepping(program, reading)
+            jobs[stepped, size, "step"] = step_job(
+                self._step(stepped), program, self.params, state, *extra, spread=self.spread
+            )
+        plain: dict[Any, Job] = {
+            (size, "empty"): Job(lambda memory: self._empty(memory, size), (0,), (memory,)),
+            ("cache", "evict"): Job(drop, (0, 1), (memory.pool, cached, marked)),
+            (size, "join"): Job(self._join, (0,), (state, cached, arrays, slots)),
+            (size, "leave"): Job(self._leave, (0,), (state, lane)),
+        }
+        one = self.chunks.lanes(1, size)
+        for count, length in {(one, self.chunks.alone), (one, self.chunks.together), (size, self.chunks.together)}:
+            lanes = jax.ShapeDtypeStruct((count,), jnp.int32)
+            stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
+            arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
+            plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
+        if constraints is not None:
+            plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
+        jobs |= {key: self._job(job) for key, job in plain.items()}
+        return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
+
+    def _job(self, job: Job) -> Job:
+        return job if self.spread is None else self.spread.job(job)
+
+    def _walk(self, state: Any, automaton: jax.Array, tables: Any) -> jax.Array:
+        """The states of all rows' automata behind the tokens that they have."""
+        none_yet = jnp.zeros_like(state.sequences.length)
+        return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
+
+    def moving(self, old_size: int, size: int) -> dict[Any, Job]:
+        """The program that moves groups from `old_size` lanes into a batch of `size`, by the key it is called by."""
+        _, state = self.state(old_size)
+        sources = jax.ShapeDtypeStruct((size,), jnp.int32)
+
+        def move(groups: Any, memory: Any, sources: jax.Array) -> Any:
+            lanes = jnp.where(sources < old_size, jnp.arange(size), size)
+            empty = self._empty(memory, size)
+            return put(empty, lanes, take(dataclasses.replace(groups, memory=empty.memory), sources))
+
+        arguments = (dataclasses.replace(state, memory=None), state.memory, sources)
+        key = ((old_size, size), "move")
+        return {key: self._job(Job(move, (1,), arguments, identity=(self.program, self.spread, key)))}
+
+    def _empty(self, memory: Any, size: int) -> Any:
+        """Makes a state without groups."""
+        vocab_size = self.program.target.vocab_size
+        requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
+        nobody = jnp.zeros(size, bool)
+        return self.program.begin(memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
+
+    def _join(self, state: Any, cached: jax.Array, arrays: dict[str, jax.Array], slots: jax.Array) -> Any:
+        present = arrays["present"]
+        prefix = cached.at[slots].get(mode="fill", fill_value=TRASH)
+        requests = requests_of(arrays)
+        joined = self.program.begin(state.memory, arrays["prompts"], requests, present, prefix)
+        size = present.shape[0]
+        lanes = jnp.where(present, jnp.arange(size), size)
+        return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
+
+    def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array, Any]]:
+        def step(params: Any, state: Any, *attached: Attached) -> tuple[Any, Any, jax.Array, Any]:
+            state, info = program.step(params, attach(state, *attached))
+            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
+
+        return step
+
+    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport, Any]]:
+        def prefill(
+            params: Any,
+            state: Any,
+            cache: jax.Array,
+            lanes: jax.Array,
+            start_at: jax.Array,
+            cached: jax.Array,
+            slots: jax.Array,
+            *attached: Attached,
+        ) -> tuple[Any, PrefillReport, Any]:
+            given = attach(state, *attached)
+            groups = take(given, lanes)
+            size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
+            hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
+            prompt = None
+            if "prompt_logprobs" in program.features:
+                groups, hidden, prompt = program.prefill_scored(params, groups, start_at, chunk, hidden, cached)
+            else:
+                groups, hidden = program.prefill(params, groups, start_at, chunk, hidden, cached)
+            groups, cache = self._store(groups, cache, start_at, slots)
+            prompt_length = groups.requests.prompt_length
+            ends = (lanes < size) & (start_at < prompt_length) & (prompt_length <= start_at + chunk)
+            before = dataclasses.replace(groups, running=ends)
+            groups = program.start(params, before, hidden)
+            scores = first_scores(program, params, before, groups, hidden) if "logprobs" in program.features else None
+            tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
+            first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
+            report = PrefillReport(first, ends & ~groups.running, scores, prompt)
+            constraints = given.sequences.automaton is not None
+            given = put(detach(given, constraints=not constraints), lanes, detach(groups, constraints=not constraints))
+            return (detach(given), cache), report, given.sequences.automaton
+
+        return prefill
+
+    def _store(self, groups: Any, cached: jax.Array, start_at: jax.Array, slots: jax.Array) -> tuple[Any, jax.Array]:
+        """Puts pages of P groups' prompts, from the one of position `start_at` on, into cache slots [P, pages]."""
+        each = groups.sequences.block_table.shape[0] // slots.shape[0]
+        table, first = groups.sequences.block_table[::each], start_at // self.program.page_size
+        numbers = jnp.minimum(first[:, None] + jnp.arange(slots.shape[1]), table.shape[1] - 1)
+        pages = jnp.take_along_axis(table, numbers, axis=1)
+        pool, cached = keep(groups.memory.pool, cached, slots.reshape(-1), pages.reshape(-1))
+        return dataclasses.replace(groups, memory=dataclasses.replace(groups.memory, pool=pool)), cached
+
+    def _leave(self, state: Any, lane: jax.Array) -> tuple[Population, Any, jax.Array]:
+        lanes = lane[None]
+        population, memory = self.program.conclude(take(state, lanes))
+        return population, put(state, lanes, self._empty(memory, 1)), memory.pool.num_free
+
+
+def pages_of(length: int, page_size: int) -> int:
+    """Pages that a chunk of `length` tokens touches and fills, at most."""
+    return length // page_size + 1
+
+
+def stepping(program: Any, reading: Decoding | None = None) -> Any:
+    """The program of a cycle by this reading, the program's own for None: what is asked of prompts does not matter."""
+    reading = reading or program.decoding
+    if reading == program.decoding and "prompt_logprobs" not in program.features:
+        return program
+    return dataclasses.replace(program, decoding=reading, features=program.features - {"prompt_logprobs"})
+
+
+def requests_of(arrays: dict[str, jax.Array]) -> Requests:
+    """Makes a decoder's requests of a `Batch`, given as a dictionary of its arrays. Traced."""
+    fields = [field.name for field in dataclasses.fields(Requests) if field.name in arrays]
+    keys = jax.vmap(key_of)(arrays["seed"])
+    return Requests(**{name: arrays[name] for name in fields}, key=keys)

@@ -1,0 +1,320 @@
+"""The choice of which requests run where: admission by memory, lanes, chunks of prompts. Plain Python, no device.
+
+Requests are admitted in the order of `smcjax.engine.schedule.rounds`, in which calls take turns: a request that does
+not fit waits, and all others wait behind it. A group keeps its lane until it ends, unless the batch changes its size.
+There are two rules of admission:
+
+    worst case    a lane is free, and so are the pages that the request can name at most, ever
+    optimistic    … or pages for the share of that which groups have been using of late
+
+A cycle is scheduled only where the pages suffice that it can take at most (`smcjax.engine.schedule.page_budget`), so no
+allocation ever fails. By the first rule they always do. By the second, when they do not, all reports are read, so that
+the number of free pages is known and not only bounded; when it is still too small, the youngest group is *preempted*:
+it leaves, waits as the first in the queue, and starts again. Nobody is admitted optimistically again before a group has
+ended. The oldest group is never preempted, and alone it always fits, so every request ends.
+
+Full pages of its prompt that are cached it names instead of making them; those that it makes are cached as soon as the
+chunk that fills them is enqueued. A cached page takes one page of memory, whoever uses it. One that nobody uses gives
+way to a request that needs it, so the cache makes nobody wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from smcjax.engine.requests.requests import Request
+from smcjax.engine.schedule.page_budget import Footprint, FreePages, Mark
+from smcjax.engine.schedule.prefix_cache import PrefixCache
+from smcjax.engine.schedule.rounds import Rounds
+
+FEW = 4  # prompts are few that are to be read in at most this part of the lanes
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """An admitted request."""
+
+    request: Request
+    lane: int
+    prefilled: int = 0  # prompt tokens whose prefill has been scheduled
+    keys: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt's full pages
+    held: list[bytes] = dataclasses.field(default_factory=list)  # those of them that are cached and name its pages
+    slots: list[int] = dataclasses.field(default_factory=list)  # where the pages are that were cached when it joined
+    cached: int = 0  # prompt tokens in them
+    cycles: int = 0  # that have been scheduled for it
+
+    @property
+    def started(self) -> bool:
+        """True once all of the prompt's prefill has been scheduled: the group takes part in cycles."""
+        return self.prefilled >= len(self.request.token_ids)
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that it may need beside the cached ones."""
+        return self.request.worst_case_pages - len(self.held)
+
+
+class ChunkLengths(NamedTuple):
+    """Prompt tokens of a group that are read between two cycles.
+
+    There is a program for one prompt and one for a chunk of every lane's. The second takes as long for few as for many,
+    so few are read one after the other, each in longer chunks as long as it has enough left: more tokens for the
+    weights that a chunk streams.
+    """
+
+    together: int
+    alone: int
+    one_lane: bool = True  # whether there is the first program; else the second reads a prompt by itself too
+
+    def lanes(self, prompts: int, size: int) -> int:
+        """The lanes of the program that reads this many prompts of a batch of `size`."""
+        return 1 if prompts == 1 and self.one_lane else size
+
+    def of(self, left: int, *, few: bool) -> int:
+        """The next chunk's, of a prompt that has `left` tokens to read, among few prompts or many."""
+        return self.alone if few and 2 * left > self.alone else self.together
+
+
+class Reading(NamedTuple):
+    """A chunk of a group's prompt."""
+
+    group: Group
+    start_at: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The programs to enqueue in one round, in this order."""
+
+    size: int  # lanes of the batch
+    preempted: list[Group] = dataclasses.field(default_factory=list)  # who leaves; then nothing else is enqueued
+    sources: list[int] | None = None  # of each lane, the lane its group had before, −1 for none; None: nothing moves
+    evicted: list[int] = dataclasses.field(default_factory=list)  # cache slots to be emptied
+    joining: list[Group] = dataclasses.field(default_factory=list)
+    prefill: list[list[Reading]] = dataclasses.field(default_factory=list)  # each list in one program
+    # Pages that these chunks fill, by their number in the prompt, and the cache slots that are to keep them.
+    stored: list[tuple[Group, int, int]] = dataclasses.field(default_factory=list)
+    cycle: bool = False  # whether a group is there that a cycle advances
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing will report later than what has been enqueued so far: time to read it all."""
+        return not self.prefill and not self.cycle
+
+
+class Scheduler:
+    """Queue and lanes.
+
+    Args:
+        sizes: lanes of batches, ascending.
+        pages: that may be held at once.
+        chunks: prompt tokens of a group that are prefilled between two cycles.
+        cache: of prompts, with a slot for each of the pages, or none.
+        footprint: what groups take of the pages.
+        optimistic: the rule of admission.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        pages: int,
+        chunks: ChunkLengths,
+        cache: PrefixCache,
+        footprint: Footprint,
+        *,
+        optimistic: bool = False,
+    ) -> None:
+        self.waiting = Rounds()
+        self.groups: list[Group] = []  # in order of admission
+        self.ready: set[int] = set()  # sizes that programs exist for
+        self.lacking: list[Request] = []  # those that no compiled program could take in in the last round
+        self.sizes, self._pages, self.chunks = sizes, pages, chunks
+        self.cache, self.free = cache, FreePages(pages)
+        self._footprint, self._optimistic = footprint, optimistic
+        self._wary = False  # since a group was preempted none has ended
+        self._size = 0
+        self._next: tuple[Request, list[bytes]] | None = None  # who is to be admitted next, and the keys of its pages
+
+    def __bool__(self) -> bool:
+        """True while anything waits or runs."""
+        return bool(self.waiting or self.groups)
+
+    def add(self, request: Request) -> None:
+        """Queues a request, whose worst case must fit."""
+        self.waiting.add(request)
+
+    def withdraw(self, request_id: str) -> Group | Request | None:
+        """Takes a request out: as its group if it was admitted, as itself if it waited. None for unknown ids."""
+        request = self.waiting.withdraw(request_id)
+        if request is not None:
+            return request
+        for group in self.groups:
+            if group.request.request_id == request_id:
+                self.groups.remove(group)
+                self.cache.release(group.held)
+                self._wary = False
+                return group
+        return None
+
+    def clear(self) -> None:
+        """Forgets everything, lanes included."""
+        self.waiting.clear()
+        self.groups.clear()
+        self.lacking = []
+        self.cache.clear()
+        self.free.clear()
+        self._wary = False
+        self._size = 0
+
+    def schedule(self, compiled: Callable[[list[Request]], list[int]] | None = None) -> Schedule:
+        """The next enqueueing. What it says to prefill counts as prefilled from now on.
+
+        `compiled` gives the sizes, ascending, for which there are programs that can run these requests together: one
+        that has none with those that run waits, and others are admitted before it. None: any is compiled when needed.
+        """
+        if self._spare(self.groups) + self.cache.unused < 0:
+            return Schedule(self._size, preempted=[] if self.free.unread else [self._preempt()])
+        joining, evicted = self._admit(compiled)
+        requests = [group.request for group in (*self.groups, *joining)]
+        size, sources = self._resize(len(requests), [] if compiled is None or not requests else compiled(requests))
+        free = iter(sorted(set(range(size)) - {group.lane for group in self.groups}))
+        for group in joining:
+            group.lane = next(free)
+        self.groups += joining
+
+        unread = [group for group in self.groups if not group.started]
+        few = len(unread) <= max(1, size // FEW)
+        readings: list[Reading] = []
+        stored: list[tuple[Group, int, int]] = []
+        for group in unread:
+            length = self.chunks.of(len(group.request.token_ids) - group.prefilled, few=few)
+            readings.append(Reading(group, group.prefilled, length))
+            group.prefilled += length
+            stored += self._store(*readings[-1])
+        prefill = [[one] for one in readings] if few else [readings]
+        cycle = [group for group in self.groups if group.started]
+        self.free.take(sum(self._need(group) for group in cycle))
+        for group in cycle:
+            group.cycles += 1
+        return Schedule(size, [], sources, evicted, joining, prefill, stored, bool(cycle))
+
+    def mark(self) -> Mark:
+        """Marks a program that is enqueued now, for `free.report` of the number that it reports."""
+        used = len(self.cache) - self.cache.unused
+        return self.free.mark(used + sum(group.own_pages for group in self.groups), self.cache.unused)
+
+    def _need(self, group: Group) -> int:
+        """Pages that the next cycle takes for it at most."""
+        request = group.request
+        ragged = bool(request.params.control)
+        return self._footprint.need(len(request.token_ids), request.limit, group.cycles, ragged=ragged)
+
+    def _ceiling(self, group: Group, cycles: int) -> int:
+        """Pages that it names at most after so many cycles, beside the cached ones."""
+        ceiling = self._footprint.ceiling(len(group.request.token_ids), group.request.limit, cycles)
+        return min(ceiling, group.request.worst_case_pages) - len(group.held)
+
+    def _spare(self, groups: Iterable[Group]) -> int:
+        """Pages that are left at least when these groups, and nobody else, have been through the next cycle.
+
+        A result of 0 or more says that they suffice, not by how much. Those that only the cache keeps are not among
+        them. Groups that are not in their lanes yet count with all that they take until then.
+        """
+        groups = list(groups)
+        joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)
+        by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
+        if by_report >= 0:  # as most of the time: nobody asks by how much they suffice
+            return by_report
+        by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
+        return max(by_report, by_ceiling)
+
+    def _admit(self, compiled: Callable[[list[Request]], list[int]] | None) -> tuple[list[Group], list[int]]:
+        """Groups of those that come next and fit, without lanes yet, and the cache slots that make room for all."""
+        joining: list[Group] = []
+        lacking: list[Request] = []
+        for request in self.waiting:
+            together = [group.request for group in (*self.groups, *joining)] + [request]
+            if len(together) > self.sizes[-1]:
+                break
+            if compiled is not None and len(together) > max(compiled(together), default=0):
+                lacking.append(request)
+                continue
+            group = self._looked_up(request)
+            if not self._fits([*self.groups, *joining, group]):
+                self.cache.release(group.held)
+                break
+            joining.append(group)
+            self.cache.queries += len(group.request.token_ids)
+            self.cache.hits += group.cached
+        self.lacking = lacking
+        for group in joining:
+            self.waiting.admit(group.request)
+        evicted = self.cache.evict(max(0, -self._spare([*self.groups, *joining])))
+        self.free.take(sum(self._ceiling(group, 0) for group in joining) - len(evicted))
+        return joining, evicted
+
+    def _fits(self, groups: Sequence[Group]) -> bool:
+        """True where these groups may run together, the cache given up but for what they use of it."""
+        worst, pages = sum(group.own_pages for group in groups), self._pages - len(self.cache) + self.cache.unused
+        if worst <= pages:
+            return True
+        if not self._optimistic or self._wary:
+            return False
+        return self.free.share * worst <= pages and self._spare(groups) + self.cache.unused >= 0
+
+    def _preempt(self) -> Group:
+        """Takes the youngest group out of its lane and puts its request back, to be the next."""
+        group = self.groups.pop()
+        self.cache.release(group.held)
+        self.waiting.put_back(group.request)
+        self._wary = True
+        return group
+
+    def _looked_up(self, request: Request) -> Group:
+        """The request as a group that holds what is cached of its prompt.
+
+        Its prefill begins where a chunk may that an uncached prompt has too. Where chunks have one length, each token
+        is computed in the same place of the same program and comes out the same to the last bit. The last token is
+        computed in any case: what follows it is drawn from its logits. So is every token of a prompt that is to be
+        scored, as a page that is cached holds no log-probabilities: such a request takes nothing from the cache.
+        """
+        if self._next is None or self._next[0] is not request:
+            self._next = (request, self.cache.keys(request.token_ids))
+        keys = self._next[1]
+        matching = keys[: (len(request.token_ids) - 1) // self.cache.page_size]
+        held = [] if request.params.prompt_logprobs is not None else self.cache.match(matching)
+        cached = len(held) * self.cache.page_size
+        prefilled = cached // self.chunks.together * self.chunks.together
+        return Group(request, -1, prefilled, keys, held, self.cache.hold(held), cached)
+
+    def _store(self, group: Group, start_at: int, length: int) -> Iterator[tuple[Group, int, int]]:
+        """Caches the full pages that this chunk of the group's prompt completes."""
+        full = min((start_at + length) // self.cache.page_size, len(group.keys))
+        for page in range(max(start_at, group.cached) // self.cache.page_size, full):
+            slot = self.cache.insert(group.keys[page])
+            if slot is not None:
+                group.held.append(group.keys[page])
+                yield group, page, slot
+
+    def _resize(self, count: int, compiled: Sequence[int]) -> tuple[int, list[int] | None]:
+        """The size for `count` groups. Where it changes, those that have lanes move to the first ones.
+
+        It is the smallest of those that are `compiled`, of all where none of these is large enough. While groups run
+        the batch shrinks only to a size that is ready: what it saves is less than a compilation.
+        """
+        if not count:
+            return self._size, None
+        fitting = [size for size in compiled if size >= count] or [size for size in self.sizes if size >= count]
+        size = fitting[0]
+        if self.groups and size < self._size and not compiled:
+            size = next(size for size in fitting if size in self.ready or size == self._size)
+        if size == self._size:
+            return size, None
+        sources = [group.lane for group in self.groups] + [-1] * (size - len(self.groups))
+        for lane, group in enumerate(self.groups):
+            group.lane = lane
+        self._size = size
+        return size, sources

@@ -1,0 +1,273 @@
+"""Programs that are compiled beside the engine: who needs them waits, everybody else goes on, tokens stay the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from smcjax import AsyncLLM, RequestOutput, SamplingParams
+from smcjax.engine.async_llm import ChunkStream
+from smcjax.engine.run.background import Abandoned, BackgroundCompiler
+from smcjax.engine.run.features import ProgramVariants
+from smcjax.engine.run.runner import Runner
+from tests.checkpoints import Pair
+from tests.engine.conftest import smc_llm
+from tests.engine.readers import make
+
+PLAIN = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+ASKS = {
+    "plain": {},
+    "scores": {"logprobs": 2},
+    "forms": {"response_format": {"type": "regex", "regex": "[a-d]{1,40}"}},
+    "controls": {"control": 0.2},
+    "prompts": {"prompt_logprobs": 1},
+    "both": {"logprobs": 1, "control": 0.1},
+}
+
+
+async def read(stream: ChunkStream) -> RequestOutput:
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].output is not None
+    return chunks[-1].output
+
+
+def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
+    """The same tokens; log-probabilities may round otherwise, as the batches have other sizes."""
+    (answer,), (other,) = output.outputs, expected.outputs
+    assert (output.error, answer.token_ids, answer.finish_reason) == (None, other.token_ids, other.finish_reason)
+    assert (answer.top_logprobs is None) == (other.top_logprobs is None)
+    for one, its in zip(answer.top_logprobs or [], other.top_logprobs or [], strict=True):
+        assert {top.token_id: top.logprob for top in one} == pytest.approx({top.token_id: top.logprob for top in its})
+    assert (output.prompt_logprobs or [None])[1:] == pytest.approx((expected.prompt_logprobs or [None])[1:])
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> Iterator[Callable[[SamplingParams], RequestOutput]]:
+    """Answers to "ab", each by an engine that has nothing else to do and compiles what it needs at once."""
+    with smc_llm(pair, {"trace": False}, max_num_seqs=2) as llm:
+        yield lambda params: llm.generate("ab", params, use_tqdm=False)[0]
+
+
+class Held:
+    """Compilations of programs with features wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.go = threading.Event()
+        self.begun: list[tuple[int, frozenset[str]]] = []
+        compile_all = Runner.compile
+
+        def held(runner: Runner, sizes: Any, program: Any, *rest: Any) -> None:
+            if program.features:
+                self.begun += [(size, program.features) for size in sizes]
+                assert self.go.wait(60)
+                if error is not None:
+                    raise error
+            compile_all(runner, sizes, program, *rest)
+
+        monkeypatch.setattr(Runner, "compile", held)
+
+
+def test_plain_requests_go_on_while_programs_for_another_compile(
+    pair: Pair, alone: Callable[[SamplingParams], RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+
+    async def session() -> None:
+        async with make(pair) as served:
+            await read(served.generate("ab", PLAIN))
+            asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=2))
+            running = served.generate("ab", dataclasses.replace(PLAIN, max_tokens=40))
+            await anext(running)
+            waits = asyncio.create_task(read(asking))
+            while not asking.lacks_programs:
+                await asyncio.sleep(0.001)
+            assert not running.lacks_programs
+            for _ in range(3):  # one that runs and three that come later
+                output = await asyncio.wait_for(read(served.generate("ab", PLAIN)), 30)
+                assert_same(output, alone(PLAIN))
+            assert (await asyncio.wait_for(read(running), 30)).outputs
+            assert not waits.done()
+            metrics = await served.metrics()
+            assert (metrics["num_running"], metrics["num_waiting"]) == (0, 1)
+            held.go.set()
+            output = await waits
+            assert_same(output, alone(dataclasses.replace(PLAIN, logprobs=2)))
+            assert output.metrics.queue_seconds > 0
+            assert not asking.lacks_programs
+
+    asyncio.run(session())
+    assert held.begun.count((4, frozenset({"logprobs"}))) == 1
+
+
+def test_who_waits_for_programs_may_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted or let go of; and closing the engine waits for no compilation."""
+    held = Held(monkeypatch)
+
+    async def session() -> None:
+        async with make(pair) as served:
+            await read(served.generate("ab", PLAIN))
+            asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=2), request_id="x")
+            waits = asyncio.create_task(read(asking))
+            while not held.begun:
+                await asyncio.sleep(0.001)
+            assert served.abort("x")
+            assert (await waits).outputs[0].finish_reason == "abort"
+            left = served.generate("ab", dataclasses.replace(PLAIN, logprobs=2))
+            left.start()
+            await left.aclose()
+            assert (await read(served.generate("ab", PLAIN))).outputs[0].token_ids
+            began = time.perf_counter()
+        assert time.perf_counter() - began < 5
+
+    try:
+        asyncio.run(session())
+    finally:
+        held.go.set()
+
+
+def test_programs_that_do_not_fit_end_who_asked_for_them_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, ValueError("it needs more than there is."))
+    held.go.set()
+
+    async def session() -> tuple[RequestOutput, RequestOutput]:
+        async with make(pair) as served:
+            running = served.generate("ab", dataclasses.replace(PLAIN, max_tokens=40))
+            await anext(running)
+            asking = served.generate("ab", dataclasses.replace(PLAIN, logprobs=1))
+            return await asyncio.gather(read(running), read(asking))
+
+    answered, refused = asyncio.run(session())
+    assert (answered.error, len(answered.outputs[0].token_ids)) == (None, 40)
+    assert refused.error == "logprobs cannot be used here: it needs more than there is."
+
+
+def test_what_breaks_a_compilation_reaches_readers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, TypeError("broken"))
+    held.go.set()
+
+    async def session() -> None:
+        async with make(pair) as served:
+            with pytest.raises(TypeError, match="broken"):
+                await read(served.generate("ab", dataclasses.replace(PLAIN, logprobs=1)))
+            assert (await read(served.generate("ab", PLAIN))).outputs[0].token_ids
+
+    asyncio.run(session())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_in_any_mix_as_alone(pair: Pair, alone: Callable[[SamplingParams], RequestOutput], seed: int) -> None:
+    """Requests with and without features at random times, from the first one on, for which nothing is compiled yet."""
+    rng = random.Random(seed)
+    asked = [
+        SamplingParams(**{"seed": number, "max_tokens": rng.randint(4, 20), **ASKS[name]})
+        for number, name in enumerate(rng.choices(list(ASKS), k=14))
+    ]
+
+    async def session() -> list[RequestOutput]:
+        async with make(pair) as served:
+
+            async def later(params: SamplingParams) -> RequestOutput:
+                await asyncio.sleep(rng.uniform(0, 3))
+                return await read(served.generate("ab", params))
+
+            outputs = await asyncio.gather(*map(later, asked))
+            metrics = await served.metrics()
+            assert metrics["kv_pages_free"] == metrics["kv_pages_total"]
+            return outputs
+
+    for params, output in zip(asked, asyncio.run(session()), strict=True):
+        assert_same(output, alone(params))
+
+
+def test_automata_are_followed_anew_behind_programs_that_know_of_none(pair: Pair) -> None:
+    """A form's request whose batch ran, for a while, a program without automata cannot be: its walk begins anew."""
+    form = SamplingParams(seed=2, max_tokens=20, response_format={"type": "regex", "regex": "[ab]{12}"})
+
+    async def session() -> None:
+        async with make(pair) as served:
+            for _ in range(2):
+                outputs = await asyncio.gather(
+                    *(read(served.generate("ab", dataclasses.replace(PLAIN, seed=seed))) for seed in range(2)),
+                    read(served.generate("ab", form)),
+                )
+                text = outputs[-1].outputs[0].text
+                assert len(text) == 12
+                assert set(text) <= set("ab")
+
+    asyncio.run(session())
+
+
+def test_a_choice_takes_the_fewest_features_that_suffice() -> None:
+    a, ab, none = frozenset({"logprobs"}), frozenset({"logprobs", "adjustments"}), frozenset[str]()
+    choice = ProgramVariants()
+    assert (choice.sizes(none), choice.at(4, none), choice.missing([4, 1], a)) == ([], None, 4)
+    choice.note(4, ab)
+    choice.note(1, a, ValueError("too large"))
+    assert (choice.sizes(none), choice.sizes(a), choice.at(4, a), choice.at(1, a)) == ([4], [4], ab, None)
+    assert (choice.missing([4, 1], a), choice.missing([1], a), choice.missing([4], ab)) == (4, None, None)
+    choice.note(4, a)
+    choice.note(2, none)
+    assert (choice.sizes(none), choice.at(4, none), choice.at(4, ab), choice.at(2, none)) == ([2, 4], a, ab, none)
+
+
+def test_one_compilation_at_a_time_and_its_end() -> None:
+    done: list[Any] = []
+    go = threading.Event()
+
+    def compile_programs(sizes: list[int], program: Any, others: set[int], progress: Any) -> None:
+        go.wait(20)
+        if program == "large":
+            raise ValueError("too large")
+        if program == "broken":
+            raise TypeError("broken")
+        done.append((sizes, program, others))
+        progress(1, 2)
+
+    runner: Any = types.SimpleNamespace(compile=compile_programs)
+    compiler = BackgroundCompiler(runner)
+    compiler.wait()
+    assert (compiler.busy, compiler.take()) == (False, None)
+    compiler.begin(4, "a", {1})
+    compiler.wait(0.01)
+    assert (compiler.busy, compiler.take()) == (True, None)
+    with pytest.raises(AssertionError):
+        compiler.begin(2, "c", {1})
+    go.set()
+    compiler.wait()
+    assert (compiler.take(), compiler.take(), compiler.busy) == ((4, "a", None), None, False)
+    assert done == [([4], "a", {1})]
+    compiler.begin(2, "large", set())
+    compiler.wait()
+    size, program, error = compiler.take() or (0, None, None)
+    assert (size, program, str(error)) == (2, "large", "too large")
+    compiler.begin(2, "broken", set())
+    compiler.wait()
+    with pytest.raises(TypeError, match="broken"):
+        compiler.take()
+    assert not compiler.busy
+    compiler.abandon()
+    compiler.begin(2, "c", set())
+    compiler.wait()
+    with pytest.raises(Abandoned):
+        compiler.take()
+    assert done[1:] == [([2], "c", set())]
+
+
+def test_an_async_engine_has_what_it_was_given_at_the_start(pair: Pair) -> None:
+    """Nothing is compiled for plain requests behind `compile_at_start`, whatever the sizes."""
+
+    async def session() -> None:
+        async with AsyncLLM(pair.target, draft_model=pair.draft, max_model_len=48, compile_at_start=True) as served:
+            before = (await served.metrics())["compilations"]
+            await asyncio.gather(*(read(served.generate("ab", PLAIN)) for _ in range(5)))
+            assert (await served.metrics())["compilations"] == before
+
+    asyncio.run(session())
