@@ -26,13 +26,13 @@ import numpy as np
 from profile_cycle import read_kernels
 
 from smcjax.device import this_device
-from smcjax.model.nsa import NSA
 from smcjax.pallas import implementations, uses_kernels
 from smcjax.pallas.sparse import block_ranking
 from smcjax.pallas.sparse.block_ranking import Kept, ranked_blocks
 from smcjax.pallas.sparse.grouped_attention import compressed_slots
 from smcjax.pallas.sparse.kept_scores import BYTES
 from smcjax.pallas.sparse.query_groups import QueryGroups
+from smcjax.sparse.nsa import NSA
 
 SETS, HEADS, QUERIES, ROWS, DIVISOR, RUNS = 8, 4, 9, 64, 128**0.5, 12
 KIND, GROUPS = NSA(), QueryGroups(tuple(range(QUERIES)), QUERIES)

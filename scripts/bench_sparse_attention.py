@@ -41,7 +41,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from profile_cycle import read_kernels
 
 from smcjax.device import HOPPER, this_device
-from smcjax.model.nsa import NSA
 from smcjax.pallas import uses_kernels
 from smcjax.pallas.sparse.grouped_attention import (
     Branch,
@@ -55,6 +54,7 @@ from smcjax.pallas.sparse.grouped_attention import (
 from smcjax.pallas.sparse.grouped_attention_sm90 import grouped_branches_mosaic
 from smcjax.pallas.sparse.grouped_shares import Tuning
 from smcjax.pallas.sparse.query_groups import QueryGroups
+from smcjax.sparse.nsa import NSA
 
 MODES = ("per query", "merged", "shared")
 LEAST_SLOTS = 8  # of a unit that the kernels take

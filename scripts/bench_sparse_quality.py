@@ -28,7 +28,7 @@ from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.cli.options import check_output, refresh_schedule
 from smcjax.decoders import Decoding
 from smcjax.markdown import table
-from smcjax.sparse import MODES, Mode
+from smcjax.sparse.verification import MODES, Mode
 from smcjax.tasks.questions import LONGEST_ANSWER, Question, questions
 
 TRAINED = Path(__file__).parent.parent / "tests" / "data" / "recall"

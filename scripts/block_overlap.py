@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 
 
 def chosen_by_rank(

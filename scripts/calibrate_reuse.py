@@ -39,10 +39,10 @@ from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
 from smcjax.model.hub import BUNDLED, bundled_model
-from smcjax.model.nsa_groups import Chosen
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.view import BatchView
-from smcjax.sparse import MODES, SparseVerification
+from smcjax.sparse.groups import Chosen
+from smcjax.sparse.verification import MODES, SparseVerification
 from smcjax.tasks import recall
 
 PAGE, CHUNK = 16, 256

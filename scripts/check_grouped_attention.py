@@ -3,7 +3,7 @@
     python scripts/check_grouped_attention.py         # a line a shape, then the bundled sparse target; a minute or two
 
 Random data: R requests of M queries by groups of C, heads H and Hkv of size D, pages of B slots, contexts of T, n
-blocks of 64 and a window of w, selection and window in one launch as `smcjax.model.nsa_groups` has them. The figure is
+blocks of 64 and a window of w, selection and window in one launch as `smcjax.sparse.groups` has them. The figure is
 the largest difference relative to the largest value, for each branch: bf16 weights and f16 shares make some 0.001. The
 model reads documents of recall and verifies answers in groups: its next-token laws with the kernel and by plain XLA,
 in bfloat16, against each query by itself.
@@ -35,7 +35,7 @@ from smcjax.pallas.sparse.grouped_attention import (
     unit_slots,
 )
 from smcjax.pallas.sparse.query_groups import QueryGroups
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 BLOCK = 64
 

@@ -42,7 +42,7 @@ from smcjax.engine.run.programs import CUBLAS_PRODUCTS
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 H200 = """
 gpu_device_info {

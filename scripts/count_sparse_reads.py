@@ -4,7 +4,7 @@
     python scripts/count_sparse_reads.py --rows 32 --groups 16 72 --order dfs
     python scripts/count_sparse_reads.py --measure --groups 16 72 1     # on a GPU: bytes by the memory's own counter
 
-Without `--measure` no kernel runs: the layer makes its tasks as always (`smcjax.model.nsa_groups`), and units are
+Without `--measure` no kernel runs: the layer makes its tasks as always (`smcjax.sparse.groups`), and units are
 counted instead of read.
 `issued` is what groups read, a task of a group and key-value head its unit once; `unique` are the slots that some query
 sees, each once, whether the selection, the window or both read it. Rows of a request share a prompt's pages and have
@@ -35,7 +35,7 @@ from sparse_traffic import WAYS, measure
 
 from smcjax.bench.dram import MemoryCounterError
 from smcjax.pallas import uses_kernels
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from smcjax.model import load_checkpoint
 from smcjax.model.export import save_checkpoint
 from smcjax.model.hub import bundled_model
 from smcjax.numerics import key_of
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 def main() -> None:

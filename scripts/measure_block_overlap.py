@@ -39,9 +39,9 @@ from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states
 from smcjax.model.hub import BUNDLED, bundled_model
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from smcjax.tasks import recall
 
 TEXTS = ("true", "own")  # answers: the document's, or the model's

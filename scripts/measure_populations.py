@@ -44,7 +44,7 @@ from smcjax.model.checkpoint import load_checkpoint, resolve_model_path
 from smcjax.model.dropping import drop_layers
 from smcjax.model.vocabulary import common_vocabulary
 from smcjax.tasks.intervals import clustered_mean
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 METHOD = r"(?:c(?:0|1|0?\.\d+)|e[1-9]\d*)"  # c from 0 to 1, candidates from 1
 LONG = ("decoder", "tokens a cycle", "log Ẑ", "distance ≤", "log p a token, minus the target's own")

@@ -37,14 +37,14 @@ from bench_sparse_attention import Layer
 from profile_cycle import read_kernels
 
 from smcjax.device import this_device
-from smcjax.model import nsa
 from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import implementations, uses_kernels
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import nsa
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import DraftTree
 
 LAYERS, RUNS = 4, 3

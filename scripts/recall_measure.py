@@ -29,7 +29,7 @@ from smcjax.markdown import table
 from smcjax.model import ModelConfig, Params, load_checkpoint
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import Attend, hidden_states, unembed
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 from smcjax.tasks.intervals import clustered_interval
 from smcjax.tasks.recall import EOS, vocabulary
 

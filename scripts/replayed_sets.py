@@ -28,10 +28,10 @@ from bench_sparse_attention import neighbours, new_blocks
 from block_overlap import Tally, unique_slots
 from jaxtyping import Array, Bool, Int, UInt32
 
-from smcjax.model import nsa_groups
-from smcjax.model.nsa import NSA
-from smcjax.model.nsa_routing import Routing
 from smcjax.pallas.sparse.query_groups import QueryGroups
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.routing import Routing
 
 WORD = 32  # blocks of a word
 

@@ -6,8 +6,8 @@ from replayed_sets import Counted
 
 from smcjax.decoders import Decoding
 from smcjax.model.config import ModelConfig
-from smcjax.model.nsa import NSA
-from smcjax.sparse import SHARED
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SHARED
 
 
 def issued_bytes(

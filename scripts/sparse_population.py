@@ -1,6 +1,6 @@
 """A population at the end of its context, whose sparse layers make their tasks, and what these tasks name.
 
-The layer makes its tasks as always (`smcjax.model.nsa_groups`); who takes them from it is said by `handed_to`.
+The layer makes its tasks as always (`smcjax.sparse.groups`); who takes them from it is said by `handed_to`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from bench_sparse_attention import Case, Layer, sets_of
 
-from smcjax.model import nsa_groups
 from smcjax.model.view import BatchView
 from smcjax.pallas.mosaic.wgmma import QUERIES
 from smcjax.pallas.sparse.grouped_attention import Branch, Part
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse.verification import SparseVerification
 
 
 class Counted(Exception):

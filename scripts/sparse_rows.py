@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.sparse import KERNEL_GROUP, SparseVerification
+from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")

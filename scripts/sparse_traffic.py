@@ -22,10 +22,10 @@ from sparse_population import Population, handed_to
 
 from smcjax.bench.dram import SECONDS, Calibration, MemoryCounter, calibrations
 from smcjax.device import this_device
-from smcjax.model import nsa_groups
 from smcjax.model.view import BatchView
 from smcjax.pallas.sparse.grouped_attention import Branch, Tasks
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse.verification import SparseVerification
 
 WAYS = ("compressed", "compressed-no-scores", "selection-window", "layer")
 LAYERS, TURNS = 8, 8  # that a program goes over, and how often

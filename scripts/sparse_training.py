@@ -25,11 +25,11 @@ from jaxtyping import Array, Bool, Float, Int
 from smcjax.model import ModelConfig
 from smcjax.model.attention import Projection, SlidingWindow
 from smcjax.model.decoder import Attend
-from smcjax.model.nsa import NSA
-from smcjax.model.nsa_routing import Branches, Entries
 from smcjax.model.seen import grouped
 from smcjax.numerics import product_precision
 from smcjax.pallas.attention.reference import LOWEST
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.routing import Branches, Entries
 
 SELECTED = "selected blocks"  # what a layer keeps for its backward pass, by this name
 WORTH_FINDING = 0.1  # of a group's attention, in one block

@@ -27,9 +27,9 @@ from smcjax.engine.run.programs import Programs, Wanted
 from smcjax.engine.run.runner import Runner
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.eagle import ATTENTION, EagleConfig, EagleParams, eagle_shapes
-from smcjax.model.nsa import NSA
 from smcjax.model.params import Params
 from smcjax.numerics import key_of
+from smcjax.sparse.nsa import NSA
 
 PERIOD = NSA.kernel_stride  # positions of a compressed token, over which the requests of a batch are spread
 CALLED = ("empty", "join", "step")  # programs of a row

@@ -33,7 +33,7 @@ from train_pair import clipped_adamw, initial_params, surprise
 
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, load_checkpoint, save_checkpoint
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 from smcjax.tasks.recall import BOS, EOS, vocabulary
 
 MAX_LENGTH = 16_384

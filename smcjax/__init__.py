@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Trace,
     )
     from smcjax.errors import CheckpointError
-    from smcjax.sparse import SparseVerification
+    from smcjax.sparse.verification import SparseVerification
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, NeedsExact
 from smcjax.decoders.smc import Selection
 from smcjax.plain import names_unknown, use_plain_numbers
 from smcjax.planner import Profile, law_of
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 CONTROL = 0.1  # of a population that nothing else is said about
 CANDIDATES = 8  # of an exact answer where a cycle's time is that of its weights' stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 _MOST = {"n_particles": 1024, "n_candidates": 1024, "gamma": 64}
 

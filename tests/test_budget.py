@@ -12,13 +12,13 @@ import pytest
 import smcjax
 from smcjax import LLM, SMC, Rejection
 from smcjax.decoding.program import Program
-from smcjax.model.nsa import NSA
 from smcjax.smc import cycle
+from smcjax.sparse.nsa import NSA
 
 PACKAGE = Path(smcjax.__file__).parent
 FIELDS = {SMC: 16, Rejection: 7, NSA: 8, Program: 8}
 ARGUMENTS = {LLM.__init__: 25}
-FILES_IN_A_ROOM = 41
+FILES_IN_A_ROOM = 26
 SEAMS = "smcjax.decoders.parts has the seams of a cycle: pass a part to SMC in place of another option."
 # Names of variations of the cycle, which are parts and no branch of `cycle.py`.
 VARIATIONS = ("control", "early_end", "roulette", "branching", "watchdog", "pipelined", "KeepAll", "RejectionControl")

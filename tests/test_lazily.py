@@ -127,7 +127,7 @@ def test_control_a_program_of_a_module_of_the_host_is_seen() -> None:
     there = {"__name__": "x"}
     exec(compile("def twice(x): return x + x", "/a/smcjax/engine/results/streaming.py", "exec"), there)
     assert of_the_host(files_traced(there["twice"], jax.ShapeDtypeStruct((), jnp.float32))) == {
-        "a.smcjax.engine.results.streaming"
+        "smcjax.engine.results.streaming"
     }
 
 

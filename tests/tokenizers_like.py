@@ -6,7 +6,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|end|>")
 WORDS = ("▁a", "b", "c", "▁", "▁▁", "c▁", "é", "\ufffd", "▁the", "!")

@@ -21,7 +21,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.markdown import table
 from smcjax.model.hub import bundled_model
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from smcjax.tasks.intervals import clustered_difference_interval
 from smcjax.tasks.questions import Question
 

@@ -32,7 +32,7 @@ from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.run.memory import buckets
 from smcjax.planner import Cell, Measured, Profile
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds that pass, and those of this process's cores
 WARMUP = 4  # cycles; the first runs of a program on a GPU are eager, then record the graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smcjax.model.attention import AttentionKind
 from smcjax.model.config import LayerSpec, ModelConfig, Rope, RopeScaling
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 
 ATTENTIONS: dict[str, AttentionKind] = {"nsa": NSA(), "nsa-shared": NSA(kv="shared")}  # instead of a shape's own
 

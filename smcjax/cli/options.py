@@ -15,7 +15,7 @@ from smcjax.cli.parser import text, whole
 from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS, SMC
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.errors import CheckpointError
-from smcjax.sparse import MODES, SparseVerification
+from smcjax.sparse.verification import MODES, SparseVerification
 from smcjax.tasks.questions import TASKS
 from smcjax.trees import ORDERS
 

@@ -28,7 +28,7 @@ from smcjax.cli.options import (
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import Autoregressive, Decoding
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
-from smcjax.sparse import GROUP, MODES, MOST_QUERIES, SparseVerification
+from smcjax.sparse.verification import GROUP, MODES, MOST_QUERIES, SparseVerification
 
 if TYPE_CHECKING:
     from smcjax.engine.requests.requests import Prompt

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Protocol
 
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import DraftTree
 
 MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported

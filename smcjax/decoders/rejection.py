@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, Speculation, in_words
 from smcjax.plain import names_unknown, plain_numbers, use_plain_numbers
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import ORDERS, DraftTree, Order
 
 Siblings = Literal["sampled", "top"]  # of a draft tree

@@ -9,7 +9,7 @@ from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is
 from smcjax.decoders.base import COLDEST, Decoding, Drafting, NeedsExact, Speculation, in_words
 from smcjax.decoders.parts import Acceptance, Ending, Potential, Resampler
 from smcjax.plain import names_unknown, short, use_plain_numbers
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 Scheme = Literal["systematic", "stratified", "multinomial", "residual"]  # of resampling
 Selection = Literal["sample", "best"]  # of the answer

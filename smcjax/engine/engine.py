@@ -40,7 +40,7 @@ from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import Group, Schedule, Scheduler
 from smcjax.engine.whole import whole
 from smcjax.planner import Switch
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("smcjax")
 

@@ -21,7 +21,7 @@ from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.plain import short
 from smcjax.structured.automaton import Automata, Undecided
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class Intake:

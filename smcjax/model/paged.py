@@ -14,7 +14,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import Watch, hidden_states
 from smcjax.model.params import Params
 from smcjax.model.view import BatchView, TreeView
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 Plans = tuple[Plan, ...]  # one for each of `attention_kinds`
 Scratch = tuple[LayerCache, ...]  # by layer, [R, M, heads, D]: what nodes of a tree keep (`TreeView`)

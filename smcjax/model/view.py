@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smcjax.kv import TRASH, Copies, LayerCache, page_of
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import DraftTree
 
 

@@ -11,7 +11,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.params import Params
 
 if TYPE_CHECKING:
-    from smcjax.tokenizer import Tokenizer
+    from smcjax.tokenizer.tokenizer import Tokenizer
 
 _PADDING = 512  # the largest multiple to which released checkpoints round their embeddings
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from smcjax.decoders import DECODINGS, SMC, Decoding
 from smcjax.plain import short
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 EXACT = "exact"
 

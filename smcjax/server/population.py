@@ -11,7 +11,7 @@ import numpy as np
 from smcjax.engine.results.outputs import Cycle, RequestOutput
 from smcjax.engine.results.text import AnswerText
 from smcjax.server.schemas import SMCAsk
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.viz.trace_file import trace_fields
 
 

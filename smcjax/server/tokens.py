@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smcjax.engine.results.text import UNDECODED
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts:

@@ -28,7 +28,7 @@ from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED, byte_autom
 from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 SECONDS = 10.0  # of processor time to compile one
 BYTES = 4 << 30  # of address space

@@ -17,7 +17,7 @@ from smcjax.model.export import save_checkpoint, written_config
 from smcjax.model.hub import TOKENIZER_FILES, bundled_model
 from smcjax.model.params import Params
 from smcjax.model.vocabulary import common_vocabulary
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning.laws import Laws
 
 WRITTEN = ("bfloat16", "float32", "float16")

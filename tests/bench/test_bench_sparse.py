@@ -29,8 +29,8 @@ from smcjax.bench.cycle import Models
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU
 from smcjax.cli.options import refresh_schedule
-from smcjax.model.nsa import NSA
 from smcjax.planner import Profile
+from smcjax.sparse.nsa import NSA
 from tests.planner.tables import measured
 
 

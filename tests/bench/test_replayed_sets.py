@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from smcjax.decoders import Rejection
-from smcjax.model import nsa_groups
-from smcjax.model.nsa import NSA
 from smcjax.model.paged import paged_hidden_states
 from smcjax.model.view import BatchView
 from smcjax.pallas import implementations
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from tests.helpers import noisy_params, tiny_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -18,8 +18,8 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.device import H200
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import AttentionKind, Full, SlidingWindow
-from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
+from smcjax.sparse.nsa import NSA
 
 DRAFT, TARGET = SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
 SPARSE = dataclasses.replace(TARGET, layers=(LayerSpec(NSA()),))

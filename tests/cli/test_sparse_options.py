@@ -10,7 +10,7 @@ import pytest
 from smcjax.auto import Routed
 from smcjax.cli.options import add_decoding_options, add_model_options, decoding_from, refresh_schedule
 from smcjax.decoders import SMC, Autoregressive, Rejection
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 CASES: list[tuple[list[str], Any]] = [
     ([], Routed(SMC(gamma=4))),

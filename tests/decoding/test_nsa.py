@@ -18,8 +18,8 @@ from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.kv import LayerCache, PagePool, allocate
 from smcjax.model import LayerSpec, ModelConfig, Params
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
+from smcjax.sparse.nsa import NSA
 from tests import exact
 from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, tiny_config, tiny_params
 from tests.smc import reference

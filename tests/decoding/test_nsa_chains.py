@@ -21,9 +21,9 @@ from smcjax.decoding.proposer import Drafts
 from smcjax.kv import Copies, LayerCache
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import Projection
-from smcjax.model.nsa import NSA
-from smcjax.model.nsa_routing import Branches
 from smcjax.model.view import BatchView
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.routing import Branches
 from tests.decoding.test_nsa import PAPER, SHARED, TARGET, V, finished, first_rows, params_of
 from tests.helpers import Ask
 from tests.smc.reference import language_model

@@ -19,13 +19,14 @@ from smcjax import smc
 from smcjax.decoders import Autoregressive, Rejection
 from smcjax.decoding.cycle_view import reserve
 from smcjax.decoding.speculation import score
-from smcjax.model import nsa, nsa_groups
 from smcjax.model.attention import Projection
 from smcjax.model.decoder import hidden_states, unembed
-from smcjax.model.nsa_routing import Entries
 from smcjax.model.seen import ByRow
 from smcjax.model.view import BatchView
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse import nsa
+from smcjax.sparse.routing import Entries
+from smcjax.sparse.verification import SparseVerification
 from tests import exact
 from tests.decoding.test_nsa import (
     DENSE_DRAFT,

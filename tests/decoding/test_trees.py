@@ -19,8 +19,8 @@ from smcjax.decoders import Rejection
 from smcjax.decoding.groups import PairParams
 from smcjax.model import LayerSpec, ModelConfig
 from smcjax.model.attention import SlidingWindow
-from smcjax.model.nsa import NSA
 from smcjax.model.view import TreeView
+from smcjax.sparse.nsa import NSA
 from tests import exact
 from tests.decoding import test_nsa as sparse
 from tests.helpers import Ask, assert_pages_sound, batch, tiny_config

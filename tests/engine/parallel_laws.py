@@ -40,7 +40,6 @@ from smcjax.engine.run.spread import Spread
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model.config import LayerSpec
 from smcjax.model.folding import folded_shapes
-from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
     AXIS,
     Layout,
@@ -51,6 +50,7 @@ from smcjax.model.parallel import (
 )
 from smcjax.pallas import Peers, Workspaces
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
+from smcjax.sparse.nsa import NSA
 from tests.checkpoints import write_model
 from tests.engine.test_eagle import TARGET
 from tests.model.parallel_laws import SHAPE

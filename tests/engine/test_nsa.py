@@ -13,7 +13,7 @@ from smcjax import LLM, Autoregressive, Rejection, SamplingParams, SparseVerific
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model import LayerSpec
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 from tests.checkpoints import Pair, write_model
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm
 from tests.engine.test_engine import fingerprint, sound

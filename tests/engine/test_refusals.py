@@ -13,7 +13,7 @@ import pytest
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.cli.options import ADMISSIONS, DTYPES, QUANTIZATIONS
 from smcjax.decoders import SCHEMES, SELECTIONS, SIBLINGS
-from smcjax.sparse import MODES
+from smcjax.sparse.verification import MODES
 from smcjax.trees import ORDERS
 from tests.checkpoints import Pair
 from tests.engine.conftest import MAX_MODEL_LEN, smc_llm

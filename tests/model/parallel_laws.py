@@ -21,7 +21,6 @@ from smcjax.model import ModelConfig, init_params, logits
 from smcjax.model.attention import SlidingWindow
 from smcjax.model.checkpoint import load_checkpoint
 from smcjax.model.config import LayerSpec
-from smcjax.model.nsa import NSA
 from smcjax.model.parallel import (
     AXIS,
     Layout,
@@ -31,6 +30,7 @@ from smcjax.model.parallel import (
 )
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import Peers
+from smcjax.sparse.nsa import NSA
 from tests.checkpoints import write_model
 
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 32, "num_layers": 2}

@@ -16,9 +16,9 @@ import pytest
 from smcjax.model import LayerSpec
 from smcjax.model.attention import SlidingWindow
 from smcjax.model.decoder import unembed
-from smcjax.model.nsa import NSA
 from smcjax.model.paged import paged_hidden_states
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from tests.helpers import noisy_params, tiny_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

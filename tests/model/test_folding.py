@@ -17,10 +17,10 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
 from smcjax.model.export import save_checkpoint
 from smcjax.model.folding import fold_for_kernels, fold_norms
-from smcjax.model.nsa import NSA
 from smcjax.model.params import Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import implementations
+from smcjax.sparse.nsa import NSA
 from tests.helpers import tiny_config
 
 VARIANTS: list[dict[str, Any]] = [

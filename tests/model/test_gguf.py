@@ -25,7 +25,7 @@ from smcjax.gguf_file import GGUFFile
 from smcjax.model import LayerSpec, RopeScaling, load_checkpoint, logits
 from smcjax.model.attention import FULL, SlidingWindow
 from smcjax.model.checkpoint import load_config
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.gguf_files import add_tensor, as_stored, write_gguf, write_vocabulary
 
 KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)

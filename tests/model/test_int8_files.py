@@ -24,11 +24,11 @@ from smcjax.model.checkpoint import stores_int8
 from smcjax.model.config import LayerSpec
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.hub import bundled_model
-from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
 from smcjax.model.quantize import quantize_params
+from smcjax.sparse.nsa import NSA
 from smcjax.tasks.word_problems import generate
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import byte_config, write_model, write_shards, write_tokenizer
 
 SPARSE = LayerSpec(attention=NSA(kernel_size=8, kernel_stride=4, block_size=8, num_blocks=4, window=8))

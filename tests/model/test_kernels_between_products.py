@@ -13,12 +13,12 @@ from smcjax.kv import Copies
 from smcjax.model import decoder
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.folding import folded_shapes
-from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states
 from smcjax.model.params import param_shapes
 from smcjax.model.view import BatchView
 from smcjax.pallas import implementations
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 
 LAYERS, NUM_PAGES = 2, 77
 

@@ -15,10 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
-from smcjax.model.nsa import NSA
-from smcjax.model.nsa_routing import Routed
 from smcjax.pallas.dispatch import Kernel, Op, implementations
 from smcjax.pallas.sparse.gates import gated_sum
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.routing import Routed
 
 HEADS, KV_HEADS, DIM, WIDTH, TOKENS = 16, 4, 64, 256, (1, 3)
 
@@ -35,7 +35,7 @@ def interpreted() -> Op[Any, Any]:
 
 def test_kernels_put_branches_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed, selected and window's, each by its own gate. Control: two of them exchanged."""
-    monkeypatch.setattr("smcjax.model.nsa_routing.gated_sum", interpreted())
+    monkeypatch.setattr("smcjax.sparse.routing.gated_sum", interpreted())
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0, dtype: Any = jnp.bfloat16) -> jax.Array:

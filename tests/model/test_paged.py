@@ -16,11 +16,11 @@ from smcjax.kv import TRASH, CacheSpec, Copies, LayerCache, PageArray
 from smcjax.model import LayerSpec, ModelConfig, Params, Rope, logits
 from smcjax.model.attention import Full, Projection, SlidingWindow
 from smcjax.model.decoder import unembed
-from smcjax.model.nsa import NSA
 from smcjax.model.paged import create_cache, paged_hidden_states, plan_attention
 from smcjax.model.seen import by_path, grouped, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas import attention, copy_pages
+from smcjax.sparse.nsa import NSA
 from tests.helpers import noisy_params, tiny_config
 
 VOCAB, PAGE = 11, 4

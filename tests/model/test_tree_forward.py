@@ -30,8 +30,8 @@ from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.attention.reference import sees
 from smcjax.trees import ORDERS, DraftTree
 from tests.helpers import noisy_params, tiny_config
-from tests.model.test_nsa import SmallModel, config_of, golden, kind_of, layer_weights, projected
 from tests.model.test_paged import LAYERS, VOCAB, dense_logits
+from tests.sparse.test_nsa import SmallModel, config_of, golden, kind_of, layer_weights, projected
 
 TREE = DraftTree.of((-1, 0, 0, 2, 1, 2, 3, 3, 4, 7))  # 4 deep, numbered across families
 ROOTS = np.arange(1, 11)  # committed positions of the rows: every length mod blocks, strides and pages

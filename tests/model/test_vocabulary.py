@@ -15,7 +15,7 @@ from hf_oracle import make_config
 from smcjax.model import ModelConfig, init_params, logits
 from smcjax.model.hf_config import config_from_hf
 from smcjax.model.vocabulary import common_vocabulary, trim_vocabulary
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 def _config(vocab_size: int, **changes: Any) -> ModelConfig:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection, Speculation
 from smcjax.planner import Cell, Measured, Profile
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 ALONE = Autoregressive()

@@ -10,7 +10,7 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.planner import Cell, Measured, Planner, law_of
 from smcjax.planner.laws import same_tokens
 from smcjax.planner.report import gains_by_prompt, markdown
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from tests.planner.tables import ALONE, EXACT, LOADS, OTHERS, Blind, Machine, machines, measured, profile
 
 # Milliseconds a cycle on one H100, 1B/8B, 1,024 tokens of context, from tokens/s of 9 and of 1 token a cycle:

@@ -17,7 +17,7 @@ import pytest
 from smcjax.decoders import SMC, Autoregressive, Rejection
 from smcjax.planner import Cell, Measured, Profile
 from smcjax.planner.laws import as_json, from_json
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from tests.planner.tables import EXACT, LOADS, OTHERS, measured
 
 MADE = Profile(

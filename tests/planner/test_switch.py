@@ -12,7 +12,7 @@ from hypothesis import given
 from smcjax.decoders import Autoregressive, Decoding, Rejection
 from smcjax.planner import Planner, Switch
 from smcjax.planner.switch import DWELL, MARGIN, readings
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from tests.planner.tables import ALONE, LOADS, Machine
 
 READINGS = tuple(

@@ -16,7 +16,7 @@ from smcjax.cli.main import main
 from smcjax.engine.load.fingerprints import fingerprints
 from smcjax.planner import Profile
 from smcjax.server.models import Models, load, with_exact
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 from tests.checkpoints import Pair
 from tests.planner.tables import measured
 from tests.server.conftest import MAX_MODEL_LEN, Running, running

@@ -16,7 +16,7 @@ from smcjax.server import begin, routes, state
 from smcjax.server.body import MOST_PARTS, parse
 from smcjax.server.errors import APIError
 from smcjax.server.models import Models
-from smcjax.tokenizer import PIECE, Tokenizer
+from smcjax.tokenizer.tokenizer import PIECE, Tokenizer
 from tests.server.conftest import MAX_MODEL_LEN, Running, running
 from tests.server.test_errors import JSON, told
 

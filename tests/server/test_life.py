@@ -21,7 +21,7 @@ from smcjax import Autoregressive
 from smcjax.engine.engine import Engine
 from smcjax.engine.run.runner import Runner
 from smcjax.server.models import Models, load
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import Pair
 from tests.memory import give_back
 from tests.server.conftest import EXACT_NAME, SMC_NAME, WAITING, Running, events_of, idle, running

@@ -13,8 +13,8 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.load.loading import bundled_model
 from smcjax.server.models import Models, VirtualModel, base_name, label_of, load, with_exact
 from smcjax.server.tokens import TokenTexts
-from smcjax.sparse import SparseVerification
-from smcjax.tokenizer import Tokenizer
+from smcjax.sparse.verification import SparseVerification
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import Pair
 from tests.planner.tables import Blind
 from tests.server.conftest import EXACT_NAME, SMC_NAME

@@ -18,9 +18,9 @@ from smcjax.bench.models import Models
 from smcjax.decoding.sequences import Requests
 from smcjax.model import LayerSpec
 from smcjax.model.folding import folded_shapes
-from smcjax.model.nsa import NSA
 from smcjax.model.params import param_shapes
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from tests.helpers import Ask, Pair, batch, start, tiny_pair, tiny_params
 
 PAIR = tiny_pair()

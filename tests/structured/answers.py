@@ -15,7 +15,7 @@ import numpy as np
 from smcjax.structured.automaton import Automata, Automaton
 from smcjax.structured.response_format import expression_of
 from smcjax.structured.token_bytes import token_bytes
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class Compiler:

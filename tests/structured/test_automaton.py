@@ -24,7 +24,7 @@ from smcjax.structured.byte_automata import Refusal, complement, minimal, produc
 from smcjax.structured.grammar import expression_automaton
 from smcjax.structured.response_format import JSON_DEPTH, Expression, expression_of
 from smcjax.structured.token_bytes import token_bytes
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests import tokenizers_like
 
 REGEXES = (

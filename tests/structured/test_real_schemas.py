@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from smcjax.model.hub import packaged_model
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests import tokenizers_like
 from tests.structured.answers import Compiler, Judge, accepts, drawn
 

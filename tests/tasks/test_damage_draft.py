@@ -11,7 +11,7 @@ import pytest
 
 from smcjax.model import load_checkpoint
 from smcjax.model.hub import bundled_model
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -16,7 +16,7 @@ import pytest
 from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
 from smcjax.model.decoder import Attend, hidden_states
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 from tests.helpers import noisy_params, tiny_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

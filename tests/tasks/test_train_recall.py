@@ -14,7 +14,7 @@ import pytest
 
 from smcjax.model import load_checkpoint
 from smcjax.model.attention import FULL
-from smcjax.model.nsa import NSA
+from smcjax.sparse.nsa import NSA
 from smcjax.tasks import recall
 
 pytest.importorskip("flax")

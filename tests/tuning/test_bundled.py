@@ -7,7 +7,7 @@ import numpy as np
 from smcjax.model import load_checkpoint
 from smcjax.model.checkpoint import resolve_model_path
 from smcjax.tasks.word_problems import generate, prompt
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning.answers import Answers, Batches
 from smcjax.tuning.laws import Laws, TargetStates
 from smcjax.tuning.measure import measure

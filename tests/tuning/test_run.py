@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smcjax.model import drop_layers, load_checkpoint
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from smcjax.tuning import run
 from smcjax.tuning.pair import Paths
 from smcjax.tuning.run import Report, Sampling, tune

@@ -33,7 +33,6 @@ from smcjax.model.eagle import EagleConfig, EagleParams, eagle_bytes
 from smcjax.model.eagle_files import is_eagle, load_eagle, load_eagle_config
 from smcjax.model.folding import fold_for_kernels
 from smcjax.model.hub import bundled_model
-from smcjax.model.nsa_scratch import kept_scores_bytes
 from smcjax.model.parallel import AXIS, TensorParallel, check_split, held_by_one
 from smcjax.model.params import Params
 from smcjax.model.quantize import quantize_params
@@ -42,8 +41,9 @@ from smcjax.model.widening import widen_params
 from smcjax.pallas.dispatch import implementations
 from smcjax.rejection import RejectionDecoder
 from smcjax.smc import SMCDecoder
-from smcjax.sparse import SparseVerification
-from smcjax.tokenizer import Tokenizer
+from smcjax.sparse.scratch import kept_scores_bytes
+from smcjax.sparse.verification import SparseVerification
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 USUAL_PAGE_SIZE = 16  # tokens
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from smcjax.decoders import Decoding
 from smcjax.engine.load.loading import USUAL_PAGE_SIZE, Models, check_pages
-from smcjax.model.nsa_groups import reads_by_kernels
 from smcjax.pallas.dispatch import implementations, uses_kernels
-from smcjax.sparse import KERNEL_GROUP, SparseVerification
+from smcjax.sparse.groups import reads_by_kernels
+from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
 
 KERNEL_PAGE_SIZE = 128  # with the eight compressed tokens by which kernels of groups find them
 

@@ -12,7 +12,7 @@ from smcjax.engine.requests.batch import Batch
 from smcjax.engine.requests.sampling_params import MOST_BIASED, SamplingParams
 from smcjax.plain import is_unicode, short
 from smcjax.structured.automaton import Automata, Automaton
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 

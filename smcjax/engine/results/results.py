@@ -15,7 +15,7 @@ from smcjax.decoding.sequences import Population
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results.outputs import CompletionOutput, Particle, RequestMetrics, RequestOutput, SMCOutput, Trace
 from smcjax.engine.results.text import AnswerText, answer_text
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 _NO_WEIGHT = (
     "no particle has a usable weight left (all are zero, or the model gave NaN); "

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results.results import first_stop
 from smcjax.engine.results.text import AnswerText
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class _Row(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from smcjax.engine.requests.requests import Request
 from smcjax.engine.results.results import first_stop
 from smcjax.engine.results.text import AnswerText
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 
 class _Node:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 UNDECODED = "\ufffd"  # stands for bytes that are no character, or not yet
 BEHIND = 4  # characters that the window has of what is said: as many as a character has bytes

@@ -10,9 +10,9 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.families.family import Family
 from smcjax.model.families.llama import plain_keys, plain_layer
 from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_windows
-from smcjax.model.nsa import NSA as Attention
+from smcjax.sparse.nsa import NSA as Attention
 
-_KEY = "native_sparse_attention"  # an object of the fields of `smcjax.model.nsa.NSA`; an absent one has its default
+_KEY = "native_sparse_attention"  # an object of the fields of `smcjax.sparse.nsa.NSA`; an absent one has its default
 # Choices that earlier files name, of which one is left.
 _SETTLED = {"compressed_rope": "block", "score": "prob", "share": "group", "gate": "x"}
 _TYPES = (_KEY, "full_attention", "sliding_attention")  # of layers, in layer_types; without, all are of the first

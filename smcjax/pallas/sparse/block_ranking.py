@@ -12,7 +12,7 @@ weights in shared memory; each ranks every 128th block. Where n blocks are to be
 best of what its threads hold, best first, by whole-warp maxima, and all warps find the n-th of those 4·n. What ranks
 higher is selected, or as high and not later.
 
-XLA's way is `smcjax.model.nsa.NSA.by_blocks` and `select`, which is the reference.
+XLA's way is `smcjax.sparse.nsa.NSA.by_blocks` and `select`, which is the reference.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ does the rest of φ and writes. Clusters none of whose tokens is born read and w
 written.
 
 Tokens and hidden numbers are f32, and each is multiplied as two of bfloat16, so that its first 16 bits count; weights
-are multiplied as they are. XLA's way, `smcjax.model.nsa_births`, does the same and is the reference.
+are multiplied as they are. XLA's way, `smcjax.sparse.births`, does the same and is the reference.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def bear(
 
     Args:
         phi: "mlp" or "linear".
-        weights: φ's, as `smcjax.model.nsa_compression.compression_shapes` names them.
+        weights: φ's, as `smcjax.sparse.compression.compression_shapes` names them.
         stored: pages of the keys and values that are compressed, [P, B, Hkv, D].
         compressed: pages of compressed ones, [P, B/d, Hkv, D].
         births: what is born, of which, and where.

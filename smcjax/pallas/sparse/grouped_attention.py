@@ -12,7 +12,7 @@ all of their sequences, so pages are compared there, and a page is a task of the
 Sets differ from layer to layer and from head to head, so tasks are found in every layer, without sorting and without
 the host: bits of blocks, and a running count that says where each goes.
 
-`smcjax.model.nsa_groups` makes the sets and bounds of sparse layers. The kernel is in
+`smcjax.sparse.groups` makes the sets and bounds of sparse layers. The kernel is in
 `grouped_attention_sm90.py`, which the package registers.
 """
 

@@ -12,8 +12,8 @@ from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.load.loading import Models
 from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.nsa import NSA
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 from tests.helpers import tiny_config
 
 DENSE = dataclasses.replace(tiny_config(64, dtype="bfloat16"), head_dim=64)

@@ -19,7 +19,7 @@ from smcjax.engine.results.running import Running
 from smcjax.engine.results.streaming import StablePrefixStream
 from smcjax.engine.schedule.scheduler import Group
 from smcjax.smc import SMCDecoder
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import EOS, Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import tiny_config

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smcjax.model.nsa import NSA
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.sparse.block_ranking import Kept, Ranking, ranked_blocks, supports_ranking
 from smcjax.pallas.sparse.grouped_attention import compressed_slots, span_tasks
 from smcjax.pallas.sparse.grouped_attention_sm90 import grouped_scores_mosaic
 from smcjax.pallas.sparse.grouped_shares import Tuning
 from smcjax.pallas.sparse.query_groups import QueryGroups
+from smcjax.sparse.nsa import NSA
 
 # As one program: its single operations would be compiled one by one.
 _span_tasks = jax.jit(span_tasks, static_argnames=("groups", "page_size", "unit", "sets", "most_slots", "rows"))

@@ -14,14 +14,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.kv import TRASH, LayerCache
-from smcjax.model import nsa_births
 from smcjax.model.attention import Projection
 from smcjax.model.config import Rope
 from smcjax.model.decoder import rope_angles
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.sparse.compress import bear, supports_births
+from smcjax.sparse import births as nsa_births
+from smcjax.sparse.nsa import NSA
 
 INTERPRET = plgpu.InterpretGPUParams()
 SMALL = {"kernel_size": 8, "kernel_stride": 4, "block_size": 8, "window": 8, "num_blocks": 3}

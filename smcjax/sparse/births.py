@@ -17,16 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import TRASH, LayerCache, page_of
 from smcjax.model.attention import Projection
-from smcjax.model.nsa_compression import compress
 from smcjax.model.view import BatchView
 from smcjax.pallas import rotate, uses_kernels
 from smcjax.pallas.sparse.compress import Births, bear, supports_births
+from smcjax.sparse.compression import compress
 
 COMPRESSED = ("compressed_keys", "compressed_values")
 
 
 class Bearing:
-    """Births by the options that `smcjax.model.nsa.NSA` explains and checks."""
+    """Births by the options that `smcjax.sparse.nsa.NSA` explains and checks."""
 
     kernel_size: int
     kernel_stride: int

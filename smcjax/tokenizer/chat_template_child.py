@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, which `smcjax.chat_template` starts and may kill.
+"""Renders chat templates in a process of its own, which `smcjax.tokenizer.chat_template` starts and may kill.
 
 A script, to which nothing of the package is known: what it imports takes a tenth of a second. Lines of JSON come in
 and go out. Memory is limited by the system, and so is the time of each rendering: the signal that ends the process

@@ -15,8 +15,8 @@ import pytest
 
 from smcjax.engine.requests.requests import tokenize
 from smcjax.errors import CheckpointError
-from smcjax.tokenizer import Tokenizer
-from smcjax.tokenizer_files import Guarded, _without_panic_messages
+from smcjax.tokenizer.files import Guarded, _without_panic_messages
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import write_tokenizer
 from tests.limits import within
 
@@ -155,8 +155,7 @@ def test_what_others_write_to_stderr_meanwhile_arrives(capfd: pytest.CaptureFixt
 
 def test_a_closed_stderr_is_no_obstacle(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    program = (
-        f"import os; os.close(2); from smcjax.tokenizer import Tokenizer; print(len(Tokenizer.load({str(tmp_path)!r})))"
-    )
+    load = f"from smcjax.tokenizer.tokenizer import Tokenizer; print(len(Tokenizer.load({str(tmp_path)!r})))"
+    program = f"import os; os.close(2); {load}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "258\n"

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smcjax.model import nsa
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.nsa_groups import rows_routed
-from smcjax.model.nsa_scratch import kept_scores_bytes
 from smcjax.model.view import BatchView
 from smcjax.pallas.dispatch import implementations
-from smcjax.sparse import SparseVerification
+from smcjax.sparse import nsa
+from smcjax.sparse.groups import rows_routed
+from smcjax.sparse.scratch import kept_scores_bytes
+from smcjax.sparse.verification import SparseVerification
 from tests.helpers import tiny_config
 
 REQUESTS, COLUMNS, PAGES, PAGE = 2, 9, 15, 128

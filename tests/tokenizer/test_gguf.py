@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Inner
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.model.hub import packaged_model
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 from tests.gguf_files import DATA, Writing, write_vocabulary
 
 GOLDEN = json.loads((DATA / "tokens.json").read_text())

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsInt
 
-from smcjax.chat_template import RENDERER, plain_messages
 from smcjax.errors import CheckpointError
 from smcjax.gguf_file import GGUFFile
 from smcjax.plain import short
-from smcjax.tokenizer_files import load_tokenizer
+from smcjax.tokenizer.chat_template import RENDERER, plain_messages
+from smcjax.tokenizer.files import load_tokenizer
 
 _CONTENTS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FILES = (*_CONTENTS, "tokenizer_config.json")
@@ -89,7 +89,7 @@ class Tokenizer:
         """The tokenizer of a GGUF file, or None where it has none. Raises CheckpointError for one that is not read."""
         file = GGUFFile.open(path)
         with _quiet():
-            from smcjax.gguf_tokenizer import tokenizer_of  # which imports transformers
+            from smcjax.tokenizer.gguf import tokenizer_of  # which imports transformers
 
             inner = tokenizer_of(file)
         return None if inner is None else cls(inner, inner.get_vocab())

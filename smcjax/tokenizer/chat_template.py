@@ -1,8 +1,9 @@
 """Conversations as text, by the template that a model brings along: a program of a stranger, so it runs on a leash.
 
-It is rendered by Jinja's sandbox in a process of its own (`smcjax.chat_template_child`), with a limit of processor
-time, of memory and of text. Nothing in this process could end a template that multiplies large numbers. The other one
-is started with the first conversation, in a tenth of a second, and stays; one rendering takes less than a millisecond.
+It is rendered by Jinja's sandbox in a process of its own (`smcjax.tokenizer.chat_template_child`), with a limit of
+processor time, of memory and of text. Nothing in this process could end a template that multiplies large numbers. The
+other one is started with the first conversation, in a tenth of a second, and stays; one rendering takes less than a
+millisecond.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from smcjax import chat_template
-from smcjax.chat_template import Renderer, plain_messages
-from tests.test_tokenizer import PLAIN_CHAT, load, write_tokenizer
+from smcjax.tokenizer import chat_template
+from smcjax.tokenizer.chat_template import Renderer, plain_messages
+from tests.tokenizer.test_tokenizer import PLAIN_CHAT, load, write_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 TEMPLATES = {
@@ -207,7 +207,7 @@ def test_other_messages_are_refused(messages: Any, reason: str) -> None:
 def test_a_fork_starts_its_own() -> None:
     """In a process without threads, as those have it that fork."""
     program = (
-        "import os; from smcjax.chat_template import RENDERER\n"
+        "import os; from smcjax.tokenizer.chat_template import RENDERER\n"
         "assert RENDERER.render('a', {}) == 'a'; mine = RENDERER._process.pid\n"
         "if not os.fork():\n"
         "    assert RENDERER._process is None\n"

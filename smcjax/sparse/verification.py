@@ -4,7 +4,7 @@
     reuse         a schedule by which layers take the blocks of earlier ones: another model, exactly decoded
     approximate   blocks of a group's first query for all of it: what is said of a token depends on the groups
 
-`smcjax.model.nsa` computes it, by `smcjax.model.nsa_groups` where queries read in groups.
+`smcjax.sparse.nsa` computes it, by `smcjax.sparse.groups` where queries read in groups.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from smcjax.model import LayerSpec, ModelConfig, Rope, config_from_hf, load_chec
 from smcjax.model.attention import FULL, AttentionKind, Full, Projection, SlidingWindow
 from smcjax.model.decoder import linear, rope_angles
 from smcjax.model.export import written_config
-from smcjax.model.nsa import NSA
 from smcjax.model.view import BatchView
 from smcjax.pallas import copy_pages
+from smcjax.sparse.nsa import NSA
 from tests.helpers import noisy_params, tiny_config
 from tests.model import nsa_oracle
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.verification import SparseVerification
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ LEAST_UNIT, MOST_UNIT = 8, 64  # slots of a task that kernels take
 
 
 class Blocks(Protocol):
-    """The options of `smcjax.model.nsa.NSA` that say which positions are attended to one by one."""
+    """The options of `smcjax.sparse.nsa.NSA` that say which positions are attended to one by one."""
 
     @property
     def block_size(self) -> int: ...
@@ -85,7 +85,7 @@ class Grouped:
     Attributes:
         kind: the layer's attention.
         groups: of a request's queries: the columns of its rows one row after the other, or a forward's nodes.
-        mode: one of `smcjax.sparse.MODES` but "per_query".
+        mode: one of `smcjax.sparse.verification.MODES` but "per_query".
         rows: distinct tables that the queries of a request have at most.
     """
 

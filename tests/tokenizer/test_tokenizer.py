@@ -1,4 +1,4 @@
-"""Tokenizers built here with the tokenizers library, read through `smcjax.tokenizer`."""
+"""Tokenizers built here with the tokenizers library, read through `smcjax.tokenizer.tokenizer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from smcjax.errors import CheckpointError
-from smcjax.tokenizer import Tokenizer
+from smcjax.tokenizer.tokenizer import Tokenizer
 
 PLAIN_CHAT = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
@@ -184,7 +184,7 @@ def test_a_config_without_vocabulary(tmp_path: Path) -> None:
 def test_nothing_is_printed_and_nothing_is_imported_before_it_is_needed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, tokenizer_class="LlamaTokenizer", model_max_length=4)
     program = (
-        "import sys; from smcjax.tokenizer import Tokenizer; assert 'transformers' not in sys.modules; "
+        "import sys; from smcjax.tokenizer.tokenizer import Tokenizer; assert 'transformers' not in sys.modules; "
         f"Tokenizer.load({str(tmp_path)!r}).encode('hello ' * 100); import transformers; "
         "assert transformers.logging.get_verbosity() == transformers.logging.WARNING"
     )

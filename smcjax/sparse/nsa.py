@@ -33,9 +33,16 @@ from smcjax.model.attention import (
     write_pair,
     write_pair_beside_gates,
 )
-from smcjax.model.nsa_births import COMPRESSED, Bearing
-from smcjax.model.nsa_compression import compression_shapes
-from smcjax.model.nsa_groups import (
+from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
+from smcjax.model.view import BatchView, TreeView
+from smcjax.pallas import copy_pages
+from smcjax.pallas.attention.reference import sees
+from smcjax.pallas.sparse.gates import Products
+from smcjax.pallas.sparse.grouped_attention import Part
+from smcjax.plain import short
+from smcjax.sparse.births import COMPRESSED, Bearing
+from smcjax.sparse.compression import compression_shapes
+from smcjax.sparse.groups import (
     Chosen,
     nodes_by_groups,
     nodes_routed,
@@ -44,14 +51,7 @@ from smcjax.model.nsa_groups import (
     rows_routed,
     takes_compressed,
 )
-from smcjax.model.nsa_routing import Branches, Entries, Routed, Routing, compressed_of
-from smcjax.model.seen import ByPath, ByRow, Seen, by_path, grouped, masked_softmax, scaled_scores
-from smcjax.model.view import BatchView, TreeView
-from smcjax.pallas import copy_pages
-from smcjax.pallas.attention.reference import sees
-from smcjax.pallas.sparse.gates import Products
-from smcjax.pallas.sparse.grouped_attention import Part
-from smcjax.plain import short
+from smcjax.sparse.routing import Branches, Entries, Routed, Routing, compressed_of
 
 BRANCHES = ("cmp", "slc", "win")  # everywhere in this order
 KV = ("per_branch", "shared")

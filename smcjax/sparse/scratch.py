@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from smcjax.model.config import ModelConfig
-from smcjax.model.nsa import NSA
-from smcjax.model.nsa_groups import keeps_scores
 from smcjax.pallas.attention.prefix_shared import padded
 from smcjax.pallas.mosaic.wgmma import QUERIES
 from smcjax.pallas.sparse.kept_scores import BYTES
-from smcjax.sparse import SparseVerification
+from smcjax.sparse.groups import keeps_scores
+from smcjax.sparse.nsa import NSA
+from smcjax.sparse.verification import SparseVerification
 
 
 def kept_scores_bytes(

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 
 from smcjax.kv import TRASH, KVCache
-from smcjax.model import nsa, nsa_groups
 from smcjax.model.decoder import linear
-from smcjax.model.nsa_groups import routes_by_kernel, rows_routed, takes_compressed
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.dispatch import implementations
 from smcjax.pallas.sparse.grouped_attention import group_tasks, grouped_scores
 from smcjax.pallas.sparse.query_groups import QueryGroups
-from smcjax.sparse import MODES, SparseVerification
+from smcjax.sparse import groups as nsa_groups
+from smcjax.sparse import nsa
+from smcjax.sparse.groups import routes_by_kernel, rows_routed, takes_compressed
+from smcjax.sparse.verification import MODES, SparseVerification
 from smcjax.trees import ORDERS, DraftTree
 from tests.model import nsa_oracle
-from tests.model.test_nsa import (
+from tests.sparse.test_nsa import (
     SMALL,
     Arrays,
     Options,

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.kv import LayerCache, PageArray
 from smcjax.model.attention import Projection
-from smcjax.model.nsa_groups import Chosen, Weighed
 from smcjax.model.seen import Seen, grouped, masked_softmax, scaled_scores
 from smcjax.model.view import BatchView, TreeView
 from smcjax.pallas.sparse.best_blocks import best_blocks
@@ -27,6 +26,7 @@ from smcjax.pallas.sparse.block_ranking import Ranking
 from smcjax.pallas.sparse.gates import Products, gated_sum, sigmoid_gates, weighed_sum
 from smcjax.pallas.sparse.grouped_attention import Tasks
 from smcjax.pallas.sparse.grouped_merge import Unmerged
+from smcjax.sparse.groups import Chosen, Weighed
 
 
 class Entries[T](NamedTuple):
@@ -71,7 +71,7 @@ class Branches(NamedTuple):
 
 
 class Routing:
-    """Routing by the options that `smcjax.model.nsa.NSA` explains and checks."""
+    """Routing by the options that `smcjax.sparse.nsa.NSA` explains and checks."""
 
     kernel_size: int
     kernel_stride: int

@@ -1,0 +1,1 @@
+"""A model directory's tokenizer: its files, GGUF's among them, its texts and its chat template."""
