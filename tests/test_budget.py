@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,28 @@ def test_files_in_a_room() -> None:
     crowded = {str(room.relative_to(PACKAGE)): len(list(room.glob("*.py"))) for room in [PACKAGE, *rooms]}
     crowded = {name: count for name, count in crowded.items() if count > FILES_IN_A_ROOM}
     assert not crowded, f"these folders have more than {FILES_IN_A_ROOM} files; make rooms in them."
+
+
+# What a room of the engine may import of the others.
+BELOW = {
+    "requests": set[str](),
+    "schedule": {"requests"},
+    "run": {"requests", "schedule"},
+    "results": {"requests", "schedule"},
+    "load": {"run"},
+}
+
+
+def rooms_imported(source: str) -> set[str]:
+    """The rooms of the engine, or its files beside them, that a module imports."""
+    return set(re.findall(r"^\s*(?:from|import) smcjax\.engine\.(\w+)", source, re.MULTILINE))
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_rooms_of_the_engine_import_downward(room: str) -> None:
+    for path in (PACKAGE / "engine" / room).glob("*.py"):
+        assert rooms_imported(path.read_text()) <= BELOW[room] | {room}, path
+    assert rooms_imported("from smcjax.engine.engine import Engine") == {"engine"}, "negative control"
 
 
 def variations(source: str) -> list[str]:
