@@ -23,7 +23,7 @@ from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 
 ROOT = Path(smcjax.__file__).parents[1]
-PEER = ROOT / "scripts" / "peers" / "torch_cycle.py"
+PEER = ROOT / "scripts" / "benchmarks" / "torch_cycle.py"
 OWN = (sys.executable, "-m", "smcjax")
 
 

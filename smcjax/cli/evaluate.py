@@ -1,8 +1,8 @@
 """`smcjax eval`: accuracy on freshly generated questions, with a 95% interval.
 
 Words are word problems, one answer each. Recall asks about facts in a long document, for a model such as
-`scripts/train_recall.py` makes: --context says how many tokens document and answers have, and every line of answer is
-judged by itself.
+`scripts/training/train_recall.py` makes: --context says how many tokens document and answers have, and every line of
+answer is judged by itself.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Paths:
         if is_eagle(draft):
             raise ValueError(
                 f"draft_model {draft} is an EAGLE-3 head, which drafts by the target's states and is trained on them "
-                "(scripts/train_eagle.py); name a model that drafts by itself."
+                "(scripts/training/train_eagle.py); name a model that drafts by itself."
             )
         try:
             config = dropped_config(load_config(draft), dropped)

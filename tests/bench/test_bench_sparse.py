@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_sparse as bench
+import bench_sparse_quality as quality
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_sparse as bench
-import bench_sparse_quality as quality
-import sparse_population as count
 import sparse_rows as rows
 import timed_rows as timed
-from bench_sparse_attention import Layer
 from replayed_sets import watched, watching
 from sparse_cycle_bytes import issued_bytes
 
@@ -31,6 +25,7 @@ from smcjax.cli.bench_options import ON_CPU
 from smcjax.cli.options import refresh_schedule
 from smcjax.planner import Profile
 from smcjax.sparse.nsa import NSA
+from tests.bench.sparse_population import Layer, Population
 from tests.planner.tables import measured
 
 
@@ -62,7 +57,7 @@ def test_a_population_reads_little_that_is_not_unique() -> None:
     """
     config = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa-shared").target_config
     config, layer, own = dataclasses.replace(config, num_layers=1, num_heads=4, num_kv_heads=1), Layer(4, 1), 256
-    population = count.Population(layer, 65_536, 8, 9, own, 0.75)
+    population = Population(layer, 65_536, 8, 9, own, 0.75)
     ratios = []
     for group in (72, 16):
         sparse = SparseVerification("merged", group)

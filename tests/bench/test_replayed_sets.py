@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
+import bench_sparse as bench
+import calibrate_reuse
 import jax
 import jax.numpy as jnp
+import measure_block_overlap as measure
 import numpy as np
 import pytest
+from block_overlap import Tally, added, chosen_by_rank
+from replayed_sets import Counted, Replay, watched, watching
+from sparse_cycle_bytes import issued_bytes, unique_bytes
+from sparse_rows import ONE_BY_ONE
 
 from smcjax.decoders import Rejection
 from smcjax.model.paged import paged_hidden_states
@@ -20,19 +25,8 @@ from smcjax.pallas import implementations
 from smcjax.sparse import groups as nsa_groups
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
+from tests.bench.sparse_population import Layer, Population
 from tests.helpers import noisy_params, tiny_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_sparse as bench
-import calibrate_reuse
-import measure_block_overlap as measure
-import sparse_population as count
-from bench_sparse_attention import Layer
-from block_overlap import Tally, added, chosen_by_rank
-from replayed_sets import Counted, Replay, watched, watching
-from sparse_cycle_bytes import issued_bytes, unique_bytes
-from sparse_rows import ONE_BY_ONE
 
 KIND = NSA(kv="shared")  # the paper's: 16 blocks, three of them always
 QUERIES = 9
@@ -60,7 +54,7 @@ def obeys(counted: Counted) -> bool:
 
 @pytest.mark.parametrize(("overlap", "new"), [(0.75, 4), (0.9, 2), (1.0, 0), (0.0, 13)])
 def test_sets_have_the_stated_overlap(overlap: float, new: int) -> None:
-    """A set of 16 blocks has `new` that the query's before has not, as for the kernel's benchmark, and three always.
+    """A set of 16 blocks has `new` that the query's before has not, and three always.
 
     Control: sets of another overlap.
     """
@@ -187,7 +181,7 @@ def test_kernels_route_beside_replayed_sets() -> None:
     Control: without selection there is no such launch.
     """
     layer = Layer(heads=8, kv_heads=2)
-    population = count.Population(layer, 4096, 1, QUERIES, 0, 0.75)
+    population = Population(layer, 4096, 1, QUERIES, 0, 0.75)
     replay = Replay.of(
         population.kind, layers=1, requests=1, queries=QUERIES, sets=2, first=4096 - QUERIES, overlap=0.75
     )
@@ -213,7 +207,7 @@ def test_kernels_route_beside_replayed_sets() -> None:
 
 
 def test_bytes_follow_from_counted_sets() -> None:
-    """Bytes are counted in slots of one set, for nine queries whose sets the kernel's benchmark has drawn 75% alike.
+    """Bytes are counted in slots of one set, for nine queries whose sets are drawn 75% alike.
 
     Control: sets that are all alike.
     """

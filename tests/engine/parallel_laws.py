@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +23,6 @@ import pytest
 
 import smcjax.engine.run.spread as spread_module
 import smcjax.matmul
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from bench_parallel import copies
-
 from smcjax import LLM, SMC, Autoregressive, Rejection, SamplingParams, SparseVerification
 from smcjax.bench.cycle import Bench, Case, Rates, budget_of
 from smcjax.bench.models import Models
@@ -38,6 +32,7 @@ from smcjax.engine.run.programs import Programs
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.run.spread import Spread
 from smcjax.engine.schedule.scheduler import ChunkLengths
+from smcjax.kv import TRASH
 from smcjax.model.config import LayerSpec
 from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import (
@@ -118,6 +113,16 @@ def asked(llm: LLM, top: int = 256) -> list[Any]:
 def told(output: Any) -> Any:
     particles = None if output.smc is None else [particle.token_ids for particle in output.smc.particles]
     return output.outputs[0].token_ids, particles
+
+
+def copies(leaf: Any, num_pages: int) -> list[Any]:
+    """Returns each device's copy, in NumPy, of an array that all of them have; of keys, their numbers.
+
+    The trash page is left out: many rows write there at once, which a GPU does in any order, and none reads it.
+    """
+    plain = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    pages = slice(TRASH + 1, None) if plain.ndim == 4 and len(plain) == num_pages else ...
+    return [np.asarray(shard.data)[pages] for shard in plain.addressable_shards]
 
 
 def same_everywhere(llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """The recall pair on long documents: greedy speculation gives the target's tokens, which are right.
 
 Its dense draft is seldom wrong, so a sparse one drafts as well: the target of `tests/data/recall`, which
-`scripts/train_recall.py small` made in a quarter of an hour on a CPU and which is wrong every third line.
+`scripts/training/train_recall.py small` made in a quarter of an hour on a CPU and which is wrong every third line.
 """
 
 from __future__ import annotations

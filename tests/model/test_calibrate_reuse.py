@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+import calibrate_reuse
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +19,6 @@ from smcjax.model.paged import paged_hidden_states
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
 from tests.helpers import noisy_params, tiny_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import calibrate_reuse
 
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, init_blocks=1, local_blocks=1)
 LAYERS = (LayerSpec(SPARSE), LayerSpec(SlidingWindow(4)), LayerSpec(SPARSE), LayerSpec(SPARSE))

@@ -1,4 +1,4 @@
-"""A pretrained model from its own file against transformers and torch (scripts/make_real_model_goldens.py)."""
+"""A pretrained model from its own file against transformers and torch (scripts/goldens/make_real_model_goldens.py)."""
 
 from __future__ import annotations
 

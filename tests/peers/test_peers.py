@@ -53,7 +53,9 @@ def test_generation_of_a_gguf_file(tmp_path: Path) -> None:
     config = make_config("llama", vocab_size=49_024, num_hidden_layers=1)  # prompts have tokens up to 49,000
     path = tmp_path / "model.gguf"
     write_gguf(path, config, random_weights(config), Kind.F32, lambda writer: writer.add_vocab_size(49_024))
-    seconds = output(TORCH, "scripts/peers/torch_generate.py", str(path), "float32", given="1 request\n16 requests\n")
+    seconds = output(
+        TORCH, "scripts/benchmarks/torch_generate.py", str(path), "float32", given="1 request\n16 requests\n"
+    )
     assert len(seconds) == 2
     assert all(float(each) > 0 for each in seconds)
 
@@ -70,7 +72,7 @@ def test_verification_and_packing() -> None:
 @pytest.mark.parametrize("directory", ["eagle3", "gemma"])
 def test_goldens_are_what_their_script_makes(directory: str, tmp_path: Path) -> None:
     """To the last figures of f32, which depend on the processor."""
-    output(TORCH, f"scripts/make_{directory.rstrip('3')}_goldens.py", str(tmp_path))
+    output(TORCH, f"scripts/goldens/make_{directory.rstrip('3')}_goldens.py", str(tmp_path))
     for made in tmp_path.iterdir():
         kept = ROOT / "tests" / "data" / directory / made.name
         if made.suffix != ".npz":

@@ -3,7 +3,7 @@
 // The lines before it say how many more steps the server's engine may take, "steps 3", "steps none" or "steps all", and
 // each is answered by a line: so what has to be seen while an answer comes is seen on a machine of any speed.
 
-const { launch, longRun } = require("../../scripts/page_tools.cjs");
+const { launch, longRun } = require("./page_tools.cjs");
 
 const DEADLINE = 120_000; // milliseconds of whatever is waited for
 const [url, executablePath, runFile, traceFile] = process.argv.slice(2);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import damage_draft
 import jax
 import numpy as np
 import pytest
@@ -12,10 +13,6 @@ import pytest
 from smcjax.model import load_checkpoint
 from smcjax.model.hub import bundled_model
 from smcjax.tokenizer.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import damage_draft
 
 
 def written(directory: Path, monkeypatch: pytest.MonkeyPatch, noise: float) -> list[np.ndarray]:

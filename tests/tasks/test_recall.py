@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import recall_data as data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smcjax.tasks import recall
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import recall_data as data
 
 FACT = re.compile(r"^([A-Z]\d[A-Z]\d)=(\d\d|[A-Z]\d[A-Z]\d)$")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,6 @@ from smcjax.tasks import recall
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import recall_measure
 import train_eagle
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sparse_training
 
 from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.attention import FULL, AttentionKind, Projection, SlidingWindow
 from smcjax.model.decoder import Attend, hidden_states
 from smcjax.sparse.nsa import NSA
 from tests.helpers import noisy_params, tiny_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import sparse_training
 
 LENGTH = 75
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=8, num_blocks=4, window=7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import jax
@@ -19,8 +18,6 @@ from tests.helpers import tiny_config
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import train_eagle
 
 TARGET = tiny_config(7, num_layers=7, num_kv_heads=2, num_heads=4)

@@ -20,12 +20,12 @@ from smcjax.tasks.word_problems import completion, generate, prompt
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import pair_data as data  # noqa: E402
-import train_pair  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
+import pair_data as data
+import train_pair
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,13 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
 
 @pytest.mark.slow
 def test_smoke_run_writes_two_loadable_directories_and_reports(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "train_pair.py"), "--smoke", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "training" / "train_pair.py"),
+        "--smoke",
+        "--output",
+        str(tmp_path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert run.returncode == 0, run.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -19,8 +18,6 @@ from smcjax.tasks import recall
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import recall_data as data
 import recall_measure
 import train_recall

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against transformers, llama.cpp and sentencepiece (scripts/make_real_model_goldens.py)."""
+"""Tokenizers of GGUF files against transformers, llama.cpp and sentencepiece (`make_real_model_goldens.py`)."""
 
 from __future__ import annotations
 
