@@ -196,7 +196,9 @@ def run_decoders(args: argparse.Namespace) -> int:
         )
 
     from smcjax.bench.decoders import compare, contenders, markdown
+    from smcjax.decoding.ngram import NGRAM
     from smcjax.model.checkpoint import load_config, resolve_model_path
+    from smcjax.model.eagle_files import is_eagle
     from smcjax.tasks.questions import LONGEST_ANSWER, questions
 
     if sparse is not None:
@@ -205,18 +207,22 @@ def run_decoders(args: argparse.Namespace) -> int:
     def heard(row: dict[str, Any]) -> None:
         print(f"{row['decoder']}: {100 * row['accuracy']:.1f}%", file=sys.stderr, flush=True)
 
+    chosen = contenders(
+        args.particles,
+        args.gammas,
+        args.candidates,
+        args.tree,
+        sparse,
+        bool(args.approximate),
+        args.controls,
+        args.answers,
+        args.early_ends,
+    )
+    # An EAGLE-3 head and looked-up drafts say nothing without the target.
+    if args.draft_model == NGRAM or (args.draft_model and is_eagle(resolve_model_path(args.draft_model))):
+        chosen = [one for one in chosen if not one.of_draft]
     rows = compare(
-        contenders(
-            args.particles,
-            args.gammas,
-            args.candidates,
-            args.tree,
-            sparse,
-            bool(args.approximate),
-            args.controls,
-            args.answers,
-            args.early_ends,
-        ),
+        chosen,
         questions(args.task, args.seed, args.num_problems, context=args.context),
         SamplingParams(max_tokens=LONGEST_ANSWER[args.task], temperature=args.temperature),
         seed=args.seed,

@@ -103,6 +103,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "<svg" in drawn
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["recall-eagle", "ngram"])
+def test_drafts_that_need_the_target(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head, and drafts that are looked up, have no row of their own, and are always exact here."""
+    small = ["-n", "1", "--particles", "--candidates", "--gammas", "3", "--max-num-seqs", "1", "--temperature", "0"]
+    pair = ["--task", "recall", "--context", "512", "--model", "recall", "--draft-model", draft]
+    assert main(["bench", "decoders", *small, *pair, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["decoder"] for row in rows] == [TARGET, "rejection, K=3"]
+    assert rows[0]["accuracy"] == rows[1]["accuracy"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
