@@ -14,11 +14,11 @@ pair of keys and values (`smcjax.bench.shapes`). Cycles run through the engine's
 
 Who drafts is said by `--drafts`: "lookup" looks tokens up in the text, which costs next to nothing, so that a cycle is
 the target's verification and the verdict, the bound of any draft; "head" is an EAGLE-3 head of the target's width for
-32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--profile
-FILE` gives the fractions of cycles that reach each draft position as `smcjax profile` measured them of a trained pair,
-`--reached` states them, and without either the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
+32,000 token ids; "model" is the 1B. Weights are random, so times are measured and acceptance is *replayed*: `--reached`
+gives the fractions of cycles that reach each draft position, as `smcjax profile` measures them of a trained pair, and
+without it the probability of a draft is assumed, .8 (`--acceptance`). SMC's K + 1
 tokens and the target's one need none. A row "as calibrated" has layers that take others' blocks, in the proportion that
-`calibrate_reuse.py` found for the bundled target: another model, whose own acceptance `--reached-reuse` gives.
+`calibrate_reuse.py` found for the bundled target.
 
 A compressed token is born every 16 positions. Random weights accept next to nothing, so that a request gains a token a
 cycle and, with K = 8, bears a compressed token in 9 of 16 cycles: in as many as where it gains 8.68, since a cycle
@@ -67,12 +67,11 @@ from smcjax.bench.cycle import Case, Models, Rates
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU, ON_GPU
 from smcjax.cli.options import check_output
-from smcjax.decoders import Decoding, Rejection
+from smcjax.decoders import Decoding
 from smcjax.engine.load.loading import check_pages
 from smcjax.engine.run.memory import device_memory
 from smcjax.engine.run.programs import compile_together, enable_compilation_cache
 from smcjax.markdown import table
-from smcjax.planner import Profile
 
 BYTES = ("least", "unique", "issued")  # of the file's docstring
 
@@ -86,12 +85,6 @@ def tokens_per_round(decoding: Decoding, reached: Sequence[float]) -> float:
 
 def replayed(args: argparse.Namespace) -> tuple[list[float], str]:
     """The fractions of cycles that reach each of K positions, and where they are from."""
-    if args.profile is not None:
-        known = [one for one in Profile.load(args.profile).strategies if isinstance(one.decoding, Rejection)]
-        long = [one for one in known if len(one.reached) >= args.gamma and one.decoding.rows == 1]
-        if not long:
-            raise SystemExit(f"{args.profile} has no rejection of {args.gamma} drafts and one candidate; profile it.")
-        return list(long[0].reached), f"replayed from {args.profile}, {long[0].decoding}"
     if args.reached is not None:
         return args.reached, "as given"
     fractions = [args.acceptance**position for position in range(1, args.gamma + 1)]
@@ -216,7 +209,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
                         cycles=args.windows * args.cycles,
                     )
                     check_pages(models.target_config, case.page_size)
-                    counts = bool(args.replay_overlap) and not args.no_count and line.has_neighbours
+                    counts = bool(args.replay_overlap) and line.has_neighbours
                     counts = counts and same_sets(line, case) not in counted
                     bench = LineBench(line, models, case, weights, drafts, counts=counts)
                     if bench.held_bytes > device_memory():
@@ -244,8 +237,7 @@ def measured(args: argparse.Namespace, shapes: tuple[str, str], reached: Sequenc
             which = same_sets(bench.line, bench.case)
             if bench.counts:
                 counted[which] = bench.sets
-            of_line = args.reached_reuse if args.reached_reuse and not all(bench.refreshes) else reached
-            found.append(line_of(bench, ms, rates, of_line, args.overlap, counted.get(which)))
+            found.append(line_of(bench, ms, rates, reached, args.overlap, counted.get(which)))
             used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
             print(
                 f"{time.perf_counter() - began:.0f} s, {used:.0f} GB at most: {json.dumps(found[-1])}", file=sys.stderr
@@ -358,19 +350,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--without", nargs="+", default=[], metavar="WORDS", help="and none of these")
     parser.add_argument("--windows", type=int, default=3, help="of which times are the median (3)")
     parser.add_argument("--cycles", type=int, default=PERIOD, help=f"of a window, a multiple of {PERIOD} ({PERIOD})")
-    parser.add_argument("--profile", help="of smcjax profile of a trained pair: acceptance is replayed from it")
     parser.add_argument("--reached", type=float, nargs="+", help="fractions of cycles that reach positions 1 … K")
-    parser.add_argument(
-        "--reached-reuse", type=float, nargs="+", help="of rows with layers that take blocks (the same)"
-    )
-    parser.add_argument("--acceptance", type=float, default=0.8, help="assumed without either (.8)")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="assumed without it (.8)")
     parser.add_argument(
         "--overlap", type=float, default=0.75, help="of neighbours' sets, where bytes are issued and none counted (.75)"
     )
     parser.add_argument(
         "--replay-overlap", type=float, nargs="+", default=[], metavar="ρ", help="rows with sets so much alike, too"
     )
-    parser.add_argument("--no-count", action="store_true", help="no sets: a program less for rows that select")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="tokens/s over contexts: .svg, .png or .pdf")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, one short window, whose times say little")
@@ -385,9 +372,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--replay-overlap must be fractions from 0 to 1, got {args.replay_overlap}.")
     if args.replay_overlap and args.benchmark == "particles":
         parser.error("--replay-overlap is for requests of one row, and particles have several.")
-    for name, given in (("--reached", args.reached), ("--reached-reuse", args.reached_reuse)):
-        if given is not None and len(given) < args.gamma:
-            parser.error(f"{name} must have a fraction for each of {args.gamma} drafts, got {len(given)}.")
+    if args.reached is not None and len(args.reached) < args.gamma:
+        parser.error(f"--reached must have a fraction for each of {args.gamma} drafts, got {len(args.reached)}.")
     for path in filter(None, (args.json, args.plot)):
         check_output("--json" if path == args.json else "--plot", str(path))
     return args

@@ -28,11 +28,12 @@ import pair_data as data
 from flax.training.train_state import TrainState
 from tokenizers import Tokenizer
 
-from smcjax.model import ModelConfig, Params, init_params, load_checkpoint, save_checkpoint
-from smcjax.model.decoder import Projection, hidden_states, unembed
+from smcjax import LLM, Autoregressive, SamplingParams
+from smcjax.model import ModelConfig, Params, init_params, save_checkpoint
+from smcjax.model.decoder import hidden_states, unembed
 from smcjax.pallas import attention, implementations
 from smcjax.tasks.intervals import wilson_interval
-from smcjax.tasks.word_problems import Problem, generate, is_correct, prompt
+from smcjax.tasks.word_problems import generate, is_correct, prompt
 
 BUNDLED = Path(__file__).resolve().parents[2] / "smcjax" / "bundled"
 EVAL_SEED = 2_024
@@ -253,92 +254,26 @@ def train(
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("config", "new_tokens"))
-def sample(
-    config: ModelConfig,
-    params: Params,
-    prompts: jax.Array,
-    lengths: jax.Array,
-    key: jax.Array,
-    temperature: float,
-    new_tokens: int,
-) -> jax.Array:
-    """Continue `prompts` [R, P], right-padded, by ordinary sampling over a dense cache: token ids [R, new_tokens]."""
-    rows, width = prompts.shape
-    row_index = jnp.arange(rows)[:, None]
-    slots = jnp.arange(width + new_tokens)[None, None]
-    shape = (rows, width + new_tokens, config.num_kv_heads, config.head_dim)
-    empty = [(jnp.zeros(shape, params.embed.dtype),) * 2 for _ in params.layers]
-
-    def forward(tokens: jax.Array, positions: jax.Array, cache: list[Any]) -> tuple[jax.Array, list[Any]]:
-        written = []
-
-        def attend(index: int, new: Projection) -> jax.Array:
-            q, k, v = new.heads()
-            keys, values = (
-                old.at[row_index, positions].set(new) for old, new in zip(cache[index], (k, v), strict=True)
-            )
-            written.append((keys, values))
-            # Padding after a prompt is overwritten before it comes within reach of this mask.
-            return attention(q, keys, values, slots <= positions[..., None])
-
-        return hidden_states(config, params, tokens, positions, attend), written
-
-    def draw(hidden: jax.Array, step: jax.Array | int) -> jax.Array:
-        return jax.random.categorical(jax.random.fold_in(key, step), unembed(params, hidden) / temperature)
-
-    hidden, cache = forward(prompts, jnp.broadcast_to(jnp.arange(width), prompts.shape), empty)
-    first = draw(hidden[jnp.arange(rows), lengths - 1], 0)
-    output = jnp.full((rows, new_tokens), data.EOS, jnp.int32).at[:, 0].set(first)
-
-    def body(carry: Any) -> Any:
-        step, token, done, output, cache = carry
-        hidden, cache = forward(token[:, None], (lengths + step - 1)[:, None], cache)
-        done = done | (token == data.EOS)
-        token = jnp.where(done, data.EOS, draw(hidden[:, 0], step))
-        return step + 1, token, done, output.at[:, step].set(token), cache
-
-    start = (jnp.asarray(1), first, jnp.zeros(rows, bool), output, cache)
-    return jax.lax.while_loop(lambda c: (c[0] < new_tokens) & ~c[2].all(), body, start)[3]
-
-
-def answers(
-    config: ModelConfig, params: Params, tokenizer: Tokenizer, problems: list[Problem], temperature: float, rows: int
-) -> list[str]:
-    """One sampled completion for each problem."""
-    encoded = [encoding.ids for encoding in tokenizer.encode_batch([prompt(problem) for problem in problems])]
-    width = -(-max(map(len, encoded)) // 16) * 16
-    texts = []
-    for begin in range(0, len(encoded), rows):
-        part = encoded[begin : begin + rows]
-        padded = np.full((rows, width), data.PAD, np.int32)
-        lengths = np.ones(rows, np.int32)
-        for row, ids in enumerate(part):
-            padded[row, : len(ids)], lengths[row] = ids, len(ids)
-        key = jax.random.fold_in(jax.random.key(EVAL_SEED), begin)
-        ids = sample(config, params, jnp.asarray(padded), jnp.asarray(lengths), key, temperature, MAX_NEW_TOKENS)
-        texts += tokenizer.decode_batch(np.asarray(ids)[: len(part)].tolist(), skip_special_tokens=True)
-    return texts
-
-
-def measure(directory: Path, tokenizer: Tokenizer, args: Any) -> dict[str, Any]:
+def measure(directory: Path, args: Any) -> dict[str, Any]:
     """Accuracy of a saved model, as it was saved, on held-out problems and on fresh ones of the training kind."""
-    config, params = load_checkpoint(directory, dtype="bfloat16" if jax.default_backend() == "gpu" else "float32")
     result: dict[str, Any] = {"model": directory.name}
-    for split in ("eval", "train"):
-        problems = generate(EVAL_SEED, args.eval_problems, split)
-        texts = answers(config, params, tokenizer, problems, args.temperature, min(512, args.eval_problems))
-        right = np.array([is_correct(problem, text) for problem, text in zip(problems, texts, strict=True)])
-        low, high = wilson_interval(int(right.sum()), len(right))
-        result[split] = {"accuracy": float(right.mean()), "ci_low": low, "ci_high": high, "n": len(right)}
-        steps = np.array([problem.steps for problem in problems])
-        by_steps = {int(s): round(float(right[steps == s].mean()), 3) for s in np.unique(steps)}
-        interval = f"{right.mean():.3f} [{low:.3f}, {high:.3f}] of {len(right)}"
-        print(f"{directory.name} {split}: {interval}; by steps {by_steps}", flush=True)
-        if split == "eval":
-            for index in np.flatnonzero(~right)[: args.show_failures]:
-                problem = problems[index]
-                print(f"--- {problem.question}\n{problem.solution}\n>>> sampled:{texts[index]}")
+    each = [
+        SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=args.temperature, seed=index)
+        for index in range(args.eval_problems)
+    ]
+    rows = min(512, args.eval_problems)
+    with LLM(str(directory), decoding=Autoregressive(), max_model_len=MAX_LENGTH, max_num_seqs=rows) as llm:
+        for split in ("eval", "train"):
+            problems = generate(EVAL_SEED, args.eval_problems, split)
+            outputs = llm.generate([prompt(problem) for problem in problems], each, use_tqdm=False)
+            texts = [output.outputs[0].text for output in outputs]
+            right = np.array([is_correct(problem, text) for problem, text in zip(problems, texts, strict=True)])
+            low, high = wilson_interval(int(right.sum()), len(right))
+            result[split] = {"accuracy": float(right.mean()), "ci_low": low, "ci_high": high, "n": len(right)}
+            steps = np.array([problem.steps for problem in problems])
+            by_steps = {int(s): round(float(right[steps == s].mean()), 3) for s in np.unique(steps)}
+            interval = f"{right.mean():.3f} [{low:.3f}, {high:.3f}] of {len(right)}"
+            print(f"{directory.name} {split}: {interval}; by steps {by_steps}", flush=True)
     return result
 
 
@@ -363,14 +298,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("auto", "cudnn", "xla"), default="auto")
     parser.add_argument("--eval-problems", type=int, default=2048)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--show-failures", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="everything tiny: does the whole path work?")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.target, args.draft, args.problems, args.workers, args.vocab_size = "64x2", ["32x1"], 400, 1, 512
         args.max_steps, args.chunk, args.batch_rows, args.warmup, args.eval_problems = 12, 3, 6, 3, 4
-        args.show_failures = 0
     return args
 
 
@@ -401,7 +334,7 @@ def main() -> None:
         save_checkpoint(config, params, args.output / directory, dtype="bfloat16")
         data.save_tokenizer(tokenizer, args.output / directory, MAX_LENGTH)
         print(f"{directory}: saved in {args.output / directory} at {time.perf_counter() - begin:.0f} s", flush=True)
-        results.append(measure(args.output / directory, tokenizer, args))
+        results.append(measure(args.output / directory, args))
     for result in results:
         print(json.dumps(result))
     print(f"done in {time.perf_counter() - begin:.0f} s")

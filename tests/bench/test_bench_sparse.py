@@ -23,10 +23,8 @@ from smcjax.bench.cycle import Models
 from smcjax.bench.table import synthetic_case
 from smcjax.cli.bench_options import ON_CPU
 from smcjax.cli.options import refresh_schedule
-from smcjax.planner import Profile
 from smcjax.sparse.nsa import NSA
 from tests.bench.sparse_population import Layer, Population
-from tests.planner.tables import measured
 
 
 @pytest.mark.parametrize(
@@ -186,19 +184,17 @@ def test_heads_are_of_the_targets_sizes() -> None:
     assert timed.head_config(Models("tiny-target", "tiny-draft").target_config).taps == (0, 1, 2)
 
 
-def test_acceptance_is_replayed(tmp_path: Path) -> None:
-    """From a profile's chain of as many drafts; the prefix of it for fewer; none for what rejects nothing."""
-    made = Profile("d", "m", "n", (measured(Rejection(8), {1: 1.0}, 0.5),))
-    made.save(tmp_path / "p.json")
-    args = bench.arguments(["cycles", "--tiny", "--profile", str(tmp_path / "p.json")])
+def test_acceptance_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    """From given fractions; the first of them for fewer drafts; none for what rejects nothing."""
+    args = bench.arguments(["cycles", "--tiny", "--gamma", "3", "--reached", "0.5", "0.25", "0.125"])
     reached, source = bench.replayed(args)
-    assert reached == [0.5**position for position in range(1, 9)]
-    assert "replayed from" in source
+    assert (reached, source) == ([0.5, 0.25, 0.125], "as given")
     assert bench.tokens_per_round(Rejection(2), reached) == 1.75
-    assert bench.tokens_per_round(SMC(4, 3), reached) == 4
+    assert bench.tokens_per_round(SMC(4, 3, control=0), reached) == 4
     assert bench.tokens_per_round(Autoregressive(), reached) == 1
-    with pytest.raises(SystemExit, match="has no rejection of 9 drafts"):
-        bench.replayed(bench.arguments(["cycles", "--tiny", "--gamma", "9", "--profile", str(tmp_path / "p.json")]))
+    with pytest.raises(SystemExit):
+        bench.arguments(["cycles", "--tiny", "--gamma", "4", "--reached", "0.5"])
+    assert "--reached must have a fraction for each of 4 drafts, got 1." in capsys.readouterr().err
 
 
 def test_routing_is_what_other_layers_save() -> None:
