@@ -10,7 +10,7 @@ schedule: spacings, or flags of all layers as `calibrate_reuse.py` prints them. 
 the same place as in the measure's answer, `alike` those before the first that differs; lines are right by thirds of the
 answers, as errors of shared blocks stay in the KV. Greedy answers of merged blocks are the measure's own by law (up to
 rounding on a GPU). Divergences of next-token laws: `calibrate_reuse.py`. `--json` writes all lines as they
-come, `--plot` draws the thirds.
+come.
 """
 
 from __future__ import annotations
@@ -131,29 +131,6 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
     return table(["", "tokens", *heads], rows)
 
 
-def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Right lines by thirds of the answers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from smcjax.viz.picture import write_figure
-
-    contexts = sorted({line["context"] for line in lines})
-    figure = Figure(figsize=(2 + 5 * len(contexts), 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
-        for line in (one for one in lines if one["context"] == context):
-            shares = [100 * share for share in line["thirds"]]
-            axes.plot(range(1, THIRDS + 1), shares, marker="o", label=line["decoder"])
-        axes.set_xticks(range(1, THIRDS + 1), ["first third", "second", "last"])
-        axes.set_xlabel(f"of the answers to {context:,} tokens")
-        axes.set_ylim(0, 102)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("lines right, %")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    write_figure(figure, path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Answers, prints a table, and writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,16 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: no GPU kernels")
     parser.add_argument("--seed", type=int, default=6, help="of documents (6)")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--plot", type=Path, help="lines right by thirds: .svg, .png or .pdf")
     args = parser.parse_args(argv)
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            check_output(option, str(path))
+    if args.json is not None:
+        check_output("--json", str(args.json))
     lines = measured(args)
     print(f"{jax.devices()[0].device_kind}, {args.documents} documents of each context, K = {args.gamma}\n")
     print(markdown(lines))
-    if args.plot:
-        draw(lines, args.plot)
     return 0
 
 

@@ -90,18 +90,6 @@ def clustered_difference_interval(
     return difference, max(-1.0, difference - half), min(1.0, difference + half)
 
 
-def clustered_mean(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """(mean, low, high) of one number a cluster: Student's interval, and infinite for a cluster alone."""
-    values = np.asarray(values, float)
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"values have shape {values.shape}: need one number for each of the clusters")
-    mean = float(values.mean())
-    if values.size == 1:
-        return mean, -math.inf, math.inf
-    half = _student(values.size - 1) * float(values.std(ddof=1)) / math.sqrt(values.size)
-    return mean, mean - half, mean + half
-
-
 def _sizes(clusters: Sequence[Sequence[bool]]) -> np.ndarray:
     if len(clusters) == 0 or any(len(cluster) == 0 for cluster in clusters):
         raise ValueError("clusters have no outcome: need at least one in each")
