@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from smcjax.matmul import RowParallel, is_packed, is_whole, matrix
 from smcjax.model.config import LayerSpec, ModelConfig
-from smcjax.model.params import Params
+from smcjax.model.params import Folded, Params
 from smcjax.model.view import BatchView
 from smcjax.pallas import Peers, Sharing, find_tasks
 from smcjax.pallas.collectives.peer_memory import MOST_TILES
@@ -152,10 +152,10 @@ def prefetches(block_table: Int[Array, "R M"]) -> bool:
 
 
 def norms_of(params: Params) -> Float[Array, "norms E"]:
-    """All norms' weights in the order of a forward, 1 for those that are folded."""
-    norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm)]
+    """The weights of the norms that a model has, in the order of a forward, 1 for those that are folded."""
+    norms = [norm for layer in params.layers for norm in (layer.attn_norm, layer.mlp_norm) if norm is not None]
     folded = jnp.ones_like(params.final_norm)
-    return jnp.stack([*(folded if norm is None else norm for norm in norms), params.final_norm])
+    return jnp.stack([*(folded if isinstance(norm, Folded) else norm for norm in norms), params.final_norm])
 
 
 def scales_of(params: Params) -> Float[Array, "1 S"] | None:

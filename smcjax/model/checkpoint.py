@@ -70,14 +70,14 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
         kv = spec.attention.kv_pairs * config.num_kv_heads * d
         qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
         return LayerParams(
-            attn_norm=norm(i, "attn_norm", e),
+            attn_norm=norm(i, "attn_norm", e) if spec.pre_norms else None,
             qkv=stack(i, *qkv),
             qkv_bias=stack(i, *qkv, suffix="bias") if spec.qkv_bias else None,
             q_norm=norm(i, "q_norm", d) if spec.qk_norm else None,
             k_norm=norm(i, "k_norm", d) if spec.qk_norm else None,
             o=stack(i, o),
             o_bias=stack(i, o, suffix="bias") if spec.o_bias else None,
-            mlp_norm=norm(i, "mlp_norm", e),
+            mlp_norm=norm(i, "mlp_norm", e) if spec.pre_norms else None,
             gate_up=stack(i, *gate_up),
             gate_up_bias=stack(i, *gate_up, suffix="bias") if spec.mlp_bias else None,
             down=stack(i, down),

@@ -74,6 +74,7 @@ class LayerSpec:
         rope: the rotary embedding of queries and keys.
         qkv_bias, o_bias, mlp_bias: whether those products have a bias.
         qk_norm: whether every head of queries and keys is RMS-normed before it is rotated.
+        pre_norms: whether attention and the MLP read the residual RMS-normed, or as it is.
         post_norms: whether attention's and the MLP's outputs are RMS-normed before they are added to the residual.
         activation: of the gated MLP, "silu" or "gelu_tanh".
     """
@@ -84,6 +85,7 @@ class LayerSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from smcjax.matmul import Dense, matrix
 from smcjax.model.attention import Projection
 from smcjax.model.config import ModelConfig, Rope
-from smcjax.model.params import Params
+from smcjax.model.params import Folded, Params, PreNorm
 from smcjax.pallas import (
     HeadNorms,
     PendingNorm,
@@ -122,22 +122,29 @@ def hidden_states(
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     leaves_pending = _leaves_pending(x)
 
-    def pending(x: jax.Array, norm: jax.Array | None) -> PendingNorm | None:
-        return PendingNorm(x, eps) if norm is None and leaves_pending else None
+    def pending(x: jax.Array, norm: PreNorm | None) -> PendingNorm | None:
+        return PendingNorm(x, eps) if isinstance(norm, Folded) and leaves_pending else None
+
+    def reads_stream(norm: PreNorm | None) -> bool:
+        """True where a product reads the residual stream itself: without a norm, or with one that is pending."""
+        return norm is None or (isinstance(norm, Folded) and leaves_pending)
+
+    def weight_of(norm: PreNorm | None) -> jax.Array | None:
+        return None if isinstance(norm, Folded) else norm
 
     def added(
-        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, norm: jax.Array | None
+        x: jax.Array, y: jax.Array, weight: Any, bias: jax.Array | None, post: jax.Array | None, norm: PreNorm | None
     ) -> tuple[jax.Array, jax.Array]:
         """x + weight · y, the product normed by `post` where the layer does so; and what the next product reads."""
-        if pending(x, norm) is None:
-            return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), norm, eps)
+        if not reads_stream(norm):
+            return add_rms_norm(x, normed_by(post, linear(y, weight, bias)), weight_of(norm), eps)
         x = linear(y, weight, bias, add_to=x) if post is None else x + normed_by(post, linear(y, weight, bias))
         return x, x
 
     def normed_by(norm: jax.Array | None, y: jax.Array) -> jax.Array:
         return y if norm is None else rms_norm(y, norm, eps)
 
-    normed = rms_norm(x, norms[0], eps) if pending(x, norms[0]) is None else x
+    normed = x if reads_stream(norms[0]) else rms_norm(x, weight_of(norms[0]), eps)
     for index, layer in enumerate(params.layers):
         if watch is not None:
             watch(index, x)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from smcjax.matmul import is_packed
 from smcjax.model.config import ModelConfig
-from smcjax.model.params import LayerParams, Params, param_shapes
+from smcjax.model.params import FOLDED, Folded, LayerParams, Params, param_shapes
 from smcjax.pallas.dispatch import uses_kernels
 
 
@@ -29,7 +29,7 @@ def fold_for_kernels(params: Params, config: ModelConfig) -> Params:
 
 
 def fold_norms(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
-    """Returns the decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up, and None.
+    """Returns the decoder with `attn_norm` and `mlp_norm` folded into qkv and gate_up.
 
     Weights of the attention's own that multiply the layer's input are folded too. Norms in front of a packed matrix or
     of a product with a bias stay, as does the last norm, whose matrix may be the embedding. `consume` frees each matrix
@@ -39,9 +39,11 @@ def fold_norms(params: Params, config: ModelConfig, *, consume: bool = False) ->
 
     def folded(layer: LayerParams, norm: str, matrix: str, own: Collection[str] = ()) -> LayerParams:
         weights, columns = getattr(layer, matrix), getattr(layer, norm)
-        if columns is None or is_packed(weights) or getattr(layer, f"{matrix}_bias") is not None:
+        if columns is None or isinstance(columns, Folded):
             return layer
-        changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: None}
+        if is_packed(weights) or getattr(layer, f"{matrix}_bias") is not None:
+            return layer
+        changed: dict[str, Any] = {matrix: multiply(weights, columns), norm: FOLDED}
         if own:
             changed["attention"] = {
                 **layer.attention,

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smcjax.matmul import COLUMNS, Int8, Peers, RowParallel, VocabularyParallel, interleave, is_packed, matrix
 from smcjax.model.config import ModelConfig
-from smcjax.model.params import Params, init_leaf, param_shapes
+from smcjax.model.params import Folded, Params, init_leaf, param_shapes
 
 AXIS = "model"  # of the mesh
 MOST_DEVICES = 64  # that a sentence tries when it says which numbers fit
@@ -242,15 +242,15 @@ class TensorParallel:
         """The weights where they belong, should a conversion of them have left some elsewhere."""
 
         def settle(layout: Layout, leaf: Any) -> Any:
-            if leaf is None or not is_packed(leaf):
-                return leaf if leaf is None else jax.device_put(leaf, self.sharding(layout))
+            if isinstance(leaf, Folded):
+                return leaf
+            if not is_packed(leaf):
+                return jax.device_put(leaf, self.sharding(layout))
             of_scale = layout if layout.axis == 0 else WHOLE
             places = Int8(self.sharding(layout), self.sharding(of_scale), leaf.compute_dtype)
             return jax.device_put(leaf, places)
 
-        # Norms that are folded are None by now.
-        whole = layouts(config, self.size, self.vocabulary)
-        return jax.tree.map(settle, whole, params, is_leaf=lambda x: x is None or isinstance(x, Layout))
+        return jax.tree.map(settle, layouts(config, self.size, self.vocabulary), params)
 
     def seen(self, config: ModelConfig, params: Params, peers: Peers | None = None) -> Params:
         """A device's own pieces as matrices that sum and gather: `config` is the whole model's. Within `shard_map`.

@@ -17,6 +17,16 @@ import jax.numpy as jnp
 from smcjax.model.config import LayerSpec, ModelConfig
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
+PreNorm = Any  # the weights, or `FOLDED`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A norm whose weights are part of the matrix behind it (`smcjax.model.folding`): what is left is x / rms(x)."""
+
+
+FOLDED = Folded()
 
 
 @jax.tree_util.register_dataclass
@@ -24,14 +34,14 @@ Array = Any  # jax.Array, or jax.ShapeDtypeStruct in `param_shapes`
 class LayerParams:
     """One decoder layer. Letters: ModelConfig; a `None` field is a variant that the config does not have."""
 
-    attn_norm: Array | None  # [E]; None: folded into qkv (`smcjax.model.folding`)
+    attn_norm: PreNorm | None  # [E]; or folded into qkv
     qkv: Array  # [(H + 2·C·Hkv)·D, E], C pairs of keys and values (`AttentionKind.kv_pairs`)
     qkv_bias: Array | None  # [(H + 2·C·Hkv)·D]
     q_norm: Array | None  # [D]
     k_norm: Array | None  # [D]
     o: Array  # [E, H·D]
     o_bias: Array | None  # [E]
-    mlp_norm: Array | None  # [E]; None: folded into gate_up
+    mlp_norm: PreNorm | None  # [E]; or folded into gate_up
     gate_up: Array  # [2·F, E]
     gate_up_bias: Array | None  # [2·F]
     down: Array  # [E, F]
@@ -70,14 +80,14 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
     def layer(spec: LayerSpec) -> LayerParams:
         qkv = (config.num_heads + 2 * spec.attention.kv_pairs * config.num_kv_heads) * d
         return LayerParams(
-            attn_norm=norm(e),
+            attn_norm=norm(e) if spec.pre_norms else None,
             qkv=array(qkv, e),
             qkv_bias=array(qkv) if spec.qkv_bias else None,
             q_norm=norm(d) if spec.qk_norm else None,
             k_norm=norm(d) if spec.qk_norm else None,
             o=array(e, config.num_heads * d),
             o_bias=array(e) if spec.o_bias else None,
-            mlp_norm=norm(e),
+            mlp_norm=norm(e) if spec.pre_norms else None,
             gate_up=array(2 * f, e),
             gate_up_bias=array(2 * f) if spec.mlp_bias else None,
             down=array(e, f),

@@ -43,6 +43,7 @@ from smcjax.model.parallel import (
     held_by_one,
     layouts,
 )
+from smcjax.model.params import Folded
 from smcjax.pallas import Peers, Workspaces
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
 from smcjax.sparse.nsa import NSA
@@ -283,15 +284,14 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
     addresses = jax.ShapeDtypeStruct((2, 6), jnp.int32, sharding=parallel.sharding(Layout(0)))
 
     def piece(layout: Layout, leaf: Any) -> Any:
-        if leaf is None:
-            return None
+        if isinstance(leaf, Folded):
+            return leaf
         shape = [n * 2 if axis == layout.axis else n for axis, n in enumerate(leaf.shape)]
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=parallel.sharding(layout))
 
     def pieces(config: Any, size: int, vocabulary: bool) -> Any:
         own = folded_shapes(held_by_one(config, size, vocabulary), jnp.bfloat16)
-        where = layouts(config, size, vocabulary)
-        return jax.tree.map(piece, where, own, is_leaf=lambda x: x is None or isinstance(x, Layout))
+        return jax.tree.map(piece, layouts(config, size, vocabulary), own)
 
     target, draft = pieces(seal.TARGET, 2, vocabulary=True), pieces(seal.DRAFT, 2, vocabulary=False)
     if not draft_divided:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax.model import LayerSpec, ModelConfig, Params, forward, logits
+from smcjax.model import LayerSpec, ModelConfig, Params, decoder, forward, logits
 from smcjax.model.attention import Full, SlidingWindow
 from smcjax.model.decoder import gated
-from smcjax.model.params import init_params
+from smcjax.model.params import FOLDED, init_params
 from smcjax.pallas import PendingNorm
 from tests.helpers import noisy_params, tiny_config
 
@@ -62,6 +62,46 @@ def test_post_norms_take_the_scale_of_what_is_added(matrix: str) -> None:
 
     assert changed(post_norms=True) < 1e-4
     assert changed() > 1e-1
+
+
+@pytest.mark.parametrize("norm", ["attn_norm", "mlp_norm"])
+def test_an_absent_norm_is_no_folded_norm(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folded norm still divides by the RMS, as one of ones does; where there is none, a product reads the stream."""
+    config = tiny_config(11, embed_scale=3.0)
+    params = noisy_params(config)
+
+    def found(value: Any, pending: bool) -> np.ndarray:
+        monkeypatch.setattr(decoder, "_leaves_pending", lambda *_: pending)
+        layers = tuple(dataclasses.replace(layer, **{norm: value}) for layer in params.layers)
+        return np.asarray(logits(config, dataclasses.replace(params, layers=layers), TOKENS))
+
+    for pending in (False, True):
+        np.testing.assert_allclose(found(FOLDED, pending), found(jnp.ones(config.hidden_size), False), atol=1e-4)
+        np.testing.assert_allclose(found(None, pending), found(None, False), atol=1e-4)
+    assert np.abs(found(None, False) - found(FOLDED, False)).max() > 1e-2
+
+
+@pytest.mark.parametrize("post_norms", [False, True])
+def test_without_norms_in_front_products_read_the_stream(post_norms: bool) -> None:
+    """One layer of one head, whose single token attends to itself: x + post(o · v(x)), then x + post(MLP(x))."""
+    config = tiny_config(11, num_layers=1, num_heads=1, pre_norms=False, post_norms=post_norms, embed_scale=2.0)
+    params = noisy_params(config)
+    layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params.layers[0])
+    assert (layer.attn_norm, layer.mlp_norm) == (None, None)
+
+    def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return weight * x / np.sqrt((x**2).mean() + config.rms_norm_eps)
+
+    def post(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return normed(x, weight) if post_norms else x
+
+    for token in range(3):
+        x = 2 * np.asarray(params.embed[token], np.float64)
+        x = x + post(layer.o @ layer.qkv[-config.head_dim :] @ x, layer.attn_post_norm)
+        gate, up = np.split(layer.gate_up @ x, 2)
+        x = x + post(layer.down @ (gate / (1 + np.exp(-gate)) * up), layer.mlp_post_norm)
+        want = np.asarray(params.unembed, np.float64) @ normed(x, np.asarray(params.final_norm, np.float64))
+        np.testing.assert_allclose(outputs(config, params, jnp.array([[token]]))[0], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -17,7 +17,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.decoder import logits
 from smcjax.model.export import save_checkpoint
 from smcjax.model.folding import fold_for_kernels, fold_norms
-from smcjax.model.params import Params, init_params
+from smcjax.model.params import FOLDED, Params, init_params
 from smcjax.model.quantize import quantize_params
 from smcjax.pallas import implementations
 from smcjax.sparse.nsa import NSA
@@ -86,18 +86,20 @@ def test_pending_norms_give_the_same_logits(
 def test_what_is_folded() -> None:
     config, with_bias = tiny_config(), tiny_config(qkv_bias=True)
     plain, biased = (fold_norms(random_norms(one), one).layers[0] for one in (config, with_bias))
-    assert plain.attn_norm is None
-    assert plain.mlp_norm is None
-    assert biased.attn_norm is not None
-    assert biased.mlp_norm is None
+    assert plain.attn_norm == FOLDED
+    assert plain.mlp_norm == FOLDED
+    assert isinstance(biased.attn_norm, jax.Array)
+    assert biased.mlp_norm == FOLDED
     quantized = fold_norms(quantize_params(random_norms(config)), config)
-    assert all(layer.attn_norm is not None and layer.mlp_norm is not None for layer in quantized.layers)
+    assert all(isinstance(norm, jax.Array) for layer in quantized.layers for norm in (layer.attn_norm, layer.mlp_norm))
     twice = fold_norms(fold_norms(random_norms(config), config), config)
     chex.assert_trees_all_equal(twice, fold_norms(random_norms(config), config))
+    bare = tiny_config(pre_norms=False, post_norms=True)
+    chex.assert_trees_all_equal(fold_norms(random_norms(bare), bare), random_norms(bare))
     own = tiny_config(attention=NSA())
     params = random_norms(own)
     layer = fold_norms(params, own).layers[0]
-    assert layer.attn_norm is None
+    assert layer.attn_norm == FOLDED
     assert params.layers[0].attention is not None
     assert layer.attention is not None
     changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), params.layers[0].attention, layer.attention)
@@ -118,7 +120,7 @@ def test_folding_is_for_kernels() -> None:
         assert fold_for_kernels(half, tiny_config()) is half
     with implementations("mosaic"):
         assert fold_for_kernels(full, tiny_config()) is full
-        assert fold_for_kernels(half, tiny_config()).layers[0].attn_norm is None
+        assert fold_for_kernels(half, tiny_config()).layers[0].attn_norm == FOLDED
 
 
 def test_the_persistent_step_multiplies_by_one_where_a_norm_is_folded() -> None:
