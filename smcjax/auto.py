@@ -16,7 +16,6 @@ from smcjax.plain import names_unknown, use_plain_numbers
 from smcjax.planner import Profile, law_of
 from smcjax.sparse.verification import SparseVerification
 
-CONTROL = 0.1  # of a population that nothing else is said about
 CANDIDATES = 8  # of an exact answer where a cycle's time is that of its weights' stream
 
 
@@ -89,7 +88,7 @@ class Auto:
 
         one plain answer a request          `Rejection` with 8 candidates on a GPU and 1 on a CPU or with "ngram";
                                             `Autoregressive` where there is no draft
-        a population, a power other         `SMC` with control 0.1
+        a population, a power other         `SMC`, under its usual control of 0.1
         than 1, or the evidence
 
     For one answer exact decoding is right with any draft, and as fast as SMC under a control (docs/usage.md, "Which
@@ -105,7 +104,7 @@ class Auto:
         evidence: True asks for `log_evidence`, and so for a population.
         trace: True asks for a population's history.
         select: how a population answers, as in `SMC`; None: none is asked for by it, and "sample".
-        control: c of a population; None: none is asked for by it, and 0.1.
+        control: c of a population; None: none is asked for by it, and `SMC`'s own, 0.1.
         sparse: how a target with Native Sparse Attention verifies; None: each query by itself.
     """
 
@@ -182,12 +181,11 @@ class Auto:
         return as_asked and self.gamma in (None, one.speculation.gamma)
 
     def _population(self) -> SMC:
-        given = {"n_particles": self.n_particles, "gamma": self.gamma, "select": self.select}
+        given = {name: getattr(self, name) for name in ("n_particles", "gamma", "select", "control")}
         return SMC(
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+            **{name: value for name, value in given.items() if value is not None},
             power=self.power,
             trace=self.trace,
-            control=CONTROL if self.control is None else self.control,
             sparse=self.sparse,
         )
 

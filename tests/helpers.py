@@ -63,6 +63,11 @@ def noisy_params(config: ModelConfig) -> Params:
         return jax.tree.unflatten(tree, noisy)
 
 
+def published(*sizes: int, **options: Any) -> smc.SMC:
+    """SMC that keeps every draft, unless the options have a control."""
+    return smc.SMC(*sizes, **{"control": 0.0, **options})
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """Two different models over one vocabulary."""
@@ -72,9 +77,9 @@ class Pair:
     params: smc.PairParams
 
     def program(self, max_model_len: int, page_size: int = 4, **config: Any) -> smc.Program:
-        """Few particles and drafts where `config` says nothing."""
+        """Few particles and drafts where `config` says nothing, and no control."""
         config = {"n_particles": 3, "gamma": 3, **config}
-        return smc.Program(smc.SMC(**config), self.target, self.draft, max_model_len, page_size)
+        return smc.Program(published(**config), self.target, self.draft, max_model_len, page_size)
 
 
 def tiny_pair(vocab_size: int = 5, target_layers: int = 2) -> Pair:

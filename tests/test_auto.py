@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smcjax import LLM, SMC, Auto, Autoregressive, Rejection, SamplingParams, SparseVerification
-from smcjax.auto import CHOICES, CONTROL, Routed, left_to_exact
+from smcjax.auto import CHOICES, Routed, left_to_exact
 from smcjax.decoders import DECODINGS, Decoding
 from smcjax.engine.load.planned import Planned
 from smcjax.planner import Cell, Measured, law_of
@@ -35,7 +35,8 @@ def test_a_population_is_smc_under_a_control(asked: dict[str, Any], chosen: dict
     assert auto.wants_population
     for has_draft in (False, True):
         made = auto.choose(has_draft=has_draft, candidates_pay=True)
-        assert made == SMC(**{"control": CONTROL, **chosen})
+        assert made == SMC(**chosen)
+    assert SMC().control == 0.1
 
 
 @pytest.mark.parametrize("asked", [{}, {"gamma": 6}, {"sparse": SPARSE}], ids=str)

@@ -24,7 +24,7 @@ from typing import Any
 
 from smcjax.bench.cycle import Case, CycleResult
 from smcjax.bench.table import synthetic_case
-from smcjax.decoders import DECODINGS, SMC, Autoregressive, Decoding, Rejection
+from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.markdown import table
 
 ASSUMPTION = (
@@ -49,7 +49,7 @@ def acceptance_cases(
     decodings: list[Decoding] = [Autoregressive()]
     for gamma in dict.fromkeys(gammas):
         decodings += [Rejection(gamma, n_candidates=n) for n in dict.fromkeys([1, *candidates])]
-        decodings += [SMC(n_particles=n, gamma=gamma) for n in dict.fromkeys(particles)]
+        decodings += [SMC(n_particles=n, gamma=gamma, control=0) for n in dict.fromkeys(particles)]
     case = functools.partial(
         synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
     )
@@ -84,7 +84,7 @@ def rival(result: CycleResult, results: Sequence[CycleResult]) -> CycleResult | 
 
     Where there is none of that many, the one whose N is nearest to 8, SMC's default.
     """
-    same = [one for one in results if not DECODINGS[one.decoding]().exact and one.gamma == result.gamma]
+    same = [one for one in results if one.decoding == SMC.name and one.gamma == result.gamma]
     default = SMC().n_particles
     return min(
         same,
@@ -101,7 +101,7 @@ def rows_of(results: Sequence[CycleResult], acceptance: Sequence[float]) -> list
     """
     rows = []
     for result in results:
-        exact = DECODINGS[result.decoding]().ragged
+        exact = result.decoding == Rejection.name
         rates = list(dict.fromkeys(acceptance))
         tokens = [expected_tokens(rate, result.gamma) for rate in rates] if exact else [result.gamma + 1.0]
         smc = rival(result, results) if exact else None

@@ -149,7 +149,7 @@ def predictions(
     pieces: Pieces | None = None,
 ) -> Iterator[Prediction]:
     """Predicts each target alone and by SMC, on the numbers of devices that divide it and hold it."""
-    decodings: list[Decoding] = [Autoregressive(), *(SMC(n_particles, gamma) for gamma in gammas)]
+    decodings: list[Decoding] = [Autoregressive(), *(SMC(n_particles, gamma, control=0) for gamma in gammas)]
     for target in targets:
         for size in sizes:
             if fits(SHAPES[target], size):

@@ -75,7 +75,7 @@ def standard_cases(
     case = functools.partial(
         synthetic_case, page_size=page_size, implementation=implementation, windows=windows, cycles=cycles
     )
-    base = SMC(n_particles=n_particles, gamma=gamma)
+    base = SMC(n_particles=n_particles, gamma=gamma, control=0)
     cases = [case(base, 1, context) for context in contexts]
     if len(contexts) > 1:
         half = contexts[1] // 2

@@ -29,7 +29,7 @@ from smcjax.cli.bench_options import (
 )
 from smcjax.cli.options import add_debug_option, add_separate_option
 from smcjax.cli.parser import above, share, whole
-from smcjax.decoders import DECODINGS
+from smcjax.decoders import DECODINGS, Rejection
 
 if TYPE_CHECKING:
     from smcjax.bench.cycle import Case, CycleResult
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     _add_common_options(cycle, cycles=16)
     add_separate_option(cycle)
-    cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc)")
+    cycle.add_argument("--decoding", choices=DECODINGS, default="smc", help="(smc, at control 0)")
     cycle.add_argument("--requests", type=BATCH, default=1, help="groups in one batch (1)")
     cycle.add_argument("--context", type=LENGTH, default=256, help="prompt tokens (256)")
     cycle.add_argument("--private", type=whole(0, 1 << 20), default=0, help="of them, tokens that no two share (0)")
@@ -94,7 +94,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     acceptance.add_argument(
         "--candidates", type=ROWS, nargs="*", default=[8], metavar="N", help="of rejection, beside one candidate (8)"
     )
-    acceptance.add_argument("--particles", type=ROWS, nargs="*", default=[4, 8, 16], metavar="N", help="SMC (4 8 16)")
+    acceptance.add_argument(
+        "--particles", type=ROWS, nargs="*", default=[4, 8, 16], metavar="N", help="SMC at control 0 (4 8 16)"
+    )
     acceptance.add_argument(
         "--acceptance",
         type=share,
@@ -122,7 +124,7 @@ def _add_common_options(parser: argparse.ArgumentParser, *, cycles: int, sizes: 
 
 def run_cycle(args: argparse.Namespace) -> int:
     """Times, prints a table for people and, on request, one JSON line for programs."""
-    if args.compare and DECODINGS[args.decoding]().ragged:
+    if args.compare and args.decoding == Rejection.name:
         raise ValueError("--compare has no peer for --decoding rejection; leave one of them out.")
     if args.compare and args.attention is not None:
         raise ValueError(f"--compare has no peer for --attention {args.attention}; leave one of them out.")
@@ -334,7 +336,7 @@ def table(result: CycleResult, target: str, draft: str) -> str:
         (
             "tokens/s",
             f"{result.tokens_per_second:,.0f}"
-            + (", if all drafts are accepted" if DECODINGS[result.decoding]().ragged else ""),
+            + (", if all drafts are accepted" if result.decoding == Rejection.name else ""),
         ),
         ("of the weight roofline", f"{100 * result.weight_roofline_fraction:.1f}%"),
         ("of the roofline", f"{100 * result.roofline_fraction:.1f}%"),

@@ -58,9 +58,10 @@ def add_shape_options(parser: argparse.ArgumentParser, *, sizes: bool = True) ->
 
 
 def shape_decoding(args: argparse.Namespace) -> Decoding:
-    """The decoder to time."""
+    """The decoder to time; SMC as published, whose cycles give K + 1 tokens whatever the random weights say."""
     chosen = DECODINGS[args.decoding]
     sizes = {chosen.rows_argument: args.n_particles, "gamma": args.gamma} if chosen.rows_argument else {}
+    sizes |= {"control": 0} if chosen is SMC else {}
     if not getattr(args, "separate_draft", False):  # an option of one benchmark
         return chosen(**sizes)
     if chosen is not SMC:

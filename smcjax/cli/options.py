@@ -198,7 +198,9 @@ def add_decoding_options(
     group.add_argument("--ess-threshold", type=float, help="resample when ESS < threshold x N (0.5)")
     group.add_argument("--resampling", choices=SCHEMES, help="(systematic)")
     group.add_argument(
-        "--control", type=float, help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0)"
+        "--control",
+        type=float,
+        help="of SMC: 0 keeps all drafts, 1 samples each particle exactly, rejecting some (0.1; pipelined: 0)",
     )
     group.add_argument(
         "--early-end", action="store_const", const=True, help="of SMC: do not wait for the longest particle (wait)"

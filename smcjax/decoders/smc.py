@@ -21,6 +21,13 @@ ALARM = 3.0  # nats by which evidence falls short of a rate before a warning is 
 USUAL_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/usage.md, "Control")
 
 
+class _Usual(float):
+    """A control that was not given. It goes along with `dataclasses.replace`, and follows `pipelined` there."""
+
+
+USUAL_CONTROL = _Usual(0.1)  # what each c gives and costs: docs/control.md
+
+
 @names_unknown
 @dataclasses.dataclass(frozen=True)
 class SMC(Decoding):
@@ -41,11 +48,14 @@ class SMC(Decoding):
             draft forward (K draft forwards a cycle instead of K + 1). Same law, same tokens. None: yes, where there is
             a bonus token.
         trace: keep ESS, weights and ancestors of every cycle in the result.
-        control: c in [0, 1], where a request brings none. Draft d is accepted with probability min(1, p(d)/(c·q(d))),
-            else its particle's block ends with a token of the residual max(p − q, 0), and a token's weight is at least
-            c. 0 accepts everything; 1 is speculative sampling of every particle, whose weights are 1 at power 1
-            (rejection control: Liu, Chen & Wong 1998). A cycle advances a particle by 1 to K + 1 tokens. Another rule
-            about drafts is a `smcjax.smc.Acceptance` in the number's place.
+        control: c in [0, 1], where a request brings none; 0.1 unless given, and 0 of a `pipelined` one, which can
+            reject nothing. Draft d is accepted with probability min(1, p(d)/(c·q(d))), else its particle's block ends
+            with a token of the residual max(p − q, 0), and a token's weight is at least c. 0 accepts everything, which
+            is the algorithm as published; 1 is speculative sampling of every particle, whose weights are 1 at power 1
+            (rejection control: Liu, Chen & Wong 1998). Above 0 a cycle advances a particle by 1 to K + 1 tokens. 0.1
+            keeps answers near the target's with good and bad drafts, for a cycle that takes 2% longer and gives a few
+            tokens less with a good draft, many less with a bad one (docs/control.md). Another rule about drafts is a
+            `smcjax.smc.Acceptance` in the number's place.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
@@ -55,7 +65,7 @@ class SMC(Decoding):
         potentials: factors of the target, each a `smcjax.smc.Potential`: the target is then p(x)^α·∏ φ(x).
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
-            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: no control.
+            there is no bonus token, an answer takes one cycle more, and nothing can be rejected: control 0.
     """
 
     name = "smc"
@@ -72,7 +82,7 @@ class SMC(Decoding):
     bonus: bool = True
     defer_bonus: bool | None = None
     trace: bool = False
-    control: float | Acceptance = 0.0
+    control: float | Acceptance = USUAL_CONTROL
     sparse: SparseVerification | None = None
     approximate: bool = False
     early_end: bool | Ending = False
@@ -81,6 +91,8 @@ class SMC(Decoding):
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
+        if isinstance(self.control, _Usual):
+            object.__setattr__(self, "control", _Usual(0.0) if self.pipelined else USUAL_CONTROL)
         check_sizes(self, "n_particles", "gamma")
         check_draft_temperature(self.draft_temperature, COLDEST)
         if not is_number(self.power, 1e-3, 1e3):

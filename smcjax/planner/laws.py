@@ -21,6 +21,7 @@ from smcjax.plain import short
 from smcjax.sparse.verification import SparseVerification
 
 EXACT = "exact"
+ABSENT = {"control": 0.0}  # of SMC, in JSON: its default when the first profiles were written
 
 
 def law_of(decoding: Decoding) -> str:
@@ -52,13 +53,13 @@ def _options(decoding: Decoding) -> str:
 
 
 def as_json(decoding: Decoding) -> dict[str, Any]:
-    """The decoder's name and its options that are not their defaults, as JSON has them."""
+    """The decoder's name and its options that are not their defaults, as JSON has them; SMC's control unless 0."""
     result: dict[str, Any] = {"decoder": decoding.name}
     for field in dataclasses.fields(decoding):  # type: ignore[arg-type]
         value = getattr(decoding, field.name)
         if isinstance(value, SparseVerification):
             result[field.name] = dataclasses.asdict(value)
-        elif value != field.default:
+        elif value != ABSENT.get(field.name, field.default):
             result[field.name] = value
     return result
 
@@ -78,7 +79,7 @@ def from_json(value: Any) -> Decoding:
         if unknown:
             raise ValueError(f"SparseVerification has no option {sorted(unknown)[0]!r}.")
         options["sparse"] = SparseVerification(**sparse)
-    return kind(**options)
+    return kind(**{**ABSENT, **options}) if kind is SMC else kind(**options)
 
 
 def _tuples(value: Any) -> Any:

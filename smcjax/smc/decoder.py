@@ -69,7 +69,7 @@ class SMCDecoder(Decoder[SMC, State, Info]):
             return f"{fallen}more particles follow it closer, and a control, without pipelined, rejects such drafts"
         if control is None:
             return f"{fallen}a rule that rejects more such drafts, or more particles, follow it closer"
-        return f"{fallen}a control above {control:g} rejects such drafts"
+        return f"{fallen}a control above {control:g} rejects {'more of them' if control else 'such drafts'}"
 
     def _trace(self, infos: Sequence[Info], prompt_length: int) -> dict[str, Any]:
         history = self.history(prompt_length)

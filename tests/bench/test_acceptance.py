@@ -23,7 +23,7 @@ SHAPES = ["--target-shape", "tiny-target", "--draft-shape", "tiny-draft"]
 
 def result(decoding: str, n: int, gamma: int, ms: float, groups: int = 1) -> CycleResult:
     fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
-    options = {"smc": SMC(n, gamma or 1), "rejection": Rejection(gamma or 1, n_candidates=n)}
+    options = {"smc": SMC(n, gamma or 1, control=0), "rejection": Rejection(gamma or 1, n_candidates=n)}
     described = str(options.get(decoding, Autoregressive()))
     fields |= {
         "decoding": decoding,
@@ -90,8 +90,8 @@ def test_cases() -> None:
     cases = acceptance_cases([4, 8, 4], [2, 3, 2], [1, 5], requests=2, context=300)
     assert [case.decoding for case in cases] == [
         Autoregressive(),
-        *(Rejection(2), Rejection(2, n_candidates=5), SMC(4, 2), SMC(8, 2)),
-        *(Rejection(3), Rejection(3, n_candidates=5), SMC(4, 3), SMC(8, 3)),
+        *(Rejection(2), Rejection(2, n_candidates=5), SMC(4, 2, control=0), SMC(8, 2, control=0)),
+        *(Rejection(3), Rejection(3, n_candidates=5), SMC(4, 3, control=0), SMC(8, 3, control=0)),
     ]
     assert all(case.synthetic_kv and (case.groups, case.context) == (2, 300) for case in cases)
     assert len(acceptance_cases([], [4], [])) == 2

@@ -37,7 +37,7 @@ def small_case(decoding: SMC | Autoregressive, **changes: Any) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", [SMC(2, 2), Autoregressive()])
+@pytest.mark.parametrize("decoding", [SMC(2, 2, control=0), Autoregressive()])
 def test_figures_belong_together(decoding: SMC | Autoregressive) -> None:
     result = small(decoding, groups=2)
     advance = decoding.tokens_per_cycle
@@ -57,7 +57,7 @@ def test_figures_belong_together(decoding: SMC | Autoregressive) -> None:
 @pytest.mark.slow
 def test_synthetic_kv_quantised_weights_and_private_pages() -> None:
     plain, quantised = Models("tiny-target", "tiny-draft"), Models("tiny-target", "tiny-draft", "int8", "int8")
-    decoding = SMC(3, 2, ess_threshold=0.0)
+    decoding = SMC(3, 2, control=0, ess_threshold=0.0)
     case = small_case(decoding, groups=2, context=10, private=5, synthetic_kv=True)
     bench = Bench(quantised, case, quantised.target_params("auto"), quantised.draft_params("auto"))
     bench.compile()
@@ -103,7 +103,7 @@ def _float32_phases(decoding: SMC) -> list[Any]:
 
 
 def test_own_pages_of_nothing_changes_nothing() -> None:
-    case = small_case(SMC(3, 2), synthetic_kv=True)
+    case = small_case(SMC(3, 2, control=0), synthetic_kv=True)
     models = Models("tiny-target", "tiny-draft")
     bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
     bench.compile()
@@ -117,8 +117,9 @@ def test_own_pages_of_nothing_changes_nothing() -> None:
 
 def test_pages_are_those_that_the_cases_can_need() -> None:
     # 3 pages of the prompt shared and 9 of each row's own, for 2 requests of 4 rows; the trash page.
-    assert small_case(SMC(4, 2), groups=2, context=12).num_pages == 1 + 2 * (3 + 4 * 9)
-    assert small_case(SMC(4, 2), groups=2, context=12, private=4, synthetic_kv=True).num_pages == 1 + 2 * (2 + 4 * 10)
+    smc = SMC(4, 2, control=0)
+    assert small_case(smc, groups=2, context=12).num_pages == 1 + 2 * (3 + 4 * 9)
+    assert small_case(smc, groups=2, context=12, private=4, synthetic_kv=True).num_pages == 1 + 2 * (2 + 4 * 10)
     assert small_case(Autoregressive(), groups=2, context=12).num_pages == 1 + 2 * 12
 
 
@@ -142,14 +143,14 @@ def test_what_cannot_run_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr("smcjax.bench.models.random_params", None)  # never reached
     with pytest.raises(ValueError, match=reason):
-        small(SMC(2, 2), **changes)
+        small(SMC(2, 2, control=0), **changes)
 
 
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "device_memory", lambda: int(16e9))
     monkeypatch.setattr("smcjax.bench.models.random_params", None)
     with pytest.raises(ValueError, match=r"take 37\.1 GB \(.*\) and the device has 16\.0 GB; use smaller ones"):
-        small(SMC(2, 2), target="llama-3.1-8b", draft="llama-3.2-1b", context=1)
+        small(SMC(2, 2, control=0), target="llama-3.1-8b", draft="llama-3.2-1b", context=1)
     with pytest.raises(ValueError, match=r"take 32\.1 GB"):
         small(Autoregressive(), target="llama-3.1-8b", context=1)
 
@@ -172,4 +173,4 @@ def test_the_budget_is_what_the_weights_take(quantization: str | None) -> None:
         sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         for params in (models.target_params("auto"), models.draft_params("auto"))
     ]
-    assert list(budget_of(models, small_case(SMC(2, 2))).weights.values()) == held
+    assert list(budget_of(models, small_case(SMC(2, 2, control=0))).weights.values()) == held

@@ -20,8 +20,8 @@ def test_contenders() -> None:
     assert decodings[2:] == [
         Rejection(4),
         Rejection(4, n_candidates=3),
-        SMC(n_particles=2, gamma=4),
-        SMC(n_particles=8, gamma=4),
+        SMC(n_particles=2, gamma=4, control=0),
+        SMC(n_particles=8, gamma=4, control=0),
     ]
     assert len(contenders([1], [2, 4], [])) == 2 + 2 * 2
     assert contenders([], [4], [], [3, 1])[2].decoding == Rejection(tree=(3, 1))

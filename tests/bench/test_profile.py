@@ -34,7 +34,7 @@ def test_strategies() -> None:
         *(Rejection(2), Rejection(2, n_candidates=8), Rejection(4), Rejection(4, n_candidates=8)),
     )
     with_others = strategies(gammas=[3], candidates=[1], particles=[4], controls=[0.0, 0.1], tree=[2, 1])
-    assert with_others[1:] == (Rejection(3), Rejection(tree=(2, 1)), SMC(4, 3), SMC(4, 3, control=0.1))
+    assert with_others[1:] == (Rejection(3), Rejection(tree=(2, 1)), SMC(4, 3, control=0), SMC(4, 3, control=0.1))
 
 
 def test_strategies_of_sparse_targets() -> None:
@@ -48,7 +48,7 @@ def test_strategies_of_sparse_targets() -> None:
     assert found == (
         *(Autoregressive(), Autoregressive(SparseVerification(schedule=2))),
         *(Rejection(2, sparse=one) for one in (merged, shared, reusing)),
-        *(SMC(4, 2, sparse=one) for one in (merged, reusing)),
+        *(SMC(4, 2, control=0, sparse=one) for one in (merged, reusing)),
     )
 
 

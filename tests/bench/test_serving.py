@@ -32,7 +32,7 @@ def test_arrivals() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", [SMC(n_particles=2, gamma=3), Autoregressive()])
+@pytest.mark.parametrize("decoding", [SMC(n_particles=2, gamma=3, control=0), Autoregressive()])
 def test_figures(decoding: SMC | Autoregressive) -> None:
     load = Load(decoding, num_prompts=7, input_len=20, output_len=9, max_num_seqs=2, request_rate=200.0)
     engine = make_engine(TINY, load)

@@ -18,7 +18,7 @@ def result(**changes: Any) -> CycleResult:
     fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}
     fields |= {
         "decoding": "smc",
-        "described": str(SMC(8, 8)),
+        "described": str(SMC(8, 8, control=0)),
         "groups": 1,
         "n_particles": 8,
         "gamma": 8,
@@ -138,6 +138,6 @@ def test_cases_share_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_case_names_its_decoding() -> None:
     from smcjax.bench.cycle import Case, described
 
-    assert described(Case(SMC(4, 2), groups=3)) == "SMC, N=4, K=2, 3 requests, context 256"
+    assert described(Case(SMC(4, 2, control=0), groups=3)) == "SMC, N=4, K=2, 3 requests, context 256"
     assert described(Case(Autoregressive())) == "target alone, 1 request, context 256"
     assert described(Case(SMC(4, 2), private=16, synthetic_kv=True)).endswith("context 256, of which 16 private")

@@ -194,7 +194,7 @@ def test_bench_prints_json_on_request_only(smcjax: Command, monkeypatch: pytest.
     assert asked[0] == asked[1]
     assert asked[0][1:] == (Case(Autoregressive()), 5e9)
     assert smcjax("bench", "cycle", "-N", "5", "-K", "6", "--draft-quantization", "int8").code == 0
-    assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6)), None)
+    assert asked[2] == (Models(*shapes, None, "int8"), Case(SMC(5, 6, control=0)), None)
     assert smcjax("bench", "cycle", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b").code == 0
     assert asked[3][0] == Models("llama-3.1-8b", "llama-3.2-1b")
 

@@ -25,6 +25,7 @@ from smcjax.model.params import LayerParams, param_shapes
 from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.head.sampled_head import sampled_head_reference
 from smcjax.structured.automaton import Automaton
+from tests.helpers import published
 
 # Of a size that the persistent step takes, with four query heads to a KV head.
 MODEL = ModelConfig(128, 512, 512, 2, 8, 2, 64, 4096, tie_embeddings=True, dtype="bfloat16")
@@ -73,7 +74,7 @@ def fused(*step: Any) -> bool:
 def test_a_cycle_lowers_whichever_way_its_steps_take(
     n_particles: int, groups: int, max_model_len: int, by_kernel: bool
 ) -> None:
-    program = smc.Program(SMC(n_particles, 4), MODEL, MODEL, max_model_len, implementation="mosaic")
+    program = smc.Program(published(n_particles, 4), MODEL, MODEL, max_model_len, implementation="mosaic")
     assert (KERNEL in lowered(smc, program, smc.PairParams(PARAMS, PARAMS), groups)) == by_kernel
 
 
@@ -118,7 +119,7 @@ def test_the_fused_step_takes_only_what_it_computes() -> None:
 
 def test_constrained_drafts_are_drawn_by_the_kernel() -> None:
     """By words of forbidden tokens, made anew before each step; where drafts can be rejected too."""
-    for decoding in (SMC(8, 3), SMC(8, 3, control=0.1)):
+    for decoding in (SMC(8, 3, control=0), SMC(8, 3)):
         program = smc.Program(decoding, MODEL, MODEL, 1024, implementation="mosaic")
         text = lowered(smc, program, smc.PairParams(PARAMS, PARAMS), 1, constrained=True)
         assert KERNEL in text

@@ -21,7 +21,7 @@ from smcjax.model import LayerSpec, ModelConfig, Params
 from smcjax.model.view import BatchView
 from smcjax.sparse.nsa import NSA
 from tests import exact
-from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, tiny_config, tiny_params
+from tests.helpers import Ask, assert_pages_sound, batch, noisy_params, outputs, published, tiny_config, tiny_params
 from tests.smc import reference
 
 V, MAX_MODEL_LEN = 5, 30
@@ -169,7 +169,7 @@ def test_tokens_are_the_targets(decoding: Any, draft: ModelConfig | None, page_s
 
 def check_smc(draft: ModelConfig, page_size: int, target: ModelConfig = TARGET, **config: Any) -> None:
     """Every row of SMC is plain Python's. Every cycle resamples, and 3 tokens a cycle keep no step with pages."""
-    decoding = smc.SMC(**{"n_particles": 3, "gamma": 2, "ess_threshold": 1.0, **config})
+    decoding = published(**{"n_particles": 3, "gamma": 2, "ess_threshold": 1.0, **config})
     program = dataclasses.replace(program_of(decoding, draft, page_size), target=target)
     state, infos = finished(program, pair_of(draft), SAMPLED)
     assert any(np.asarray(info.resampled).any() for info in infos)
@@ -218,7 +218,7 @@ def test_control_particles_that_meddle_are_seen() -> None:
         check_smc(DENSE_DRAFT, 4, with_fault(ByLogicalPage))
 
 
-APART = [smc.SMC(n_particles=n, gamma=2, ess_threshold=0.0) for n in (1, 3)]  # never resampled
+APART = [published(n, 2, ess_threshold=0.0) for n in (1, 3)]  # never resampled
 
 
 def company(target: ModelConfig, absent: AbstractSet[int] = frozenset()) -> list[tuple[Any, ...]]:

@@ -44,7 +44,7 @@ from tests.decoding.test_nsa import (
     program_of,
     str_of,
 )
-from tests.helpers import Ask, batch, outputs
+from tests.helpers import Ask, batch, outputs, published
 from tests.smc import reference
 
 REUSE = (True, False)
@@ -124,7 +124,7 @@ def test_trees_give_the_tokens_of_the_schedules_model() -> None:
     checked(Rejection(tree=(2, 1, 1), sparse=SparseVerification("merged", 3, "dfs", REUSE)), NSA_DRAFT, 8)
 
 
-PARTICLES = smc.SMC(n_particles=3, gamma=2, ess_threshold=1.0)  # resampled in every cycle
+PARTICLES = published(3, 2, ess_threshold=1.0)  # resampled in every cycle
 GROUPED = dataclasses.replace(PARTICLES, sparse=SparseVerification("merged", 4, schedule=REUSE))
 
 

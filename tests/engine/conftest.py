@@ -21,14 +21,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LLM:
     """An `LLM` as `llm` below, but for the changes."""
-    decoding = SMC(**{"n_particles": 4, "gamma": 3, "trace": True, **(smc or {})})
+    decoding = SMC(**{"n_particles": 4, "gamma": 3, "trace": True, "control": 0.0, **(smc or {})})
     fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": 4}
     return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **{**fields, **changes})
 
 
 @pytest.fixture(scope="session")
 def llm(pair: Pair) -> Iterator[LLM]:
-    """N = 4, K = 3, four requests at a time."""
+    """N = 4, K = 3, no control, four requests at a time."""
     with all_sizes():
         llm = smc_llm(pair)
     with llm:

@@ -139,7 +139,7 @@ def same_everywhere(llm: LLM) -> None:
 
 
 DECODERS = {
-    "smc": (SMC(4, 3), 8),
+    "smc": (SMC(4, 3, control=0), 8),
     "rejection": (Rejection(gamma=3), 2),
     "tree": (Rejection(tree=(2, 1)), 2),
     "autoregressive": (Autoregressive(), 8),
@@ -155,7 +155,7 @@ def test_tokens_are_those_of_one_device(name: str, target: str, draft: str) -> N
 # With options of decoders, which each have a program of their own as well.
 VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "draft divided too": (SMC(4, 3, control=0.3), 2, {"draft_tensor_parallel_size": 2}),
-    "draft of the target": (SMC(3, 2), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
+    "draft of the target": (SMC(3, 2, control=0), 4, {"draft_model": None, "draft_drop_layers": (1,)}),
     "n-grams": (Rejection(gamma=3), 8, {"draft_model": "ngram"}),
     "int8": (Rejection(gamma=3, n_candidates=2), 2, {"quantization": "int8", "draft_quantization": "int8"}),
 }
@@ -177,7 +177,7 @@ SPARSE: dict[str, tuple[Any, int, int, str | None]] = {  # decoder, devices, lay
     "target alone": (Autoregressive(sparse=SparseVerification()), 4, 1, None),
     "chain": (Rejection(gamma=3, sparse=SparseVerification("merged", 4, schedule=(True, False))), 2, 2, "ngram"),
     "tree": (Rejection(tree=(2,), sparse=SparseVerification("shared", group=2)), 4, 1, "dense"),
-    "smc": (SMC(2, 1), 4, 1, "sparse"),
+    "smc": (SMC(2, 1, control=0), 4, 1, "sparse"),
 }
 
 
@@ -211,7 +211,7 @@ def pressed(target: str, draft: str) -> Iterator[LLM]:
     with LLM(
         target,
         draft_model=draft,
-        decoding=SMC(3, 2, ess_threshold=0.0),  # rows that are never resampled share few pages
+        decoding=SMC(3, 2, ess_threshold=0.0, control=0),  # rows that are never resampled share few pages
         tensor_parallel_size=2,
         admission="optimistic",
         num_pages=26,
@@ -298,7 +298,8 @@ def lowered_for_cuda(draft_divided: bool) -> Any:
         whole = folded_shapes(seal.DRAFT, jnp.bfloat16)
         draft = jax.tree.map(functools.partial(piece, Layout()), whole)
     of_draft = parallel.local(seal.DRAFT) if draft_divided else seal.DRAFT
-    decoder = loading.make_decoder(SMC(8, 8), parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
+    smc = seal.PUBLISHED
+    decoder = loading.make_decoder(smc, parallel.local(seal.TARGET), of_draft, 1280, implementation="mosaic")
     spread = Spread(parallel, seal.TARGET, seal.DRAFT if draft_divided else None)
     params = PairParams(target, draft, Peers(addresses, 2))
     job = Runner(decoder, params, seal.PAGES, Programs(), spread).jobs(1, decoder)[decoder, 1, "step"]
@@ -423,7 +424,7 @@ def test_a_benchmark_counts_what_each_device_holds_and_reads() -> None:
     """On random weights that are made where they belong, and random KV."""
     models = Models("tiny-target", "tiny-draft", tensor_parallel_size=2)
     sizes = {"context": 8, "max_model_len": 48, "page_size": 4, "windows": 1, "cycles_per_window": 2}
-    case = Case(SMC(2, 2), synthetic_kv=True, **sizes)
+    case = Case(SMC(2, 2, control=0), synthetic_kv=True, **sizes)
     bench = Bench(models, case, models.target_params("auto"), models.draft_params("auto"))
     bench.compile()
     result = bench.measure(Rates(1e10, 1e12))

@@ -60,7 +60,7 @@ def answers(
     pair: tuple[str, str], n_particles: int, draft_quantization: str | None, implementation: str, max_num_seqs: int
 ) -> list[RequestOutput]:
     """512 seeded requests."""
-    decoding = SMC(n_particles=n_particles, gamma=4, ess_threshold=0.9)
+    decoding = SMC(n_particles=n_particles, gamma=4, ess_threshold=0.9, control=0)
     with LLM(
         pair[0],
         draft_model=pair[1],
@@ -196,7 +196,7 @@ def test_a_profile_names_the_kernels(pair: tuple[str, str], tmp_path: Path) -> N
         with LLM(
             pair[0],
             draft_model=pair[1],
-            decoding=SMC(8, 4),
+            decoding=SMC(8, 4, control=0),
             max_model_len=max_model_len,
             implementation=implementation,
             compile_at_start=False,

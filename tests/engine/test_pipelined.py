@@ -98,10 +98,16 @@ def test_options_that_do_not_go_together(arguments: dict[str, Any], message: str
 
 
 def test_what_pipelined_means_goes_with_it() -> None:
-    """Without it a decoder is the usual one again."""
+    """Without it a decoder is the usual one again, under the usual control; a control that was given is kept."""
     piped = SMC(2, 3, pipelined=True)
     usual = dataclasses.replace(piped, pipelined=False)
-    assert usual == SMC(2, 3)
+    assert (usual.control, piped.control) == (0.1, 0)
+    assert usual == SMC(2, 3) == SMC(2, 3, control=0.1)
+    assert hash(usual) == hash(SMC(2, 3, control=0.1))
+    assert dataclasses.replace(usual, pipelined=True, n_particles=2) == piped == SMC(2, 3, control=0, pipelined=True)
+    assert dataclasses.replace(SMC(2, 3, control=0, pipelined=True), pipelined=False).control == 0
+    with pytest.raises(ValueError, match=r"pipelined is True and control 0\.1, which decides about drafts"):
+        dataclasses.replace(SMC(2, 3, control=0.1), pipelined=True)
     assert usual.speculation.bonus
     assert usual.speculation.defers
     assert (usual.tokens_per_cycle, piped.tokens_per_cycle) == (4, 3)

@@ -83,15 +83,16 @@ class Case:
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir()
 
 
+PUBLISHED = smc.SMC(8, 8, control=0)
 CASES = {
-    "smc, 1 request": Case(smc, smc.SMC(8, 8)),
-    "smc, 4 requests": Case(smc, smc.SMC(8, 8), groups=4),
-    "smc, 8 requests": Case(smc, smc.SMC(8, 8), groups=8),
-    "smc, 32,768 tokens": Case(smc, smc.SMC(8, 8), max_model_len=33024),
-    "smc, int8 draft": Case(smc, smc.SMC(8, 8), draft_quantization="int8"),
+    "smc, 1 request": Case(smc, PUBLISHED),
+    "smc, 4 requests": Case(smc, PUBLISHED, groups=4),
+    "smc, 8 requests": Case(smc, PUBLISHED, groups=8),
+    "smc, 32,768 tokens": Case(smc, PUBLISHED, max_model_len=33024),
+    "smc, int8 draft": Case(smc, PUBLISHED, draft_quantization="int8"),
     "rejection, 8 candidates": Case(rejection, rejection.Rejection(8, n_candidates=8)),
     "target alone": Case(autoregressive, autoregressive.Autoregressive()),
-    "prompt, 512 tokens": Case(smc, smc.SMC(8, 8), chunk=512),
+    "prompt, 512 tokens": Case(smc, PUBLISHED, chunk=512),
     "rejection, 1 request": Case(rejection, rejection.Rejection(8)),
     "rejection, drafts looked up": Case(rejection, rejection.Rejection(8), looks_up=True),
 }

@@ -23,9 +23,9 @@ EXACT: tuple[Decoding, ...] = (
     Rejection(tree=(2, 1)),
 )
 OTHERS: tuple[Decoding, ...] = (
+    SMC(8, 8, control=0),
+    SMC(4, 8, control=0),
     SMC(8, 8),
-    SMC(4, 8),
-    SMC(8, 8, control=0.1),
     Rejection(4, sparse=SparseVerification("shared", 4)),
     Rejection(4, sparse=SparseVerification("merged", 4, schedule=2)),
 )

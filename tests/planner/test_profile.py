@@ -57,6 +57,15 @@ def test_decodings_come_back(decoding: Any) -> None:
     assert from_json(json.loads(json.dumps(as_json(decoding)))) == decoding
 
 
+def test_a_stored_decoder_without_a_control_has_none() -> None:
+    """As the first profiles were written, when 0 was the default."""
+    old = {"decoder": "smc", "n_particles": 4}
+    assert from_json(old) == SMC(4, control=0)
+    assert as_json(SMC(4, control=0)) == old
+    assert as_json(SMC(4)) == {**old, "control": 0.1}
+    assert from_json({**old, "pipelined": True}) == SMC(4, pipelined=True)
+
+
 def edited(*path: Any, to: Any = None, without: bool = False) -> Callable[[Any], None]:
     def edit(value: Any) -> None:
         for step in path[:-1]:

@@ -70,11 +70,11 @@ def pair_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def models(pair_on_disk: Pair) -> Models:
-    """SMC with N = 4 and K = 3, and the target alone, on the same weights."""
+    """SMC with N = 4, K = 3 and no control, and the target alone, on the same weights."""
     with all_sizes():
         return virtual.load(
             pair_on_disk.target,
-            [SMC(n_particles=4, gamma=3), Autoregressive()],
+            [SMC(n_particles=4, gamma=3, control=0), Autoregressive()],
             name="pair",
             draft_model=pair_on_disk.draft,
             max_waiting=WAITING,

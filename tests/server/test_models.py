@@ -23,10 +23,12 @@ from tests.server.conftest import EXACT_NAME, SMC_NAME
 @pytest.mark.parametrize(
     ("decoding", "label"),
     [
-        (SMC(), "smc-n8-k8"),
+        (SMC(), "smc-n8-k8-c0.1"),
+        (SMC(control=0), "smc-n8-k8"),
         (SMC(n_particles=32, gamma=4, control=0.1), "smc-n32-k4-c0.1"),
-        (SMC(power=2.0), "smc-n8-k8-p2"),
-        (SMC(early_end=True), "smc-n8-k8-early"),
+        (SMC(power=2.0), "smc-n8-k8-c0.1-p2"),
+        (SMC(early_end=True), "smc-n8-k8-c0.1-early"),
+        (SMC(pipelined=True), "smc-n8-k8-pipelined"),
         (Rejection(), "rejection-k4"),
         (Rejection(n_candidates=2, gamma=3), "rejection-n2-k3"),
         (Rejection(tree=(2, 1)), "rejection-tree2x1"),
@@ -39,10 +41,12 @@ def test_labels(decoding: Decoding, label: str) -> None:
     assert label_of(decoding) == label
 
 
-@pytest.mark.parametrize(("decoding", "beside"), [(SMC(), {}), (SMC(pipelined=True), {"pipelined": True})])
+@pytest.mark.parametrize(
+    ("decoding", "beside"), [(SMC(), {}), (SMC(pipelined=True), {"control": 0.0, "pipelined": True})]
+)
 def test_descriptions_say_what_is_unusual(decoding: SMC, beside: dict[str, float]) -> None:
     served = SimpleNamespace(llm=SimpleNamespace(decoding=decoding))
-    usual = {"decoder": "m", "decoding": "smc", "exact": False, "n_particles": 8, "gamma": 8, "control": 0.0}
+    usual = {"decoder": "m", "decoding": "smc", "exact": False, "n_particles": 8, "gamma": 8, "control": 0.1}
     assert VirtualModel("m", served).description() == usual | beside
 
 

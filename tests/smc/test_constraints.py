@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import smc
 from smcjax.decoding import constraints
 from smcjax.decoding.constraints import AutomatonTables, RowConstraint, masked
 from smcjax.engine.run.constraints import make_tables
@@ -29,6 +28,7 @@ from smcjax.smc import acceptance, weights
 from smcjax.structured.automaton import Automaton
 from smcjax.structured.automaton_child import token_automaton
 from smcjax.structured.grammar import expression_automaton
+from tests.helpers import published
 from tests.smc.enumeration import Enumeration, Proposals, Tokens, Toy, controlled
 
 Q_OF_ALL = "drafts weighed by q of all tokens"
@@ -126,7 +126,7 @@ def deviation(done: Enumeration) -> float:
 
 
 def enumerate_smc(toy: FormToy, mistake: str = "none", **config: Any) -> Enumeration:
-    enumeration = Constrained(toy, smc.SMC(**config))
+    enumeration = Constrained(toy, published(**config))
     enumeration.mistake = mistake
     return enumeration.run()
 

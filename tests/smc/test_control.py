@@ -82,6 +82,13 @@ def test_unbiased(case: str) -> None:
         assert max(abs(done.selected.get(x, 0.0) - mass) for x, mass in law.items()) < 1e-12, "each answer is exact"
 
 
+def test_unbiased_as_it_is_by_default() -> None:
+    """A control of 0.1, by which rows of one population have unequal lengths."""
+    done = Enumeration(STOP, smc.SMC(n_particles=2, gamma=2)).run()
+    assert (done.config.control, done.config.ragged) == (0.1, True)
+    assert deviation(done) < 1e-12
+
+
 @pytest.mark.parametrize("mutation", CONTROL_MUTATIONS)
 def test_controls(mutation: str) -> None:
     """Known mistakes break the law, at α = 2 all of them."""

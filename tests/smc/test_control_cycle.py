@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
+from tests.helpers import published
 from tests.smc.enumeration import Enumeration, Row, Tokens, Toy, chunked, controlled, fork, pieces, settle, weigh
 from tests.smc.mutations import CONTROL_MUTATIONS
 
@@ -52,7 +53,7 @@ CASES: dict[str, tuple[Toy, Population, dict[str, Any]]] = {
 
 def config_of(**changes: Any) -> smc.SMC:
     """Three particles and drafts, systematic resampling, a power at which weights differ under a control of 1 too."""
-    return smc.SMC(**{"n_particles": 3, "gamma": 3, "power": 1.5, "ess_threshold": 0.95} | changes)
+    return published(**{"n_particles": 3, "gamma": 3, "power": 1.5, "ess_threshold": 0.95} | changes)
 
 
 def outcomes_of(toy: Toy, config: smc.SMC, prefixes: list[Tokens], mutation: str) -> list[dict[Tokens, Outcomes]]:

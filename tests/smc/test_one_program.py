@@ -21,7 +21,7 @@ from smcjax.model.folding import folded_shapes
 from smcjax.model.params import param_shapes
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
-from tests.helpers import Ask, Pair, batch, start, tiny_pair, tiny_params
+from tests.helpers import Ask, Pair, batch, published, start, tiny_pair, tiny_params
 
 PAIR = tiny_pair()
 NSA_SPEC = LayerSpec(NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, local_blocks=1))
@@ -108,7 +108,7 @@ def lowered(implementation: str, donate: bool = True, page_size: int = 16, **opt
     models = Models("llama-3.1-8b", "llama-3.2-1b", attention="nsa")
     configs = [dataclasses.replace(config, num_layers=2) for config in (models.target_config, models.draft_config)]
     program = smc.Program(
-        smc.SMC(8, 8, **options), configs[0], configs[1], 1024, page_size, implementation=implementation
+        published(8, 8, **options), configs[0], configs[1], 1024, page_size, implementation=implementation
     )
     shapes = folded_shapes if implementation == "mosaic" else param_shapes
     params = smc.PairParams(*(shapes(config, jnp.bfloat16) for config in configs))

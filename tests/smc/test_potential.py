@@ -13,7 +13,7 @@ import pytest
 
 from smcjax import smc
 from smcjax.smc import cycle
-from tests.helpers import Ask, assert_pages_sound, finish, outputs, start, step, tiny_pair
+from tests.helpers import Ask, assert_pages_sound, finish, outputs, published, start, step, tiny_pair
 from tests.smc.enumeration import Enumeration, Tokens, Toy
 
 
@@ -72,7 +72,7 @@ def deviation(done: Enumeration) -> float:
 def test_unbiased(case: str) -> None:
     """To 1e-12, whatever beginnings of answers are worth."""
     toy, config = CASES[case]
-    done = Enumeration(toy, smc.SMC(**config)).run()
+    done = Enumeration(toy, published(**config)).run()
     assert deviation(done) < 1e-12
     assert max(abs(factor(config["potentials"], x) - 1) for x in toy.outcomes(1.0)) > 0.1, "it steers at all"
 
@@ -87,7 +87,7 @@ def test_control_values_that_are_not_taken_back_break_the_law(monkeypatch: pytes
 
     monkeypatch.setattr(cycle, "steer", forgetful)
     toy, config = CASES["two"]
-    assert deviation(Enumeration(toy, smc.SMC(**config)).run()) > 1e-3
+    assert deviation(Enumeration(toy, published(**config)).run()) > 1e-3
     jax.clear_caches()
 
 

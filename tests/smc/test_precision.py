@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smcjax import SMC, smc
+from smcjax import smc
 from smcjax.decoders import COLDEST, SHARPEST
 from smcjax.decoding.sampling import log_softmax_at
 from smcjax.decoding.speculation import Drafts
 from smcjax.smc import acceptance, cycle
-from tests.helpers import tiny_config
+from tests.helpers import published, tiny_config
 from tests.smc.enumeration import _state as empty_state
 
 VOCAB, ROWS, GAMMA = 49152, 8, 2
@@ -56,7 +56,7 @@ def exact(logits: np.ndarray, tokens: np.ndarray, power: float, temperature: flo
 def increments(logits: np.ndarray, tokens: np.ndarray, power: float, temperature: float) -> np.ndarray:
     """[R, K + 1]: those of `KeepAll`, log q = 0, where the target's forward gives these logits."""
     config = tiny_config(VOCAB)
-    program = smc.Program(SMC(1, GAMMA, power=power), config, config, 16)
+    program = smc.Program(published(1, GAMMA, power=power), config, config, 16)
     state = empty_state(ROWS, 1, VOCAB, 8)
     requests = dataclasses.replace(state.requests, temperature=jnp.full(ROWS, temperature))
     state = dataclasses.replace(state, requests=requests)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from smcjax import smc
-from tests.helpers import Ask, finish, outputs, select, start, tiny_pair
+from tests.helpers import Ask, finish, outputs, published, select, start, tiny_pair
 from tests.smc import reference
 
 MAX_MODEL_LEN = 24
@@ -81,7 +81,7 @@ def test_cycle_equals_plain_python(case: str) -> None:
 
 def test_cases_reach_every_kind_of_end() -> None:
     """The asks above end at stops and at caps, at several places of a block."""
-    results = decode(smc.SMC(n_particles=3, gamma=3, ess_threshold=1.0))
+    results = decode(published(3, 3, ess_threshold=1.0))
     rows = [(ask, row) for ask, result in zip(ASKS, results, strict=True) for row in result.rows]
     stopped = [row.tokens[-1] in ask.stops for ask, row in rows]
     assert any(stopped)

@@ -26,6 +26,7 @@ from tests.helpers import (
     batch,
     finish,
     outputs,
+    published,
     select,
     start,
     step,
@@ -241,7 +242,7 @@ def test_matched_temperatures_leave_the_log_normaliser(power: float) -> None:
     params = smc.PairParams(PAIR.params.target, PAIR.params.target)
     temperature = 0.8
     for factor in (1.0, 1.3):  # the control: another draft temperature
-        config = smc.SMC(n_particles=4, gamma=3, power=power, draft_temperature=temperature / power * factor)
+        config = published(4, 3, power=power, draft_temperature=temperature / power * factor)
         program = smc.Program(config, PAIR.target, PAIR.target, MAX_MODEL_LEN, page_size=4)
         prompts, requests = batch([Ask((1, 2, 3), 16, temperature=temperature, seed=7)], 6, MAX_MODEL_LEN)
         state, drafts, increments = propose_and_verify(program, params, prompts, requests)

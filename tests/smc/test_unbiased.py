@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from smcjax import smc
+from tests.helpers import published
 from tests.smc.enumeration import Enumeration, Toy
 from tests.smc.mutations import MUTATIONS
 
@@ -26,7 +27,7 @@ def deviation(done: Enumeration) -> float:
 
 
 def enumerate_smc(toy: Toy, mutation: str = "none", beside: tuple[float, ...] = (), **config: Any) -> Enumeration:
-    return Enumeration(toy, smc.SMC(**config), mutation, beside=beside).run()
+    return Enumeration(toy, published(**config), mutation, beside=beside).run()
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8, 1.0])

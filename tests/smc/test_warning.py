@@ -91,11 +91,13 @@ def test_what_is_said_and_when_nothing_is() -> None:
     """Evidence falls by itself at other powers, under potentials and under a form."""
     fallen = next(run for run in RUNS if alarmed_after(run, PROMPT, USUAL_RATE))
     cycle = alarmed_after(fallen, PROMPT, USUAL_RATE)
-    told = report(fallen, {})
+    told = report(fallen, {"control": 0.0})
     assert told.warning.startswith(f"the evidence fell 3 nats below 0.5 a token after {cycle} of 12 cycles: the draft ")
-    assert "a control above 0 rejects" in told.warning
+    assert told.warning.endswith("; a control above 0 rejects such drafts")
     assert told.control == 0.0
-    assert "a control above 0.2 rejects" in report(fallen, {}, control=0.2).warning
+    assert report(fallen, {}).warning.endswith("; a control above 0.1 rejects more of them")
+    assert report(fallen, {}).control == 0.1
+    assert report(fallen, {}, control=0.2).warning.endswith("; a control above 0.2 rejects more of them")
     assert report(fallen, {}, constrained=True).warning is None
     assert report(fallen, {"power": 2.0}).warning is None
     assert report(fallen, {"potentials": (ConstantPotential(),)}).warning is None

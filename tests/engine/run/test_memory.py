@@ -47,7 +47,7 @@ def test_worst_case_by_hand() -> None:
     assert Footprint(8, 16, 1).worst_case(1, 2048) == 8 * 128
     # Eight candidates of four drafts, which agree between cycles: in one each touches two pages of 16 at most.
     assert Footprint.of(Rejection(4, n_candidates=8), 16).worst_case(1000, 2048) == 128 + 8 * 2
-    assert Footprint.of(SMC(n_particles=8, gamma=4), 16).worst_case(1000, 2048) == 62 + 8 * 66
+    assert Footprint.of(SMC(n_particles=8, gamma=4, control=0), 16).worst_case(1000, 2048) == 62 + 8 * 66
 
 
 def test_the_worst_case_of_one_token_is_the_worst() -> None:

@@ -26,7 +26,7 @@ from smcjax.pallas.attention.prefix_shared import (
 from smcjax.pallas.attention.reference import paged_attention_reference
 from smcjax.pallas.attention.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
 from smcjax.pallas.dispatch import implementations, uses_kernels
-from tests.helpers import Ask, batch
+from tests.helpers import Ask, batch, published
 
 INTERPRET = plgpu.InterpretGPUParams()
 Case = dict[str, jax.Array]
@@ -374,7 +374,7 @@ def test_a_cycle_reads_shared_pages_once(max_model_len: int, calls: int) -> None
         )
 
     target, draft = model(128), model(64)
-    config = smc.SMC(n_particles=4, gamma=2)
+    config = published(4, 2)
     program = smc.Program(config, target, draft, max_model_len, implementation="mosaic")
     params = smc.PairParams(*(init_params(m, jax.random.key(0), jnp.bfloat16) for m in (target, draft)))
     prompts, requests = batch([Ask((1, 2, 3), 16)], 64, max_model_len)
