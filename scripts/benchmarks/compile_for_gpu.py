@@ -86,7 +86,7 @@ def main() -> None:
         sparse = SparseVerification("merged", args.gamma + 1, schedule=args.refresh)
         program: Any = rejection.Program(Rejection(args.gamma, sparse=sparse), target, NGram(), page_size=128, **how)
     else:
-        program = smc.Program(smc.SMC(n_particles=args.n_particles, gamma=args.gamma), target, draft, **how)
+        program = smc.Program(smc.SMC(args.n_particles, args.gamma, control=0), target, draft, **how)
     shapes = param_shapes if args.implementation == "xla" else folded_shapes
     params = PairParams(shapes(target, jnp.bfloat16), None if args.sparse else shapes(draft, jnp.bfloat16))
     began = time.perf_counter()

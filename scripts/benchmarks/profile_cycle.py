@@ -75,7 +75,7 @@ def main() -> None:
         tensor_parallel_size=args.tensor_parallel_size,
     )
     case = Case(
-        SMC(n_particles=args.n_particles, gamma=args.gamma),
+        SMC(n_particles=args.n_particles, gamma=args.gamma, control=0),
         groups=args.requests,
         context=args.context,
         max_model_len=args.max_model_len,

@@ -122,9 +122,14 @@ def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]
     lines = [ALONE]
     for count in (8, 32):
         lines += [
-            Line(f"sparse, N = {count}, merged", SPARSE, SMC(count, gamma, sparse=merged(KERNEL_GROUP)), "model"),
-            Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, sparse=ONE_BY_ONE), "model"),
-            Line(f"dense, N = {count}", DENSE, SMC(count, gamma), "model"),
+            Line(
+                f"sparse, N = {count}, merged",
+                SPARSE,
+                SMC(count, gamma, control=0, sparse=merged(KERNEL_GROUP)),
+                "model",
+            ),
+            Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, control=0, sparse=ONE_BY_ONE), "model"),
+            Line(f"dense, N = {count}", DENSE, SMC(count, gamma, control=0), "model"),
         ]
     return lines
 

@@ -120,7 +120,7 @@ def test_requests_and_models_that_are_refused(pipelined: LLM, pair: Pair) -> Non
     with pytest.raises(ValueError, match=r"pipelined is True and draft_model is .*EAGLE.*; use pipelined=False"):
         LLM(TARGET, draft_model=HEAD, decoding=SMC(2, 2, pipelined=True))
     fields: dict[str, Any] = {"draft_model": pair.draft, "separate_draft": True}
-    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is SMC, N=8, K=8, whose draft and"):
+    with pytest.raises(ValueError, match=r"separate_draft is True and decoding is SMC, N=8, K=8, control 0\.1, whose"):
         LLM(pair.target, **fields)
     with pytest.raises(ValueError, match=r"separate_draft is True and decoding is target alone"):
         LLM(pair.target, decoding=Autoregressive(), **fields)
