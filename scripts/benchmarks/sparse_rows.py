@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
@@ -121,15 +122,11 @@ def particle_lines(gamma: int, layers: int, drafts: Sequence[str]) -> list[Line]
     """Benchmark F: populations, which the 1B drafts for."""
     lines = [ALONE]
     for count in (8, 32):
+        smc = functools.partial(SMC, count, gamma, control=0)
         lines += [
-            Line(
-                f"sparse, N = {count}, merged",
-                SPARSE,
-                SMC(count, gamma, control=0, sparse=merged(KERNEL_GROUP)),
-                "model",
-            ),
-            Line(f"sparse, N = {count}, one by one", SPARSE, SMC(count, gamma, control=0, sparse=ONE_BY_ONE), "model"),
-            Line(f"dense, N = {count}", DENSE, SMC(count, gamma, control=0), "model"),
+            Line(f"sparse, N = {count}, merged", SPARSE, smc(sparse=merged(KERNEL_GROUP)), "model"),
+            Line(f"sparse, N = {count}, one by one", SPARSE, smc(sparse=ONE_BY_ONE), "model"),
+            Line(f"dense, N = {count}", DENSE, smc(), "model"),
         ]
     return lines
 

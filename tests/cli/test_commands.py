@@ -35,6 +35,7 @@ def test_generate_prints_the_answer_alone_on_stdout(smcjax: Command, models: lis
     assert result.out == output.outputs[0].text.strip("\n") + "\n"
     assert f"{output.metrics.generated_tokens} tokens" in result.err
     assert "log evidence" in result.err
+    assert "control 0.10" in result.err
     assert "Traceback" not in result.err
 
 

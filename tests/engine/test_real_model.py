@@ -108,5 +108,6 @@ def test_smc_with_a_dropped_draft() -> None:
         output = llm.chat(CHATS[0], params, use_tqdm=False)[0]
     assert "Paris" in output.outputs[0].text
     assert len(output.smc.particles) == 4
+    assert output.smc.control == 0.1
     assert math.isfinite(output.smc.log_evidence)
     assert -30 < output.smc.log_evidence < 5

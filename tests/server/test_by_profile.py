@@ -70,7 +70,8 @@ def test_who_is_exact() -> None:
 def test_it_is_listed(by_profile: Running) -> None:
     with by_profile.http() as http:
         listed = {one["id"]: one["smc"] for one in http.get("/v1/models").json()["data"]}
-    assert list(listed) == ["pair", "pair:smc-n4-k3", NAME]
+    assert list(listed) == ["pair", "pair:smc-n4-k3-c0.1", NAME]
+    assert listed["pair:smc-n4-k3-c0.1"]["control"] == 0.1
     assert listed[NAME] == {"decoder": NAME, "decoding": "rejection", "exact": True, "n_candidates": 2, "gamma": 2}
 
 
