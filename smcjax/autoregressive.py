@@ -36,7 +36,7 @@ begin, prefill = admission.begin, admission.prefill
 def start(program: TargetProgram, params: PairParams, state: State, last_hidden: Float[Array, "G E"]) -> State:
     """Draws each request's first token."""
     keys, number = _draw(state, Purpose.FIRST)
-    distribution = distribution_of(state, rows=1, truncates="truncation" in program.features)
+    distribution = distribution_of(state, rows=1, features=program.features)
     return _append(state, sample(distribution, keys, number, unembed(params.target, last_hidden)))
 
 
@@ -50,7 +50,7 @@ def step(program: TargetProgram, params: PairParams, state: State) -> tuple[Stat
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)
     # The one query sees its own token too.
     view = dataclasses.replace(view, num_immutable=position + 1, sparse=program.speculation.sparse)
-    distribution = distribution_of(state, rows=1, truncates="truncation" in program.features)
+    distribution = distribution_of(state, rows=1, features=program.features)
     plan = plan_steps(config, params.target, view, distribution, columns=1, keep_logits="logprobs" in program.features)
     keys, number = _draw(state, Purpose.DRAFT)
     one = Steps(view.positions[None], view.write_pages[None], keys[None], number[None])

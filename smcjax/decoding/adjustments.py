@@ -31,6 +31,12 @@ class Adjustments:
     biased: Int[Array, "G B"]  # token ids; ids of V and beyond are no token's
     bias: Float[Array, "G B"]
 
+    @classmethod
+    def none(cls, groups: int, most_biased: int, vocab_size: int) -> Adjustments:
+        """The parameters of requests that ask for nothing."""
+        zeros, no_token = jnp.zeros(groups, jnp.float32), jnp.full((groups, most_biased), vocab_size, jnp.int32)
+        return cls(jnp.ones_like(zeros), zeros, zeros, no_token, jnp.zeros((groups, most_biased), jnp.float32))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smcjax.decoding.groups import Groups
+from smcjax.decoding.groups import Groups, Memory
 from smcjax.decoding.sequences import Block, Sequences, append
 
 
@@ -38,6 +38,15 @@ class AutomatonTables:
 
 
 NEVER = 2**15 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlacedAutomata:
+    """The automata of G requests: what a program that knows of forms takes beside the state."""
+
+    place: Int[Array, " G"]  # each request's in the tables; −1: none
+    tables: AutomatonTables
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +101,7 @@ class RowConstraint:
 def row_constraint(groups: Groups, rows: int) -> RowConstraint | None:
     """The automata of `rows` rows a request: all that it has, or one for all where they agree. None: there are none."""
     requests, sequences = groups.requests, groups.sequences
-    if requests.automaton is None:
+    if groups.memory.automata is None:
         return None
     each = sequences.length.shape[0] // requests.automaton.shape[0]
     step = each // rows
@@ -114,29 +123,21 @@ def beginning_states(automaton: Int[Array, " G"], rows: int) -> Int[Array, " R"]
     return jnp.repeat(jnp.where(automaton < 0, -1, 0), rows).astype(jnp.int32)
 
 
-def states_behind(groups: Groups) -> Int[Array, " R"]:
-    """The rows' states by walking along all of their answers: what `Sequences.automaton` is to be."""
-    requests, sequences = groups.requests, groups.sequences
-    each = sequences.length.shape[0] // requests.automaton.shape[0]
-    begin, vocabulary = groups.per_row(requests.prompt_length), requests.stops.shape[1]
-    at_start = dataclasses.replace(
-        groups,
-        sequences=dataclasses.replace(
-            sequences, automaton=beginning_states(requests.automaton, each), length=begin.astype(jnp.int32)
-        ),
-    )
-    start = row_constraint(at_start, each)
-    assert start is not None
-    longest = jnp.max(sequences.length - begin)
+def with_automata[S: Groups](groups: S, automata: PlacedAutomata | None) -> S:
+    """The groups as a program that knows of forms reads them; None: as they are."""
+    if automata is None:
+        return groups
+    requests = dataclasses.replace(groups.requests, automaton=automata.place)
+    return dataclasses.replace(groups, requests=requests, memory=_with_tables(groups.memory, automata.tables))
 
-    def walk(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        count, state, left = carry
-        position = begin + count
-        token = jnp.where(position < sequences.length, sequences.token_at(position), vocabulary)
-        here = dataclasses.replace(start, state=state, left=left).after(token)
-        return count + 1, here.state, here.left
 
-    return jax.lax.while_loop(lambda carry: carry[0] < longest, walk, (jnp.int32(0), start.state, start.left))[1]
+def without_automata[S: Groups](groups: S) -> S:
+    """The groups without the tables; the states of their rows stay."""
+    return dataclasses.replace(groups, memory=_with_tables(groups.memory, None))
+
+
+def _with_tables(memory: Memory, tables: AutomatonTables | None) -> Memory:
+    return dataclasses.replace(memory, automata=tables)
 
 
 def extend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -95,10 +95,10 @@ class SamplingDistribution:
         return jnp.ones_like(self.temperature) if self.greedy is None else jnp.where(self.greedy, 0.0, 1.0)
 
 
-def distribution_of(groups: Groups, *, rows: int, truncates: bool) -> SamplingDistribution:
-    """The distribution of each of `rows` rows a request, greedy at temperature 0, truncated where `truncates`.
+def distribution_of(groups: Groups, *, rows: int, features: Collection[str]) -> SamplingDistribution:
+    """The distribution of each of `rows` rows a request, greedy at temperature 0, behind each group's first row.
 
-    Adjusted and constrained where requests ask for it, behind the tokens of each group's first row.
+    It is truncated, adjusted and constrained where a program of these features can be asked for it.
     """
     requests = groups.requests
 
@@ -111,8 +111,8 @@ def distribution_of(groups: Groups, *, rows: int, truncates: bool) -> SamplingDi
         stops=each(requests.stops),
         minimum=each(requests.min_tokens),
         greedy=each(greedy),
-        truncation=(each(requests.top_k), each(requests.top_p)) if truncates else None,
-        adjustments=row_adjustments(groups, rows),
+        truncation=(each(requests.top_k), each(requests.top_p)) if "truncation" in features else None,
+        adjustments=row_adjustments(groups, rows) if "adjustments" in features else None,
         constraint=row_constraint(groups, rows),
     )
 

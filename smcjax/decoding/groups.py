@@ -32,7 +32,7 @@ class Memory:
     pool: PagePool
     target: KVCache
     draft: Any = None  # the proposer's own, by its `create_memory`
-    automata: Any = None  # `smcjax.decoding.constraints.AutomatonTables`; None: no request has one
+    automata: Any = None  # `smcjax.decoding.constraints.AutomatonTables`, within programs that read them; else None
 
 
 @jax.tree_util.register_dataclass

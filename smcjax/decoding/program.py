@@ -46,7 +46,7 @@ class Program[D: Decoding]:
         features: what the requests of the program's batches may bring beside the plain options; a program without one
             does not know of it. "truncation": top_k and top_p, which sort a vocabulary at every step. "control": a
             control of its own for `SMC(control=0)`, for which whole distributions of drafts are kept. "adjustments":
-            `Requests.adjustments`. "grammar": `Requests.automaton`, with `Sequences.automaton` and `Memory.automata`.
+            `Requests.adjustments`. "grammar": the forms of answers, `Memory.automata`.
             "logprobs": the `Scores` of new tokens in reports (`smcjax.decoding.scores`); "prompt_logprobs": those of
             the prompt's tokens.
         apart: the mesh axis of two devices, of which one drafts and the other scores at the same time, where the

@@ -63,7 +63,7 @@ def first_scores(
 
     All rows of a group draw from one law, that of the hidden state at the prompt's end.
     """
-    distribution = distribution_of(before, rows=1, truncates="truncation" in program.features)
+    distribution = distribution_of(before, rows=1, features=program.features)
     if program.decoding.weighted:  # whose weights make up for the constraint: p_T is the target's own
         distribution = dataclasses.replace(distribution, constraint=None)
     number = jnp.ones(last_hidden.shape[0], jnp.int32)

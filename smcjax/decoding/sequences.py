@@ -31,9 +31,9 @@ class Requests:
     stops: Bool[Array, "G V"]  # token ids that end a row
     control: Float[Array, " G"]  # c of SMC; below 0: the decoder's
     key: Key[Array, " G"]
-    # `smcjax.decoding.adjustments.Adjustments` of the logits; None: no request has any, and no program asks.
+    # `smcjax.decoding.adjustments.Adjustments` of the logits, for programs with that feature; None: there are none.
     adjustments: Any = None
-    # [G] int32, each request's place in `Memory.automata`, −1: none; None: no request has one, and no program asks.
+    # [G] int32, each request's place in `Memory.automata`, −1: none. None: no request has one.
     automaton: Any = None
 
     @classmethod

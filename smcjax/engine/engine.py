@@ -113,7 +113,6 @@ class Engine:
         self._reported: deque[_Reported] = deque()
         self._choice = ProgramVariants()
         self._background = BackgroundCompiler(runner)
-        self._constrained = False  # whether the last round's program followed automata
         self._round = 0  # steps so far
         self._outputs: list[RequestOutput] = []  # of requests that ended outside a step
         self.batch_cycles = dict.fromkeys(runner.readings, 0)  # of the whole batch
@@ -282,12 +281,8 @@ class Engine:
             runner.join(make_batch(requests, schedule.size, **geometry), cached)
             for group in schedule.joining:
                 self._running[group.request.request_id] = self._admitted(group)
-        if "adjustments" in program.features:
-            runner.adjust({group.lane: group.request for group in self._scheduler.groups})
         if "grammar" in program.features:
-            moved = bool(schedule.joining) or schedule.sources is not None or not self._constrained
-            runner.constrain({group.lane: group.request for group in self._scheduler.groups}, moved=moved)
-        self._constrained = "grammar" in program.features
+            runner.constrain({group.lane: group.request for group in self._scheduler.groups})
         if schedule.prefill:
             stored = defaultdict[int, list[tuple[int, int]]](list)
             for group, page, slot in schedule.stored:

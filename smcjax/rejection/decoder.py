@@ -158,7 +158,7 @@ def run(program: RejectionProgram, params: PairParams, state: State, num_steps: 
 
 def _distribution(program: RejectionProgram, state: State, rows: int) -> SamplingDistribution:
     """The distribution of the next token of each of `rows` rows a request, in either model."""
-    return distribution_of(state, rows=rows, truncates="truncation" in program.features)
+    return distribution_of(state, rows=rows, features=program.features)
 
 
 def _target_logits(

@@ -209,8 +209,8 @@ def fork(state: State, plan: Resampling, *, pending: int = 0) -> State:
         end=sequences.length + pending,
         group=n,
     )
-    automaton = None if sequences.automaton is None else sequences.automaton[source]
-    forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table, automaton)
+    states = None if sequences.automaton is None else sequences.automaton[source]
+    forked = Sequences(tokens, sequences.length[source], sequences.finished[source], logprobs, block_table, states)
     potential = state.log_potential
     return update_running(
         dataclasses.replace(

@@ -121,7 +121,7 @@ DECODINGS = [
 
 def drafted(program: Any, params: PairParams, state: Any) -> tuple[Any, Any]:
     """Returns the drafts of the next step and the logits that it takes for q, which come back processed."""
-    distribution = distribution_of(state, rows=program.rows, truncates=False)
+    distribution = distribution_of(state, rows=program.rows, features=program.features)
     if program.speculation.tree is not None:
         return speculation.propose_tree(program, params, state, distribution)[1:]
     return speculation.propose(program, params, state, distribution, keep_logits=True)[1:]

@@ -21,6 +21,7 @@ from smcjax.decoding import speculation
 from smcjax.decoding.adjustments import Adjustments
 from smcjax.decoding.distribution import SamplingDistribution, distribution_of
 from smcjax.decoding.ngram import NGram
+from smcjax.decoding.program import Feature
 from smcjax.decoding.proposer import Proposer
 from smcjax.model import ModelConfig
 from smcjax.rejection import Rejection
@@ -32,6 +33,7 @@ from tests.smc.reference import language_model
 DRAFT_AFTER = language_model(PAIR.draft, PAIR.params.draft, MAX_MODEL_LEN)
 ASK = Ask((1, 2, 1), max_tokens=4)
 MISTAKE = "control"
+ADJUSTED: frozenset[Feature] = frozenset({"adjustments"})
 DECODINGS: list[tuple[Rejection, Proposer | ModelConfig]] = [
     (Rejection(gamma=3), PAIR.draft),
     (Rejection(gamma=3, draft_temperature=1.5), PAIR.draft),
@@ -121,7 +123,7 @@ def texts(state: Any, rows: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("decoding", "draft"), DECODINGS, ids=lambda one: str(one)[:40])
 def test_rejection_keeps_the_adjusted_law(decoding: Rejection, draft: Proposer | ModelConfig) -> None:
     """By enumeration: each token's log-probability, and χ² of 4,096 answers; the plain law is far from both."""
-    program = program_of(decoding, 2, draft)
+    program = program_of(decoding, 2, draft, features=ADJUSTED)
     state, infos = run(program, PAIR.params, states(program, 4096, STRONG), ASK.max_tokens - 1)
     assert not state.running.any()
     assert len(np.unique(infos.accepted[0])) > 1, "rows of one step accept differently"
@@ -142,7 +144,7 @@ def test_control_a_target_that_counts_committed_tokens_alone(
 ) -> None:
     """Negative control: leaving earlier drafts out of the target's laws shows in both."""
     monkeypatch.setattr(SamplingDistribution, "before", lambda *_: None)
-    program = program_of(decoding, 2)
+    program = program_of(decoding, 2, features=ADJUSTED)
     jax.clear_caches()  # of traces made without the mistake
     state, _ = run(program, PAIR.params, states(program, 4096, STRONG), ASK.max_tokens - 1)
     jax.clear_caches()
@@ -154,13 +156,13 @@ def test_control_a_target_that_counts_committed_tokens_alone(
 def test_drafts_are_adjusted_as_the_target_is() -> None:
     """q of every position of a chain, and behind every node of a tree, is the draft model's own law, adjusted."""
     for decoding in (Rejection(gamma=3), Rejection(tree=(-1, 0, 0, 2, 2, 0, 3))):
-        program = program_of(decoding, 2)
+        program = program_of(decoding, 2, features=ADJUSTED)
         state = states(program, 6, STRONG)
         propose = speculation.propose if decoding.tree is None else speculation.propose_tree
         options = {"keep_logits": True} if decoding.tree is None else {}
 
         def drafted(state: Any, program: Any = program, propose: Any = propose, options: Any = options) -> Any:
-            distribution = distribution_of(state, rows=1, truncates=False)
+            distribution = distribution_of(state, rows=1, features=program.features)
             return propose(program, PAIR.params, state, distribution, **options)[1]
 
         drafts = jax.jit(drafted)(state)
@@ -181,7 +183,7 @@ def test_drafts_are_adjusted_as_the_target_is() -> None:
 
 
 def test_the_target_alone_has_the_adjusted_law() -> None:
-    program = autoregressive.Program(Autoregressive(), PAIR.target, None, MAX_MODEL_LEN, page_size=2)
+    program = autoregressive.Program(Autoregressive(), PAIR.target, None, MAX_MODEL_LEN, page_size=2, features=ADJUSTED)
 
     @jax.jit
     def decode() -> Any:

@@ -147,7 +147,7 @@ def test_drafts_are_masked_as_the_target_is() -> None:
         options = {"keep_logits": True} if decoding.tree is None else {}
 
         def drafted(state: Any, program: Any = program, propose: Any = propose, options: Any = options) -> Any:
-            distribution = distribution_of(state, rows=1, truncates=False)
+            distribution = distribution_of(state, rows=1, features=())
             return propose(program, PAIR.params, state, distribution, **options)[1]
 
         state = states(program, 12)

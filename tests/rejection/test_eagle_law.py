@@ -84,7 +84,7 @@ def tables() -> Any:
     return make_tables({0: Automaton(**made)}, 1, V, most_cells=1000, most_states=100)
 
 
-def requests_of(each: int, kinds: tuple[tuple[Wish, bool], ...], adjusts: bool) -> tuple[Any, Any]:
+def requests_of(each: int, kinds: tuple[tuple[Wish, bool], ...]) -> tuple[Any, Any]:
     """`each` prompts and requests of every kind."""
     asks = jax.tree.map(lambda x: jnp.repeat(x, each * len(kinds), axis=0), batch([ASK], V, MAX_MODEL_LEN, width=CHUNK))
     adjustments = jax.tree.map(lambda *x: jnp.concatenate(x), *(wish.of(each) for wish, _ in kinds))
@@ -92,14 +92,14 @@ def requests_of(each: int, kinds: tuple[tuple[Wish, bool], ...], adjusts: bool) 
         asks[1],
         key=jax.random.split(jax.random.key(1), each * len(kinds)),
         automaton=jnp.repeat(jnp.asarray([0 if has_form else -1 for _, has_form in kinds], jnp.int32), each),
-        adjustments=adjustments if adjusts else None,
+        adjustments=adjustments,
     )
 
 
 @functools.cache
-def started(module: Any, program: Any, each: int, kinds: tuple[tuple[Wish, bool], ...], adjusts: bool) -> Any:
+def started(module: Any, program: Any, each: int, kinds: tuple[tuple[Wish, bool], ...]) -> Any:
     """The state with first tokens; the tables are in memory from the beginning."""
-    prompts, requests = requests_of(each, kinds, adjusts)
+    prompts, requests = requests_of(each, kinds)
     create = type(program).create_memory
 
     def with_tables(self: Any, *given: Any) -> Any:
@@ -141,8 +141,8 @@ def excesses(state: Any) -> dict[str, tuple[float, float]]:
 
 
 def decoded(decoding: Rejection) -> tuple[Any, Any]:
-    program = rejection.Program(decoding, TARGET, EAGLE, MAX_MODEL_LEN, 2)
-    state, infos = answered(rejection, program, EACH, tuple(KINDS.values()), True)
+    program = rejection.Program(decoding, TARGET, EAGLE, MAX_MODEL_LEN, 2, features=frozenset({"adjustments"}))
+    state, infos = answered(rejection, program, EACH, tuple(KINDS.values()))
     return jax.tree.map(np.asarray, dataclasses.replace(state, requests=None, memory=None)), infos
 
 
@@ -178,7 +178,7 @@ def test_control_likeliest_drafts_that_are_said_to_be_drawn(
 def test_particles_that_reject_all_that_is_wrong() -> None:
     """SMC at control 1 under a form: the locally masked law, and a weight of the probability that was masked away."""
     program = smc.Program(smc.SMC(n_particles=1, gamma=2, control=1.0), TARGET, EAGLE, MAX_MODEL_LEN, 2)
-    state, _ = answered(smc, program, EACH, (KINDS["form"],), False)
+    state, _ = answered(smc, program, EACH, (KINDS["form"],))
     assert not state.running.any()
     assert not state.failed.any()
     seen, law = texts(state), exact.outcomes(laws_of(*KINDS["form"]), ASK, MAX_MODEL_LEN)

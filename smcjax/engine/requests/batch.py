@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from smcjax.engine.requests.sampling_params import MOST_BIASED
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -20,6 +22,12 @@ class Batch:
     top_p: np.ndarray  # [G] float32
     stops: np.ndarray  # [G, V] bool
     control: np.ndarray  # [G] float32; below 0: the decoder's
+    automaton: np.ndarray  # [G] int32; −1: the request has none
+    repetition: np.ndarray  # [G] float32, as the four that follow a field of `smcjax.decoding.adjustments.Adjustments`
+    frequency: np.ndarray  # [G] float32
+    presence: np.ndarray  # [G] float32
+    biased: np.ndarray  # [G, B] int32; V: no token's
+    bias: np.ndarray  # [G, B] float32
     seed: np.ndarray  # [G] uint32
     present: np.ndarray  # [G] bool
 
@@ -36,6 +44,12 @@ class Batch:
             top_p=np.ones(size, np.float32),
             stops=np.zeros((size, vocab_size), bool),
             control=np.full(size, -1, np.float32),
+            automaton=np.full(size, -1, np.int32),
+            repetition=np.ones(size, np.float32),
+            frequency=np.zeros(size, np.float32),
+            presence=np.zeros(size, np.float32),
+            biased=np.full((size, MOST_BIASED), vocab_size, np.int32),
+            bias=np.zeros((size, MOST_BIASED), np.float32),
             seed=np.zeros(size, np.uint32),
             present=np.zeros(size, bool),
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from smcjax.engine.requests.batch import Batch
-from smcjax.engine.requests.sampling_params import MOST_BIASED, SamplingParams
+from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.plain import is_unicode, short
 from smcjax.structured.automaton import Automata, Automaton
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -183,25 +183,6 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError(f"logit_bias holds {unknown[0]}; ids of this model are 0 to {vocab_size - 1}.")
 
 
-def make_adjustments(requests: Mapping[int, Request], size: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """The fields of `smcjax.decoding.adjustments.Adjustments` for `size` groups, of these requests by their lanes."""
-    fields = {
-        "repetition": np.ones(size, np.float32),
-        "frequency": np.zeros(size, np.float32),
-        "presence": np.zeros(size, np.float32),
-        "biased": np.full((size, MOST_BIASED), vocab_size, np.int32),  # no token's
-        "bias": np.zeros((size, MOST_BIASED), np.float32),
-    }
-    for group, request in requests.items():
-        params, bias = request.params, request.params.logit_bias or {}
-        fields["repetition"][group] = params.repetition_penalty
-        fields["frequency"][group] = params.frequency_penalty
-        fields["presence"][group] = params.presence_penalty
-        fields["biased"][group, : len(bias)] = list(bias)
-        fields["bias"][group, : len(bias)] = list(bias.values())
-    return fields
-
-
 def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int, vocab_size: int) -> Batch:
     """The requests, by their lanes, as arrays for a batch of `size` groups; the others are absent."""
     batch = Batch.empty(size, max_model_len=max_model_len, vocab_size=vocab_size)
@@ -217,6 +198,14 @@ def make_batch(requests: Mapping[int, Request], size: int, *, max_model_len: int
         batch.stops[group, list(request.stop_ids)] = True
         if params.control is not None:
             batch.control[group] = params.control
+        if request.automaton is not None:
+            batch.automaton[group] = 0  # its place in the tables comes with them
+        bias = params.logit_bias or {}
+        batch.repetition[group] = params.repetition_penalty
+        batch.frequency[group] = params.frequency_penalty
+        batch.presence[group] = params.presence_penalty
+        batch.biased[group, : len(bias)] = list(bias)
+        batch.bias[group, : len(bias)] = list(bias.values())
         batch.seed[group] = request.seed
         batch.present[group] = True
     return batch

@@ -15,14 +15,13 @@ from jaxtyping import Array, Bool, Int
 
 from smcjax.decoders import Decoding
 from smcjax.decoding.adjustments import Adjustments
-from smcjax.decoding.constraints import states_behind
+from smcjax.decoding.constraints import PlacedAutomata, with_automata, without_automata
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.scores import Scores, first_scores
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.requests.batch import Batch
-from smcjax.engine.requests.requests import make_adjustments
-from smcjax.engine.run.attached import Attached, Constraints, attach, detach
+from smcjax.engine.requests.sampling_params import MOST_BIASED
 from smcjax.engine.run.constraints import make_tables
 from smcjax.engine.run.lanes import put, take
 from smcjax.engine.run.programs import Job, abstract, step_job
@@ -79,15 +78,10 @@ class BatchJobs:
             dataclasses.asdict(Batch.empty(size, max_model_len=program.max_model_len, vocab_size=vocab_size))
         )
 
-        adjustments: Any = None
-        constraints: Any = None
-        if "adjustments" in program.features:
-            adjustments = abstract(Adjustments(**make_adjustments({}, size, vocab_size)))  # type: ignore[arg-type]
+        extra: tuple[Any, ...] = ()
         if "grammar" in program.features:
-            of_lanes: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
-            of_rows: Any = jax.ShapeDtypeStruct((size * program.rows,), jnp.int32)
-            constraints = Constraints(of_lanes, of_rows, abstract(make_tables({}, size, vocab_size)))
-        extra = (Attached(adjustments, constraints),) if program.features & {"adjustments", "grammar"} else ()
+            places: Any = jax.ShapeDtypeStruct((size,), jnp.int32)
+            extra = (PlacedAutomata(places, abstract(make_tables({}, size, vocab_size))),)
 
         jobs: dict[Any, Job] = {}
         for reading in self.readings:
@@ -107,18 +101,11 @@ class BatchJobs:
             stored = jax.ShapeDtypeStruct((count, pages_of(length, self.program.page_size)), jnp.int32)
             arguments = (params, state, cached, lanes, lanes, lanes, stored, *extra)
             plain[program, size, count, length, "prefill"] = Job(self._prefill(program, length), (1, 2), arguments)
-        if constraints is not None:
-            plain[size, "walk"] = Job(self._walk, (), (state, constraints.automaton, constraints.tables))
         jobs |= {key: self._job(job) for key, job in plain.items()}
         return {key: job._replace(identity=(self.program, self.spread, size, key)) for key, job in jobs.items()}
 
     def _job(self, job: Job) -> Job:
         return job if self.spread is None else self.spread.job(job)
-
-    def _walk(self, state: Any, automaton: jax.Array, tables: Any) -> jax.Array:
-        """The states of all rows' automata behind the tokens that they have."""
-        none_yet = jnp.zeros_like(state.sequences.length)
-        return states_behind(attach(state, Attached(constraints=Constraints(automaton, none_yet, tables))))
 
     def moving(self, old_size: int, size: int) -> dict[Any, Job]:
         """The program that moves groups from `old_size` lanes into a batch of `size`, by the key it is called by."""
@@ -137,7 +124,11 @@ class BatchJobs:
     def _empty(self, memory: Any, size: int) -> Any:
         """Makes a state without groups."""
         vocab_size = self.program.target.vocab_size
-        requests = Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0)
+        requests = dataclasses.replace(
+            Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0),
+            adjustments=Adjustments.none(size, MOST_BIASED, vocab_size),
+            automaton=jnp.full(size, -1, jnp.int32),
+        )
         nobody = jnp.zeros(size, bool)
         return self.program.begin(memory, jnp.zeros((size, 1), jnp.int32), requests, nobody)
 
@@ -150,14 +141,14 @@ class BatchJobs:
         lanes = jnp.where(present, jnp.arange(size), size)
         return put(state, lanes, dataclasses.replace(joined, running=jnp.zeros_like(present)))
 
-    def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array, Any]]:
-        def step(params: Any, state: Any, *attached: Attached) -> tuple[Any, Any, jax.Array, Any]:
-            state, info = program.step(params, attach(state, *attached))
-            return detach(state), info, state.memory.pool.num_free, state.sequences.automaton
+    def _step(self, program: Any) -> Callable[..., tuple[Any, Any, jax.Array]]:
+        def step(params: Any, state: Any, automata: PlacedAutomata | None = None) -> tuple[Any, Any, jax.Array]:
+            state, info = program.step(params, with_automata(state, automata))
+            return without_automata(state), info, state.memory.pool.num_free
 
         return step
 
-    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport, Any]]:
+    def _prefill(self, program: Any, chunk: int) -> Callable[..., tuple[Any, PrefillReport]]:
         def prefill(
             params: Any,
             state: Any,
@@ -166,9 +157,9 @@ class BatchJobs:
             start_at: jax.Array,
             cached: jax.Array,
             slots: jax.Array,
-            *attached: Attached,
-        ) -> tuple[Any, PrefillReport, Any]:
-            given = attach(state, *attached)
+            automata: PlacedAutomata | None = None,
+        ) -> tuple[Any, PrefillReport]:
+            given = with_automata(state, automata)
             groups = take(given, lanes)
             size, dtype = state.running.shape[0], state.memory.target.keys[0].dtype
             hidden = jnp.zeros((lanes.shape[0], program.target.hidden_size), dtype)
@@ -186,9 +177,7 @@ class BatchJobs:
             tokens = groups.sequences.tokens.reshape(lanes.shape[0], -1, groups.sequences.tokens.shape[1])
             first = jnp.take_along_axis(tokens, prompt_length[:, None, None], axis=2)[:, :, 0]
             report = PrefillReport(first, ends & ~groups.running, scores, prompt)
-            constraints = given.sequences.automaton is not None
-            given = put(detach(given, constraints=not constraints), lanes, detach(groups, constraints=not constraints))
-            return (detach(given), cache), report, given.sequences.automaton
+            return (without_automata(put(given, lanes, groups)), cache), report
 
         return prefill
 
@@ -222,6 +211,9 @@ def stepping(program: Any, reading: Decoding | None = None) -> Any:
 
 def requests_of(arrays: dict[str, jax.Array]) -> Requests:
     """Makes a decoder's requests of a `Batch`, given as a dictionary of its arrays. Traced."""
-    fields = [field.name for field in dataclasses.fields(Requests) if field.name in arrays]
+
+    def fields(kind: type) -> dict[str, jax.Array]:
+        return {field.name: arrays[field.name] for field in dataclasses.fields(kind) if field.name in arrays}
+
     keys = jax.vmap(key_of)(arrays["seed"])
-    return Requests(**{name: arrays[name] for name in fields}, key=keys)
+    return Requests(**fields(Requests), key=keys, adjustments=Adjustments(**fields(Adjustments)))

@@ -21,14 +21,13 @@ import jax
 import numpy as np
 
 from smcjax.decoders import Decoding
-from smcjax.decoding.adjustments import Adjustments
+from smcjax.decoding.constraints import PlacedAutomata
 from smcjax.decoding.decoder import Decoder
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.sequences import Population
 from smcjax.device import on_cpu
 from smcjax.engine.requests.batch import Batch
-from smcjax.engine.requests.requests import Request, make_adjustments
-from smcjax.engine.run.attached import Attached, Constraints
+from smcjax.engine.requests.requests import Request
 from smcjax.engine.run.constraints import AutomatonPlaces
 from smcjax.engine.run.jobs import BatchJobs, PrefillReport, pages_of, stepping
 from smcjax.engine.run.programs import Job, Programs, Progress, delete
@@ -36,6 +35,7 @@ from smcjax.engine.run.settings import own_settings
 from smcjax.engine.run.spread import Spread
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.kv import TRASH
+from smcjax.structured.automaton import Automaton
 
 PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 # … of several prompts at once on a CPU, where a chunk costs what its padding costs: 16 short prompts read in chunks of
@@ -88,9 +88,8 @@ class Runner:
         self._memory: Any = None
         self.state: Any = None
         self.cached: Any = None  # [S] the pages that cache slots keep
-        self._adjustments: Any = None  # of the requests in the lanes, for programs that adjust
-        self._adjusted: tuple[Any, ...] = ()  # whose these are: lanes of the batch, and who is where
-        self._constraints: Constraints | None = None  # of the requests in the lanes, for programs that constrain
+        self._automata: PlacedAutomata | None = None  # of the requests in the lanes, for programs that know of forms
+        self._constrained: tuple[int, dict[int, Automaton]] | None = None  # whose these are: lanes, and who is where
         self._places = AutomatonPlaces(decoder.target.vocab_size)
         self.chunks = self._chunk_lengths()
         self._new_memory_compiled = jax.jit(lambda: self._new_memory())
@@ -147,10 +146,10 @@ class Runner:
     def discard(self) -> None:
         """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
         # While all of it can be found, should this be interrupted.
-        delete((self._memory, self.state, self.cached, self._adjustments, self._constraints))
+        delete((self._memory, self.state, self.cached, self._automata))
         self._memory, self.state, self.cached, self.size = None, None, None, 0
-        self._adjustments, self._adjusted = None, ()
-        self._constraints, self._places = None, AutomatonPlaces(self.program.target.vocab_size)
+        self._automata, self._constrained = None, None
+        self._places = AutomatonPlaces(self.program.target.vocab_size)
 
     def close(self) -> None:
         """Deletes weights and KV from the device, whoever else still refers to them."""
@@ -192,36 +191,23 @@ class Runner:
         arrays, prefix = self._put((dataclasses.asdict(batch), slots))
         self.state = self.programs[self.size, "join"](self.state, self.cached, arrays, prefix)
 
-    def adjust(self, requests: Mapping[int, Request]) -> None:
-        """Sends the adjustments of the requests in all lanes, by lane, where others are there than the last time."""
-        whose = (self.size, *((lane, request.request_id) for lane, request in requests.items()))
-        if whose != self._adjusted:
-            adjustments = make_adjustments(requests, self.size, self.program.target.vocab_size)
-            self._adjustments = self._put(Adjustments(**adjustments))  # type: ignore[arg-type]
-            self._adjusted = whose
-
     @own_settings()
-    def constrain(self, requests: Mapping[int, Request], *, moved: bool) -> None:
-        """Sends the automata of the requests in all lanes, by lane, and walks them along what rows have, where `moved`.
-
-        Else the same requests are in the same lanes as the last time.
-        """
-        if not moved and self._constraints is not None:
-            return
+    def constrain(self, requests: Mapping[int, Request]) -> None:
+        """Sends the automata of the requests in all lanes, by lane, where others are there than the last time."""
         wanted = {lane: request.automaton for lane, request in requests.items() if request.automaton is not None}
-        index, tables = self._places.place(wanted, self.size)
-        sent = self._put((index, tables))
-        old = self._constraints
-        tables = sent[1] if tables is not None or old is None else old.tables
-        states = self.programs[self.size, "walk"](self.state, sent[0], tables)
-        self._constraints = Constraints(sent[0], states, tables)
+        if self._constrained == (self.size, wanted):
+            return
+        places, tables = self._places.place(wanted, self.size)
+        if tables is None:
+            assert self._automata is not None
+            self._automata = dataclasses.replace(self._automata, place=self._put(places))
+        else:
+            self._automata = self._put(PlacedAutomata(places, tables))  # type: ignore[arg-type]
+        self._constrained = self.size, wanted
 
-    def _extra(self, program: Any) -> tuple[Any, ...]:
-        """The last arguments of a program that reads more than the others."""
-        if not program.features & {"adjustments", "grammar"}:
-            return ()
-        adjustments = self._adjustments if "adjustments" in program.features else None
-        return (Attached(adjustments, self._constraints if "grammar" in program.features else None),)
+    def _extra(self, program: Any) -> tuple[PlacedAutomata, ...]:
+        """The last argument of a program that knows of forms."""
+        return (self._automata,) if "grammar" in program.features and self._automata is not None else ()
 
     def _computed(self, key: Hashable, *arguments: Any) -> Any:
         """The results of a program that runs models, in which devices wait for each other where there are several."""
@@ -229,12 +215,6 @@ class Runner:
         if self.spread is None:
             return program(self.params, *arguments)
         return self.spread.launch(program, self.params, *arguments)
-
-    def _walked(self, states: Any) -> None:
-        """Keeps the states of automata after a program, None from one that knows of none."""
-        if states is not None:
-            assert self._constraints is not None
-            self._constraints = dataclasses.replace(self._constraints, states=states)
 
     def prefill(self, program: Any, chunks: Sequence[Chunk]) -> PrefillReport:
         """Reads the next chunks of some lanes' prompts; starts groups whose prompt ends. Reports in order of `chunks`.
@@ -253,8 +233,7 @@ class Runner:
         key = program, self.size, count, length, "prefill"
         asked = self._put((lanes, start_at, cached, slots))
         extra = self._extra(program)
-        (self.state, self.cached), first, states = self._computed(key, self.state, self.cached, *asked, *extra)
-        self._walked(states)
+        (self.state, self.cached), first = self._computed(key, self.state, self.cached, *asked, *extra)
         return first
 
     def step(self, program: Any, reading: Decoding | None = None) -> tuple[Any, jax.Array]:
@@ -263,8 +242,7 @@ class Runner:
         `reading` is one of `readings`; None: the program's own.
         """
         key = stepping(program, reading), self.size, "step"
-        self.state, info, free, states = self._computed(key, self.state, *self._extra(program))
-        self._walked(states)
+        self.state, info, free = self._computed(key, self.state, *self._extra(program))
         return info, free
 
     def leave(self, lane: int) -> tuple[Population, jax.Array]:

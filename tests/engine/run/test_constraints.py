@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from smcjax import LLM, Autoregressive, Rejection, SamplingParams
+from smcjax.engine.requests.requests import Request
 from smcjax.engine.run.constraints import AutomatonPlaces
 from smcjax.engine.schedule.scheduler import Schedule
 from smcjax.structured import automaton
@@ -103,6 +105,19 @@ def test_every_answer_has_its_form(name: str, request: pytest.FixtureRequest) ->
         assert all(has_form(NUMBER, output.outputs[0].text) for output in outputs[4::5]), "control: without a form"
 
 
+def walked(request: Request, answer: np.ndarray) -> int:
+    """The state of a request's automaton behind these tokens, −1 for none, by its definition."""
+    automaton, state = request.automaton, 0
+    if automaton is None:
+        return -1
+    for place, token in enumerate(answer):
+        left = request.limit - len(request.token_ids) - place
+        state = int(automaton.following[state, automaton.classes[token]])
+        if token in request.stop_ids or state < 0 or automaton.reach[state] >= left:
+            return -1
+    return state
+
+
 def test_states_follow_ancestors_lanes_and_preempted_requests(llm: LLM) -> None:
     """After every step the states are those of walking along each row anew; who begins again gives the same answer."""
     engine, runner = llm.engine, llm.engine.runner
@@ -113,13 +128,14 @@ def test_states_follow_ancestors_lanes_and_preempted_requests(llm: LLM) -> None:
         engine.add_request(request)
         outputs |= {output.request_id: output for output in engine.step()}
     while engine.busy:
-        constraints = runner._constraints
-        if constraints is not None and any(group.request.automaton for group in engine._scheduler.groups):
-            walked = runner.programs[runner.size, "walk"](runner.state, constraints.automaton, constraints.tables)
-            running = np.repeat(np.asarray(runner.state.running), 4)
-            np.testing.assert_array_equal(np.asarray(walked)[running], np.asarray(constraints.states)[running])
-            states = np.asarray(constraints.states).reshape(runner.size, -1)
-            forked += int((np.ptp(states, axis=1) > 0).any())
+        rows = jax.tree.map(np.asarray, runner.state.sequences)
+        for group in engine._scheduler.groups:
+            own = slice(group.lane * 4, group.lane * 4 + 4)
+            begin = len(group.request.token_ids)
+            answers = [tokens[begin:end] for tokens, end in zip(rows.tokens[own], rows.length[own], strict=True)]
+            if runner.state.running[group.lane]:
+                assert rows.automaton[own].tolist() == [walked(group.request, answer) for answer in answers]
+                forked += int(np.ptp(rows.automaton[own]) > 0)
         if len(engine._scheduler.groups) > 2 and not preempted and engine._scheduler.groups[-1].cycles > 1:
             preempted = True
             engine._enqueue(Schedule(engine._scheduler._size, preempted=[engine._scheduler._preempt()]))
