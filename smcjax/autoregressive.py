@@ -44,7 +44,7 @@ def start(program: TargetProgram, params: PairParams, state: State, last_hidden:
 def step(program: TargetProgram, params: PairParams, state: State) -> tuple[State, Info]:
     """Advances every running request by one token."""
     config, ran = program.target, state.running
-    state, _ = reserve(state, width=1, page_size=program.page_size)  # nobody shares the page that is written
+    state, _ = reserve(state, width=1, page_size=program.page_size)  # no other row shares the page that is written
     position = state.sequences.length - 1
     tokens = state.sequences.token_at(position)[:, None]
     view = view_of(state, tokens, position[:, None], None, width=1, page_size=program.page_size)

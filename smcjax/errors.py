@@ -8,7 +8,7 @@ class CheckpointError(ValueError):
 
 
 class RequestsLost(RuntimeError):
-    """Requests that were in flight when a step failed, which ends them all; to whoever waits for these."""
+    """Requests that were in flight when a step failed, which ends them all; raised to the callers that wait."""
 
     def __init__(self, names: Collection[str]) -> None:
         which = f"request {next(iter(names))} is" if len(names) == 1 else f"requests {', '.join(sorted(names))} are"

@@ -39,7 +39,7 @@ def names_unknown[K: type](kind: K) -> K:
 def use_plain_numbers(options: Any) -> None:
     """Replaces NumPy's scalars in the fields of a frozen dataclass by Python's: np.int64(8) is as good as 8."""
     numpy = sys.modules.get("numpy")
-    if numpy is None:  # where nobody has imported it, there are none
+    if numpy is None:  # where it has not been imported, there are none
         return
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -1,6 +1,6 @@
 """`smcjax bench engine`: what the engine costs beside the cycles that it runs, on random weights.
 
-The same requests twice, in steady state (all prompts read, nobody ended): once through `Engine.step`, which schedules,
+The same requests twice, in steady state (all prompts read, none ended): once through `Engine.step`, which schedules,
 enqueues, reads results and follows every request; once as *bare* cycles, enqueued one after the other and never read.
 
     idle = 1 − bare/engine      the share of the engine's time in which the device has nothing to do
@@ -97,7 +97,7 @@ def _start(engine: Engine, models: Models, load: Load, seed: int) -> float:
 
 
 def _bare(engine: Engine, cycles: int) -> float:
-    """Seconds of cycles that nobody reads."""
+    """Seconds of cycles whose results the host does not read."""
     runner = engine.runner
     began = time.perf_counter()
     for _ in range(cycles):

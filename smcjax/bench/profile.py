@@ -26,8 +26,8 @@ import smcjax
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
 from smcjax.engine.engine import Engine
 from smcjax.engine.llm import LLM
+from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.fingerprints import fingerprints
-from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
 from smcjax.engine.requests.requests import Prompt
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.run.memory import buckets
@@ -127,7 +127,7 @@ class Profiler:
         try:
             # Said in the profile, as an engine by a profile reads as it says.
             usual = functools.partial(
-                usual_reading,
+                default_sparse_mode,
                 models=self._base.models,
                 page_size=models.get("page_size"),
                 implementation=self._base._implementation,
@@ -136,7 +136,9 @@ class Profiler:
             self._max_model_len = self._longest(models.get("max_model_len"))
             own: dict[str, Any] = {name: models.get(name) for name in ("page_size", "num_pages")}
             if own["page_size"] is None:  # one for all, as readings that take turns have
-                own["page_size"] = usual_page_size(self.plan.strategies, self._base.models, self._base._implementation)
+                own["page_size"] = default_page_size(
+                    self.plan.strategies, self._base.models, self._base._implementation
+                )
         except BaseException:
             self._base.close()
             raise

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     decoding = settled(args, decoding, [params])
     with LLM(args.model, decoding=decoding, max_num_seqs=1, **one_shot_arguments(args)) as llm:
         _, output = answer(llm, prompt, params)
-    assert output is not None  # nobody has stopped it
+    assert output is not None  # only an abort would leave none
     if output.error is not None:
         print(f"smcjax: error: {output.error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ class _Use(enum.Enum):
 
 class _State:
     use = _Use.END
-    pipe: int | None = None  # what the listening thread hears by; None: nobody listens, Python's own handling holds
+    pipe: int | None = None  # what the listening thread hears by; None: no thread listens, Python's own handling holds
     stopped = threading.Event()  # the answer's end has been asked for
     marked = threading.Event()  # the listener has come as far as the mark
     ending = threading.Lock()
@@ -96,7 +96,7 @@ def _listen(heard: int) -> None:
 
 
 def _end() -> None:
-    """The word, unless nobody can be told it now, and the end. Whoever comes second leaves it to the first."""
+    """Says the word, unless standard error is closed, and ends. A second call leaves it to the first."""
     if not _State.ending.acquire(blocking=False):
         return
     with contextlib.suppress(OSError):

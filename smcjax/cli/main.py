@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = _flush() or failed  # here, where a reader that has gone away is still our business
     if failed is None:
         return code
-    if not isinstance(failed, BrokenPipeError):  # whose reader has gone: nobody is left to tell
+    if not isinstance(failed, BrokenPipeError):  # whose reader has gone: no message would be read
         print(f"smcjax: error: {_worded(failed, args)}", file=sys.stderr)
     return 2 if refuses(failed) else 1
 

@@ -267,7 +267,7 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
 
 
 def shows_progress(args: argparse.Namespace) -> bool:
-    """True where somebody watches standard error: bars redraw themselves, and a file would keep every state."""
+    """True where standard error is watched: bars redraw themselves, and a file would keep every state."""
     return sys.stderr.isatty() and not getattr(args, "quiet", False)
 
 
@@ -371,7 +371,7 @@ def settled(args: argparse.Namespace, decoding: Choice, params: Sequence[Samplin
 def one_shot_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM` for a command that ends by itself.
 
-    Where nobody watches, programs are compiled when they are first needed: compiling all at the start shows a bar.
+    Where standard error is not watched, programs are compiled when they are first needed, without a bar.
     """
     return {**llm_arguments(args), "compile_at_start": None if shows_progress(args) else False}
 

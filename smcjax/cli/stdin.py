@@ -1,4 +1,4 @@
-"""Prompts from standard input, from a file, and line by line from whoever converses."""
+"""Prompts from standard input, from a file, and line by line in a conversation."""
 
 from __future__ import annotations
 

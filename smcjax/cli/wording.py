@@ -3,7 +3,7 @@
     power is 2 and the draft …; use decoding=Rejection(), or lower draft_temperature
     --power is 2 and the draft …; use --decoding rejection, or lower --draft-temperature
 
-A name with an underscore is nobody's English and is replaced wherever it stands; `power` or `order` are words too, and
+A name with an underscore is no English word and is replaced wherever it stands; `power` or `order` are words too, and
 are replaced where a sentence treats them as arguments: first in it, with a value, or in what it says to do.
 """
 

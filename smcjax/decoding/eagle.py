@@ -201,7 +201,7 @@ class Eagle:
         return cache.layers[0]["features"][pages, positions % cache.page_size, 0]
 
     def _write(self, params: EagleParams, cache: KVCache, view: BatchView, first: Int[Array, " R"]) -> KVCache:
-        """The cache with the view's entries from each row's position `first` on; that of position 0 nobody sees."""
+        """The cache with the view's entries from each row's position `first` on; no query sees that of position 0."""
         features = self._features(cache, view.block_table, view.positions - 1)
         pages = jnp.where(view.positions >= first[:, None], view.write_pages, TRASH)
         view = dataclasses.replace(view, write_pages=pages)

@@ -22,8 +22,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from smcjax.engine.arguments import check_range
-from smcjax.engine.claims import Claim
 from smcjax.engine.llm import LLM
+from smcjax.engine.request_handle import RequestHandle
 from smcjax.engine.requests.requests import Prompt, Request, params_for_each
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.engine.results.outputs import StreamChunk
@@ -57,7 +57,7 @@ class AsyncLLM:
         self._thread: threading.Thread | None = None  # there while there is anything to do
         self._closed = self._draining = False
         self._named = named  # requests with a name of their caller's, by it
-        self._unwanted = unwanted  # requests that are to end, though somebody reads them
+        self._unwanted = unwanted  # requests to be aborted that still have a reader
 
     @property
     def closed(self) -> bool:
@@ -247,7 +247,7 @@ class AsyncLLM:
                     self._news.append((inbox, chunks))
                 if chunks and chunks[-1].finished:
                     engine.forget(name)
-                elif not engine.follows(name):  # left by its reader, or gone with somebody else's step that failed
+                elif not engine.follows(name):  # left by its reader, or ended by a failed step of another caller
                     self._news.append((inbox, RequestsLost({name})))
                 else:
                     continue
@@ -265,8 +265,8 @@ class AsyncLLM:
         for loop, its in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_take, its)
-            except RuntimeError:  # the loop is closed: nobody reads there any more
-                self.llm._give_up([inbox.request.request_id for inbox, _ in its])
+            except RuntimeError:  # the loop is closed: it has no readers any more
+                self.llm._cancel([inbox.request.request_id for inbox, _ in its])
 
     def _take_in(self) -> None:
         """Hands requests that have come to the engine. The caller has the `_turn`."""
@@ -283,7 +283,7 @@ class AsyncLLM:
     def _end_all(self, error: BaseException) -> None:
         while self._inboxes:
             name, inbox = self._inboxes.popitem()
-            self.llm._give_up([name])  # should the engine still have it
+            self.llm._cancel([name])  # should the engine still have it
             inbox.put(_told(error, name))
 
 
@@ -311,11 +311,11 @@ class _Inbox:
         if isinstance(item, Exception):
             raise item
         if not item:
-            self._queue.put_nowait([])  # for whoever else waits
+            self._queue.put_nowait([])  # for other readers that wait
         return item
 
 
-class ChunkStream(Claim, AsyncIterator[StreamChunk]):
+class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
     """The stream of one request; `AsyncLLM.generate` makes it."""
 
     def __init__(self, served: AsyncLLM, request: Request, name: str | None) -> None:
@@ -384,19 +384,19 @@ class ChunkStream(Claim, AsyncIterator[StreamChunk]):
     async def aclose(self) -> None:
         """Ends the stream, for others that wait for a chunk too. Waits for nothing."""
         self._ready.clear()
-        self.give_up()
+        self.cancel()
         if self._inbox is not None:
             self._inbox.put([])
 
-    def give_up(self) -> None:
-        """Notes that nobody reads any more."""
+    def cancel(self) -> None:
+        """Notes that the reader has left."""
         if self.held:
             self._served._unwanted.discard(self._request.request_id)
             if self._name is not None:
                 self._served._named.pop(self._name, None)
             if self._inbox is not None:
                 self._inbox.left = True  # should it not have been taken in yet
-        super().give_up()
+        super().cancel()
 
 
 def _take(news: Sequence[tuple[_Inbox, list[StreamChunk] | RequestsLost]]) -> None:

@@ -24,6 +24,7 @@ from smcjax.decoders import Decoding
 from smcjax.decoding.program import Feature
 from smcjax.device import on_cpu
 from smcjax.engine.requests.requests import Request, make_batch
+from smcjax.engine.reset_on_error import reset_on_error
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
 from smcjax.engine.results.results import Times, aborted_in_the_queue, assemble
 from smcjax.engine.results.running import Running
@@ -38,7 +39,6 @@ from smcjax.engine.schedule.clock import Clock
 from smcjax.engine.schedule.page_budget import Footprint, Mark
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import Group, Schedule, Scheduler
-from smcjax.engine.whole import whole
 from smcjax.planner import Switch
 from smcjax.tokenizer.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ class Engine:
             optimistic=optimistic,
         )
         self._lag = int(not on_cpu() if overlap is None else overlap)
-        self.torn = False
+        self.dirty = False
         self._clock = Clock()
         self._arrivals: dict[str, float] = {}  # of all that have not ended, by that clock
         self._running: dict[str, Running] = {}
@@ -135,7 +135,7 @@ class Engine:
         scheduler = self._scheduler
         return [r.request_id for r in (*scheduler.waiting, *(group.request for group in scheduler.groups))]
 
-    @whole
+    @reset_on_error
     def add_request(self, request: Request, *, stream: bool = False, arrived: float | None = None) -> None:
         """Queues a checked request; `stream` asks for its text as it becomes certain (`chunks`).
 
@@ -146,7 +146,7 @@ class Engine:
         if stream:
             self._streams[request.request_id] = []
 
-    @whole
+    @reset_on_error
     def abort(self, request_id: str) -> None:
         """Ends a request at once; its output, with finish_reason "abort", comes with the next step.
 
@@ -185,7 +185,7 @@ class Engine:
         return request_id in self._arrivals
 
     def forget(self, request_id: str) -> None:
-        """Drops the stream of a request that nobody reads any more."""
+        """Drops the stream of a request whose reader has left."""
         self._streams.pop(request_id, None)
 
     def metrics(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Engine:
         with contextlib.ExitStack() as stack:
             self._compile(self._scheduler.sizes, self.runner.program, shown(stack, use_tqdm))
 
-    @whole
+    @reset_on_error
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestOutput]:
         """Runs one round: schedule, enqueue, collect. Returns the outputs of requests that have ended.
 
@@ -235,7 +235,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets all requests and the device's state."""
-        self.torn = True
+        self.dirty = True
         self._scheduler.clear()
         self._arrivals.clear()
         self._running.clear()
@@ -244,7 +244,7 @@ class Engine:
         self._reported.clear()
         self._outputs.clear()
         self.runner.discard()
-        self.torn = False
+        self.dirty = False
 
     def close(self) -> None:
         """Forgets everything and deletes it from the device, weights included. Nothing can be called after that."""
@@ -254,7 +254,7 @@ class Engine:
 
     def _settle(self) -> None:
         """Ends a clean-up that was interrupted."""
-        if self.torn:
+        if self.dirty:
             self.reset()
 
     # Enqueue.
@@ -470,7 +470,7 @@ class Engine:
             chunk = running.news(kind, value)
             if chunk is not None:
                 self._streams[name].append(chunk)
-        if running.times.ended:  # what was under way when it left is part of its population; nobody reads on
+        if running.times.ended:  # what was under way when it left is part of its population; its stream has ended
             return
         if kind == "first" and not running.times.first_seen:
             running.times.first_seen = self._clock.at()

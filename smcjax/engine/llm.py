@@ -27,12 +27,12 @@ from smcjax.engine.arguments import (
     check_share,
     compiles_at_start,
 )
-from smcjax.engine.claims import Chunks, Claim
 from smcjax.engine.engine import Engine
 from smcjax.engine.intake import Intake
+from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import (
     DECODERS,
-    USUAL_PAGE_SIZE,
+    DEFAULT_PAGE_SIZE,
     Models,
     load_models,
     make_decoder,
@@ -41,7 +41,7 @@ from smcjax.engine.load.loading import (
     scores_bytes,
 )
 from smcjax.engine.load.planned import Planned
-from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
+from smcjax.engine.request_handle import Chunks, RequestHandle
 from smcjax.engine.requests.requests import (
     Prompt,
     Request,
@@ -50,11 +50,11 @@ from smcjax.engine.requests.requests import (
 )
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from smcjax.engine.results.outputs import RequestOutput, StreamChunk
+from smcjax.engine.run.fair_lock import FairRLock, require_own_process
 from smcjax.engine.run.memory import Budget, choose_num_pages, memory_of_each, require_devices
 from smcjax.engine.run.programs import Programs, delete, enable_compilation_cache
 from smcjax.engine.run.runner import Runner
 from smcjax.engine.run.settings import require_settings
-from smcjax.engine.run.turnstile import Turnstile, require_own_process
 from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.errors import RequestsLost
 from smcjax.model.parallel import bytes_on_one, devices_of_host, two_devices
@@ -263,8 +263,8 @@ class LLM:
         self._making = threading.Lock()  # held while the LLM beside this one is made
         self._engine: Engine | None = None
         self._awaited: dict[str, RequestOutput | None] = {}  # by `generate`; None: not yet there
-        self._turn = Turnstile()  # of the engine, which one thread may use at a time
-        self._given_up: deque[str] = deque()  # requests that nobody waits for any more
+        self._turn = FairRLock()  # of the engine, which one thread may use at a time
+        self._cancelled: deque[str] = deque()  # requests whose callers have left
         self._implementation: Literal["auto", "xla"] = implementation
         self._owns_models = share is None
         # What answers the rest has memory of its own, by its rows.
@@ -281,7 +281,7 @@ class LLM:
         }
         self.max_num_seqs = max_num_seqs
         # Blocks that pages of 16 would cut are cut by 128 as well.
-        checked_size = USUAL_PAGE_SIZE if page_size is None else page_size
+        checked_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
         if share is not None:
             self.models: Models = models_for(self.decoding, share.models, checked_size)
         else:
@@ -309,11 +309,11 @@ class LLM:
                 loaded = dataclasses.replace(self.models, apart=apart)
                 self.models = prepared_models(loaded, quantization, draft_quantization, implementation)
             if self._planned is None:
-                self.decoding = usual_reading(self.decoding, self.models, page_size, implementation)
+                self.decoding = default_sparse_mode(self.decoding, self.models, page_size, implementation)
             else:
                 self._planned.check(self.models)
             self._readings = (self.decoding,) if self._planned is None else self._planned.readings
-            usual = usual_page_size(self._readings, self.models, implementation)
+            usual = default_page_size(self._readings, self.models, implementation)
             self.page_size = usual if page_size is None else page_size
             self._footprint = Footprint.of(self.decoding, self.page_size)
             self.tokenizer = self.models.tokenizer
@@ -486,7 +486,7 @@ class LLM:
         """Counters since construction, and the state of the KV pages."""
         with self._turn:
             engine = self.engine
-            self._let_go()
+            self._abort_cancelled()
             counts = engine.metrics()
         if self._beside is None:
             return counts
@@ -498,7 +498,7 @@ class LLM:
 
         Closing again does nothing, but for what an interruption has left to do.
         """
-        self._closed = True  # first, so that nobody else begins anything
+        self._closed = True  # first, so that no other thread begins anything
         if self._beside is not None:
             self._beside.close()
         with self._turn:
@@ -584,7 +584,7 @@ class LLM:
         from tqdm import tqdm  # a tenth of what the package takes to be imported
 
         ids = [request.request_id for request in requests]
-        claim = Claim(self, ids)
+        handle = RequestHandle(self, ids)
         try:
             with self._turn:
                 engine = self.engine
@@ -599,39 +599,39 @@ class LLM:
                             self._advance_for(self.engine, missing)
                     bar.update(sum(self._awaited[request_id] is not None for request_id in missing))
             return [output for request_id in ids if (output := self._awaited[request_id]) is not None]
-        finally:  # also of an interruption, after which nobody waits for them
-            claim.close()
+        finally:  # also after an interruption, when the caller has left
+            handle.close()
 
     def _advance(self, engine: Engine, meanwhile: Callable[[], None] | None = None) -> None:
-        """Steps everything in flight and keeps the outputs that somebody awaits. The caller has the `_turn`.
+        """Steps everything in flight and keeps the outputs that callers await. The caller has the `_turn`.
 
         `meanwhile`: see `Engine.step`.
         """
-        self._let_go()
+        self._abort_cancelled()
         for output in engine.step(meanwhile):
             if output.request_id in self._awaited:
                 self._awaited[output.request_id] = output
 
     def _advance_for(self, engine: Engine, awaited: set[str]) -> None:
-        """Steps for whoever awaits these requests. Raises RequestsLost if an error has ended some of them."""
+        """Steps for the caller that awaits these requests. Raises RequestsLost if an error has ended some of them."""
         lost = {request_id for request_id in awaited if not engine.holds(request_id)}
         if lost:
             raise RequestsLost(lost)
         self._advance(engine)
 
-    def _give_up(self, request_ids: Iterable[str]) -> None:
-        """Notes that nobody waits for these any more. At any time, and in any thread."""
-        self._given_up.extend(request_ids)
+    def _cancel(self, request_ids: Iterable[str]) -> None:
+        """Notes that these requests' caller has left. At any time, and in any thread."""
+        self._cancelled.extend(request_ids)
 
-    def _let_go(self) -> None:
-        """Aborts requests that nobody waits for any more. The caller has the `_turn`, and no step is in progress."""
-        while self._given_up:
-            request_id = self._given_up[0]
+    def _abort_cancelled(self) -> None:
+        """Aborts requests whose callers have left. The caller has the `_turn`, and no step is in progress."""
+        while self._cancelled:
+            request_id = self._cancelled[0]
             self._awaited.pop(request_id, None)
             if not self._closed and self._engine is not None:
                 self._engine.abort(request_id)
                 self._engine.forget(request_id)
-            self._given_up.popleft()  # last: what is interrupted before is done again
+            self._cancelled.popleft()  # last: what is interrupted before is done again
 
 
 def _check_shares(share: LLM, **of_models: object) -> None:

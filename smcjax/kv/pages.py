@@ -58,7 +58,7 @@ def allocate(pool: PagePool, needed: Bool[Array, "*shape"]) -> tuple[PagePool, I
     """Pops one page, with reference count 1, for every true entry; the others get `TRASH`.
 
     The caller guarantees enough free pages (admission accounts for the worst case). Were there too few, the last
-    entries would get `TRASH`: their KV would be lost, nobody else's damaged.
+    entries would get `TRASH`: their KV would be lost, no other row's damaged.
     """
     pages, left = _pop(pool, needed.reshape(-1))
     return PagePool(_counted(pool.refcount, pages, 1), pool.free, left), pages.reshape(needed.shape)
@@ -130,7 +130,7 @@ def keep_until(
 
 
 def fan_out(pool: PagePool, block_table: Int[Array, "R M"], offspring: Int[Array, " R"]) -> PagePool:
-    """The pool after row r of the table has become `offspring[r]` rows: 0 where nobody descends from it."""
+    """The pool after row r of the table has become `offspring[r]` rows: 0 where no row descends from it."""
     return _adjust(pool, block_table, jnp.broadcast_to(offspring[:, None] - 1, block_table.shape))
 
 

@@ -1,7 +1,7 @@
 """GGUF metadata, read into `ModelConfig`, and the weights of the file, rows in the order of Hugging Face's.
 
 The architectures of `smcjax.model.families` are read. As in `smcjax.model.hf_config`, what the decoder does not compute
-is refused by name, and so is a key of the architecture that nobody here knows, unless its value says "off".
+is refused by name, and so is a key of the architecture that this package does not know, unless its value says "off".
 """
 
 from __future__ import annotations

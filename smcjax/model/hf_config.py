@@ -1,7 +1,7 @@
 """Hugging Face's config.json, read into `ModelConfig` (written: `smcjax.model.export`).
 
 The model classes of `smcjax.model.families` are read, with the defaults that transformers gives an absent key. What a
-config asks for and the decoder does not compute is refused by name, and so is a key that nobody here knows
+config asks for and the decoder does not compute is refused by name, and so is a key that no reader here asks for
 (`smcjax.model.hf_keys`).
 """
 

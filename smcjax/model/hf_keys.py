@@ -1,6 +1,6 @@
 """Typed access to Hugging Face's config.json, and what families read of it alike: rotary embedding, local layers.
 
-A key that nobody asks for is refused, unless its value says "off" (null, false, 0, empty): a later variant may hide
+A key that no reader asks for is refused, unless its value says "off" (null, false, 0, empty): a later variant may hide
 behind it. Keys that cannot change the logits (`_HARMLESS`) are ignored.
 """
 

@@ -55,7 +55,7 @@ class Kernel[**P, R]:
         arch: the architecture it is made for, as `Device.arch` names it.
         run: computes the operation for arguments that `supports` accepts.
         supports: true for arguments that `run` computes exactly as the reference means it: a list of what is known
-            to work, so that what nobody thought of is refused.
+            to work, so that shapes which its tests do not cover are refused.
     """
 
     arch: str

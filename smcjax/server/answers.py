@@ -177,7 +177,7 @@ class Answers:
         }
 
     def _smc(self, *outputs: RequestOutput) -> dict[str, Any]:
-        """{"smc": …} with the decoder and the populations, or {} where nobody asked and no other decoder answers.
+        """{"smc": …} with the decoder and the populations, or {} where neither was asked for.
 
         One population stands there itself, several in a list "choices".
         """

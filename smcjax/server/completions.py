@@ -52,6 +52,6 @@ class CompletionShapes(Shapes):
             **told.prompt_field(prompt),
         }
         told.length = length
-        if tokens is not None:  # nobody else asks where a token's text begins
+        if tokens is not None:  # only log-probabilities need to know where a token's text begins
             told.tokens_end += sum(length_of(token, told.texts) for token in chunk.token_ids)
         return [piece]

@@ -23,7 +23,7 @@ class Record:
         self._news = asyncio.Event()
 
     def add(self, event: dict[str, Any]) -> None:
-        """Adds an event, which whoever follows reads."""
+        """Adds an event, which all followers read."""
         text = dumps(event)
         self.events.append(text)
         self.bytes += len(text)

@@ -8,7 +8,7 @@ attended to token by token; a window of the last w positions stands beside.
 
 In pages a compressed token lies in the page of its *last* position. Who shares that page shares all before it, so the
 page's number says what it holds. A forward writes keys and values, then the compressed tokens born by them, then
-attends. A rejected draft's compressed tokens end beyond the sequence, where nobody sees them before they are written
+attends. A rejected draft's compressed tokens end beyond the sequence, where no query sees them before they are written
 anew.
 """
 
@@ -169,7 +169,7 @@ class NSA(Bearing, Routing):
     def entries_without_pages(self, projection: Projection) -> Entries[jax.Array]:
         """The tokens' own keys and values, S = T, and the compressed tokens that are born among them.
 
-        Tokens stand at positions 0 … T − 1. Without any compressed token there is one that nobody sees.
+        Tokens stand at positions 0 … T − 1. Without any compressed token there is one that no query sees.
         """
         arrays, stride, parts = self._new_arrays(projection), self.kernel_stride, self.kernel_size // self.kernel_stride
         rows, length = projection.qkv.shape[:2]
@@ -307,7 +307,7 @@ class NSA(Bearing, Routing):
         """The layer's scratch with the new nodes, and with the compressed tokens that they bear.
 
         A node at the last position of a compressed token bears it, of committed positions and of its path. Another
-        node's number in scratch is nobody's.
+        node's number in scratch belongs to no node.
         """
         scratch = view.put(scratch, self._new_arrays(projection))
         starts = view.positions - (self.kernel_size - 1)

@@ -23,7 +23,7 @@ class Empty(Refusal):
 
 
 class TooLarge(Refusal):
-    """An automaton has too many states or cells; the message lacks the mend, which whoever catches it adds."""
+    """An automaton has too many states or cells; the message lacks the mend, which the handler adds."""
 
 
 def minimal(table: Any, accepts: Any, most_states: int) -> tuple[Any, Any]:

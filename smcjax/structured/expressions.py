@@ -247,7 +247,7 @@ class _Reader:
         return without(ALL, tuple(ranges)) if excludes else tuple(ranges)
 
     def _named(self, name: str, excluded: bool) -> Ranges:
-        """The characters of \\d, \\w, \\s and what excludes them; of a schema's, those that nobody takes otherwise."""
+        """The characters of \\d, \\w, \\s and what excludes them; of a schema's, those that all dialects agree on."""
         plain = name.removeprefix("NOT_")
         excluded ^= (plain != name) ^ self._excludes
         ranges = _ASCII[plain] if self._ecma and not excluded else _unicode(plain)

@@ -274,7 +274,7 @@ class _Story:
         return 30 if self.random() < 0.6 else 150
 
     def most(self) -> int:
-        """The largest factor; none where the value is so large that nobody would multiply it in the head."""
+        """The largest factor; none where the value is too large for mental arithmetic."""
         return MAX_VALUE // self.value if self.value <= 150 else 0
 
     def change(self, family: str, op: str, low: int, high: int, special: dict[int, str] | None = None) -> None:

@@ -145,7 +145,7 @@ class Renderer:
                     os.close(pipe.fileno())
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        """The reply to a request. A process that somebody else has ended meanwhile is replaced."""
+        """The reply to a request. A process that was ended from outside is replaced."""
         for fresh in (self._process is None, True):
             try:
                 process = self._started()

@@ -66,7 +66,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # tokenizers raises bare Exception; pyo3 makes a panic a BaseException of a class that nobody can import.
+        # tokenizers raises bare Exception; pyo3 makes a panic a BaseException of a class that cannot be imported.
         if type(error) is Exception or is_panic(error):
             raise ValueError(f"the tokenizer fails on this input ({shortened(error, 120)}); change it") from None
         raise
@@ -228,6 +228,6 @@ def _without_panic_messages() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             held.seek(0)
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # its reader has gone
                 while not panicked and (part := held.read(MIB)):
                     os.write(2, part)

@@ -50,7 +50,7 @@ def finished_nodes(trace: TraceFile) -> np.ndarray:
     """[C+1, N] bool: sequences known to have ended by then.
 
     Every cycle says who had ended after it. Of those before the first, only descendants tell: a row that has ended and
-    was not advanced by the cycle had ended before; a pipelined decoder's first cycle advances nobody. And the request
+    was not advanced by the cycle had ended before; a pipelined decoder's first cycle advances no row. And the request
     is over: unless it failed, what still has weight at the end has ended, be it by a stop string.
     """
     cycles, n = trace.ancestors.shape

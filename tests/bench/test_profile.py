@@ -86,7 +86,7 @@ def test_measuring(pair: Pair) -> None:
 def test_all_strategies_have_pages_of_one_size(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody says how large they are: what is usual for all of them, and what the profile says."""
     asked = []
-    monkeypatch.setattr(profile, "usual_page_size", lambda decodings, *_: asked.append(decodings) or 8)
+    monkeypatch.setattr(profile, "default_page_size", lambda decodings, *_: asked.append(decodings) or 8)
     seen = []
 
     def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:
@@ -133,7 +133,9 @@ def test_the_commit_is_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_strategies_read_as_an_engine_would(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody says how: the profile says it of each, as engines by load read as it says."""
     merged = SparseVerification("merged", 2)
-    monkeypatch.setattr(profile, "usual_reading", lambda decoding, **_: dataclasses.replace(decoding, sparse=merged))
+    monkeypatch.setattr(
+        profile, "default_sparse_mode", lambda decoding, **_: dataclasses.replace(decoding, sparse=merged)
+    )
     read = []
 
     def measured(profiler: Profiler, name: str, decoding: Any, prompts: Any) -> Measured:

@@ -80,13 +80,13 @@ def test_news_wake_each_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     inboxes = [loops[at].run_until_complete(inbox(name)) for name, at in zip("abcd", (0, 1, 0, 2), strict=True)]
     loops[2].close()
-    given_up: list[str] = []
+    cancelled: list[str] = []
     news: Any = [(one, [one.request.request_id]) for one in inboxes]
-    served: Any = SimpleNamespace(llm=SimpleNamespace(_give_up=given_up.extend), _news=news)
+    served: Any = SimpleNamespace(llm=SimpleNamespace(_cancel=cancelled.extend), _news=news)
     AsyncLLM._hand_out(served)
     AsyncLLM._hand_out(served)  # what has been handed out is gone
     assert woken == loops
-    assert given_up == ["d"]
+    assert cancelled == ["d"]
     assert [one.loop.run_until_complete(one.get()) for one in inboxes[:3]] == [["a"], ["b"], ["c"]]
     for loop in loops:
         loop.close()

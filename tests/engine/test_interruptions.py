@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from smcjax import LLM, SamplingParams
-from smcjax.engine import engine, llm, whole
+from smcjax.engine import engine, llm, reset_on_error
 from smcjax.engine.run import programs, runner
 from smcjax.engine.schedule import page_budget, prefix_cache, scheduler
 from smcjax.errors import RequestsLost
@@ -67,7 +67,7 @@ class Strikes:
 
     def __enter__(self) -> Strikes:
         self.codes = {code for module in MODULES for code in codes(module)}
-        self.codes |= {code for code in whole.whole.__code__.co_consts if isinstance(code, CodeType)}
+        self.codes |= {code for code in reset_on_error.reset_on_error.__code__.co_consts if isinstance(code, CodeType)}
         sys.monitoring.use_tool_id(TOOL, "strikes")
         sys.monitoring.register_callback(TOOL, sys.monitoring.events.LINE, self._line)
         for code in self.codes:
@@ -111,7 +111,7 @@ def assert_nothing_held(llm: LLM) -> None:
     assert metrics["num_running"] == metrics["num_waiting"] == 0
     while engine.busy:  # outputs of what was given up
         engine.step()
-    assert not any((engine._arrivals, engine._running, engine._streams, engine._reported, llm._awaited, llm._given_up))
+    assert not any((engine._arrivals, engine._running, engine._streams, engine._reported, llm._awaited, llm._cancelled))
     taken = np.asarray(engine.runner.state.sequences.block_table)
     assert not taken.any()
 
@@ -204,7 +204,7 @@ def test_a_second_one_at_any_line_of_the_clean_up(ready: LLM, lines: list[Line])
         "self.state, info, free",
         "(self.state, self.cached), first",
         "population, self.state",
-        "self.torn = False",
+        "self.dirty = False",
     )
     places = [line for line in lines if linecache.getline(*line).lstrip().startswith(names)]
     assert len(places) >= 5

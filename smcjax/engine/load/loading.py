@@ -45,7 +45,7 @@ from smcjax.sparse.scratch import kept_scores_bytes
 from smcjax.sparse.verification import SparseVerification
 from smcjax.tokenizer.tokenizer import Tokenizer
 
-USUAL_PAGE_SIZE = 16  # tokens
+DEFAULT_PAGE_SIZE = 16  # tokens
 
 DECODERS: dict[type[Decoding], type[Decoder[Any, Any, Any]]] = {
     SMC: SMCDecoder,
@@ -59,7 +59,7 @@ def make_decoder(
     target: ModelConfig,
     draft: Proposer | ModelConfig | None,
     max_model_len: int,
-    page_size: int = USUAL_PAGE_SIZE,
+    page_size: int = DEFAULT_PAGE_SIZE,
     implementation: str = "auto",
     *,
     apart: bool = False,

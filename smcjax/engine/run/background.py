@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from typing import Any
 
+from smcjax.engine.run.fair_lock import start_thread
 from smcjax.engine.run.runner import Runner
-from smcjax.engine.run.turnstile import start_thread
 
 
 class Abandoned(Exception):

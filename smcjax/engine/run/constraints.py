@@ -1,7 +1,7 @@
 """The automata of the requests in flight, on the device beside the batch: places in tables of a fixed size.
 
 A batch of `size` lanes has room for as many automata, so that no request ever waits for a place. An automaton that
-several requests share has one; it stays while nobody needs its place.
+several requests share has one; it stays until another automaton needs its place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Groups of a running batch, by their lanes: taken out, put in, moved to a batch of another size.
 
 A *lane* is a group's place in a decoder's state: entry g of its [G, …] arrays and entries g·N … g·N + N − 1 of its
-[R, …] arrays, R = G·N. Memory (KV and pages) belongs to nobody's lane and passes through untouched, so a group that
+[R, …] arrays, R = G·N. Memory (KV and pages) belongs to no lane and passes through untouched, so a group that
 changes its lane moves integers only. All functions are traced; a lane of G or beyond stands for none.
 """
 

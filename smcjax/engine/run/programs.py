@@ -199,7 +199,7 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
                 made[number][name] = built.result()
                 if progress is not None:
                     progress(len(missing) - len(todo) - len(building), len(missing))
-    finally:  # after an interruption nobody waits for what XLA is at
+    finally:  # after an interruption: does not wait for what XLA is at
         pool.shutdown(wait=False, cancel_futures=True)
     scratch = {
         number: _require_memory(wanted[number].what, made[number].values(), wanted[number].programs.workspace_bytes)
@@ -322,7 +322,7 @@ def step_job(
 
 
 def delete(arrays: Any) -> None:
-    """Frees the arrays' memory, whoever else still refers to them."""
+    """Frees the arrays' memory, even where other references to them remain."""
     for leaf in jax.tree.leaves(arrays):
         if not leaf.is_deleted():
             leaf.delete()

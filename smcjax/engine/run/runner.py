@@ -144,7 +144,7 @@ class Runner:
         return int(free) + int(np.sum((cached != TRASH) & (counts[cached] == 1)))
 
     def discard(self) -> None:
-        """Forgets the batch and deletes its memory, whoever else still refers to it: what follows gets new memory."""
+        """Forgets the batch and deletes its memory, other references or not: what follows gets new memory."""
         # While all of it can be found, should this be interrupted.
         delete((self._memory, self.state, self.cached, self._automata))
         self._memory, self.state, self.cached, self.size = None, None, None, 0
@@ -152,7 +152,7 @@ class Runner:
         self._places = AutomatonPlaces(self.program.target.vocab_size)
 
     def close(self) -> None:
-        """Deletes weights and KV from the device, whoever else still refers to them."""
+        """Deletes weights and KV from the device, even where other references to them remain."""
         self.discard()
         delete(self.params)
         if self._workspaces is not None:
@@ -162,7 +162,7 @@ class Runner:
 
     def resize(self, size: int, sources: Sequence[int]) -> None:
         """A batch of `size` lanes; lane i goes on with what lane `sources[i]` of the old one held, −1: with nothing."""
-        if max(sources) < 0:  # nobody is there
+        if max(sources) < 0:  # no group is there
             self.take_memory()
             self.state = self.programs[size, "empty"](self.memory)
             self._memory = None

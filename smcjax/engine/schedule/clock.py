@@ -1,4 +1,4 @@
-"""The clock by which requests are timed: compiling is nobody's time."""
+"""The clock by which requests are timed: compiling counts for no request."""
 
 from __future__ import annotations
 

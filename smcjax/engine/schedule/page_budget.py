@@ -5,7 +5,7 @@ Every live row is as long as its group's cycles have made it (or, where drafts a
 a cycle of W tokens the host knows the positions that it writes, and with them
 
     need      pages that the cycle can take at most: those it enters, and a copy of the part-filled one for all rows
-              but one (somebody keeps the original, or is finished and takes none)
+              but one (one row keeps the original, or is finished and takes none)
     ceiling   pages that the group can name at most in it and after it: every row on its own behind the shared pages;
               where rows agree between cycles, what they share, and what each of them takes in the cycle
 """

@@ -3,7 +3,7 @@
     key of page i  = digest of (key of page i − 1, the page's tokens)      so equal keys mean equal beginnings
     slot of a key  = where the device keeps the number of the physical page (`smcjax.kv.keep`)
 
-Only full pages are cached: nobody writes them any more. A page that running groups use is *held*; one that nobody
+Only full pages are cached: no row writes them any more. A page that running groups use is *held*; one that no group
 holds stays until its place in memory is wanted, the least recently used first, and the end of a beginning before its
 start, since without its start it could not be found.
 """
@@ -30,7 +30,7 @@ class PrefixCache:
         """Forgets all pages; the counters go on."""
         self._slots: dict[bytes, int] = {}
         self._holders: dict[bytes, int] = {}
-        self._unused: dict[bytes, None] = {}  # held by nobody, in the order in which they are to go
+        self._unused: dict[bytes, None] = {}  # held by no group, in the order in which they are to go
         self._vacant = list(range(self._capacity))[::-1]
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class PrefixCache:
 
     @property
     def unused(self) -> int:
-        """Pages that are cached and held by nobody."""
+        """Pages that are cached and held by no group."""
         return len(self._unused)
 
     def keys(self, token_ids: Sequence[int]) -> list[bytes]:

@@ -14,8 +14,8 @@ it leaves, waits as the first in the queue, and starts again. Nobody is admitted
 ended. The oldest group is never preempted, and alone it always fits, so every request ends.
 
 Full pages of its prompt that are cached it names instead of making them; those that it makes are cached as soon as the
-chunk that fills them is enqueued. A cached page takes one page of memory, whoever uses it. One that nobody uses gives
-way to a request that needs it, so the cache makes nobody wait.
+chunk that fills them is enqueued. A cached page takes one page of memory, however many use it. One that no group uses
+gives way to a request that needs it, so the cache makes no request wait.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Scheduler:
         return min(ceiling, group.request.worst_case_pages) - len(group.held)
 
     def _spare(self, groups: Iterable[Group]) -> int:
-        """Pages that are left at least when these groups, and nobody else, have been through the next cycle.
+        """Pages that are left at least when these groups, and no others, have been through the next cycle.
 
         A result of 0 or more says that they suffice, not by how much. Those that only the cache keeps are not among
         them. Groups that are not in their lanes yet count with all that they take until then.
@@ -226,7 +226,7 @@ class Scheduler:
         groups = list(groups)
         joining = sum(self._ceiling(group, 0) for group in groups if group.lane < 0)
         by_report = self.free.at_least - joining - sum(self._need(group) for group in groups)
-        if by_report >= 0:  # as most of the time: nobody asks by how much they suffice
+        if by_report >= 0:  # as most of the time: by how much they suffice does not matter
             return by_report
         by_ceiling = self._pages - len(self.cache) - sum(self._ceiling(group, group.cycles + 1) for group in groups)
         return max(by_report, by_ceiling)

@@ -7,7 +7,7 @@
     pages[page, slot] = k, v                    in place
 
 One block serves one new token, or one slot of one page to copy. No block waits for another: a copy's slots are not
-those that this forward writes, and nobody writes the slots that a copy reads (`smcjax.kv.pages.make_room`).
+those that this forward writes, and no warp writes the slots that a copy reads (`smcjax.kv.pages.make_room`).
 """
 
 from __future__ import annotations

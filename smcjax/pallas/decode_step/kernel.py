@@ -230,7 +230,7 @@ class _Body:
         def tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             t, arrived = carry
             slot = lax.rem(t, shape.ring)
-            # While a stage begins nobody waits for the ring to fill, but for small loads, which a queue delays.
+            # While a stage begins no warp waits for the ring to fill, but for small loads, which a queue delays.
             late = i >= shape.ring
             if site != "head":
                 late &= jnp.bool_(site == "from_residual") & (half == 1)

@@ -124,7 +124,7 @@ def make_tables(
     _, rows, columns = positions.shape
 
     def each(x: jax.Array) -> jax.Array:
-        """[K, R, …] to [K, R, T, …]: what is drawn after all but a row's last token nobody reads."""
+        """[K, R, …] to [K, R, T, …]: what is drawn after all but a row's last token is not read."""
         return jnp.repeat(x[:, :, None], columns, axis=2)
 
     def by_token(x: jax.Array) -> jax.Array:

@@ -49,7 +49,7 @@ WORD = 32  # ids to a word of flags
 NARROW = 8  # ids that are drawn from at once
 RING = 160 * 1024  # bytes
 LEAST_ROWS = 33  # fewer are drawn from as soon by XLA
-MOST_ROWS = 256  # and of more nobody has timed it (docs/kernels.md)
+MOST_ROWS = 256  # more have not been timed (docs/kernels.md)
 MOST_PADDING = 32  # rows; with more of them XLA is the faster
 REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
 

@@ -27,7 +27,7 @@ _MARK = "smcjax.policy"
 
 
 def load_to_leave(source: Ref, target: Ref, barrier: Ref, *, interpret: bool) -> None:
-    """`plgpu.copy_gmem_to_smem` of what nobody reads again soon: its lines leave the L2 first."""
+    """`plgpu.copy_gmem_to_smem` of what is not read again soon: its lines leave the L2 first."""
     plgpu.copy_gmem_to_smem(source, target, barrier)
     _last_copy("evict_first", interpret=interpret)
 

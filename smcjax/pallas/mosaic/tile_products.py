@@ -1,9 +1,9 @@
 """Products of a matrix's rows with eight vectors by the tensor core, for programs of single threads (`threads.py`).
 
 A warp takes 16 rows, a tile, and 32 columns at a time, a chunk. A lane loads eight neighbouring columns of two rows and
-has the same columns of one vector, so it waits for nobody; where rows wait in shared memory, for more to be under way
-than registers hold, it reads what it has copied itself. The instruction's order of columns is not theirs in memory,
-which does not matter to a sum that both factors have in the same order.
+has the same columns of one vector, so no thread waits for another; where rows wait in shared memory, so that more are
+under way than registers hold, it reads what it has copied itself. The instruction's order of columns is not theirs in
+memory, which does not matter to a sum that both factors have in the same order.
 
 Vectors are f32, and each is multiplied as two of bfloat16, its rounding and the rest's (`thread_tiles.split_pair`):
 products count its first 16 bits, and are added up in f32.

@@ -185,7 +185,7 @@ def attend(
         head = segment.of_set
 
         def look_up(chunk: jax.Array) -> list[jax.Array]:
-            # Not asking how many tasks there are: behind the last, unit 0 may be read, and nobody sees it.
+            # Not asking how many tasks there are: behind the last, unit 0 may be read, and its result is not stored.
             at = chunk * per
             return [of.unit[segment.group, segment.of_set, lax.min(at + j, last)] for j in range(per)]
 

@@ -10,26 +10,26 @@ from typing import Concatenate, Protocol
 class Resettable(Protocol):
     """An object whose state several statements change together."""
 
-    torn: bool  # a change has begun and not ended
+    dirty: bool  # a change has begun and not ended
 
     def reset(self) -> None:
-        """Gives the state up, also one that an earlier reset has given up in part, and clears `torn` last."""
+        """Gives the state up, also one that an earlier reset has given up in part, and clears `dirty` last."""
 
 
-def whole[S: Resettable, **P, T](method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def reset_on_error[S: Resettable, **P, T](method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """The method, after which the object is as it should be, or reset, whatever raises within.
 
-    An interruption that strikes while the object is being reset leaves it `torn`; the next call resets it first.
+    An interruption that strikes while the object is being reset leaves it `dirty`; the next call resets it first.
     """
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.torn:
+        if self.dirty:
             self.reset()
-        self.torn = True
+        self.dirty = True
         try:
             result = method(self, *args, **kwargs)
-            self.torn = False
+            self.dirty = False
         except BaseException:
             self.reset()
             raise

@@ -1,4 +1,4 @@
-"""Requests that somebody waits for, and what becomes of them once nobody does."""
+"""Requests that a caller waits for, and what becomes of them once it has left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smcjax.engine.results.outputs import StreamChunk
 
 
 class Served(Protocol):
-    """Names the parts of an `LLM` that a claim needs; its own methods say more."""
+    """Names the parts of an `LLM` that a request handle needs; its own methods say more."""
 
     @property
     def _turn(self) -> AbstractContextManager[Any, Any]: ...
@@ -20,15 +20,15 @@ class Served(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    def _give_up(self, request_ids: Sequence[str]) -> None: ...
+    def _cancel(self, request_ids: Sequence[str]) -> None: ...
 
-    def _let_go(self) -> None: ...
+    def _abort_cancelled(self) -> None: ...
 
     def _advance_for(self, engine: Engine, awaited: set[str]) -> None: ...
 
 
-class Claim:
-    """Requests that somebody waits for. Closed, or left by whoever had it, it aborts those that have not ended."""
+class RequestHandle:
+    """Requests that a caller waits for. Closed, or garbage-collected, it aborts those that have not ended."""
 
     held = False
 
@@ -39,21 +39,21 @@ class Claim:
     def close(self) -> None:
         """Aborts the requests that have not ended, once it has the turn."""
         if self.held:
-            self.give_up()
+            self.cancel()
             with self._llm._turn:
-                self._llm._let_go()
+                self._llm._abort_cancelled()
 
-    def give_up(self) -> None:
-        """Notes, without waiting for the turn, that nobody waits: who has it next aborts the requests."""
+    def cancel(self) -> None:
+        """Notes, without waiting for the lock, that the caller has left: the next step aborts the requests."""
         if self.held:
-            self._llm._give_up(self._request_ids)
+            self._llm._cancel(self._request_ids)
             self.held = False
 
     def __del__(self) -> None:
-        self.give_up()  # collected at any time, in the middle of a step too
+        self.cancel()  # collected at any time, in the middle of a step too
 
 
-class Chunks(Claim, Iterator[StreamChunk]):
+class Chunks(RequestHandle, Iterator[StreamChunk]):
     """The stream of one request."""
 
     def __init__(self, llm: Served, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Sparse targets where nobody says how they are read: in groups by kernels, and in pages that these want."""
+"""How sparse targets are read by default: in groups by kernels, and in the pages that these want."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from smcjax.decoders import Decoding
-from smcjax.engine.load.loading import USUAL_PAGE_SIZE, Models, check_pages
+from smcjax.engine.load.loading import DEFAULT_PAGE_SIZE, Models, check_pages
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.sparse.groups import reads_by_kernels
 from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
@@ -15,10 +15,10 @@ from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
 KERNEL_PAGE_SIZE = 128  # with the eight compressed tokens by which kernels of groups find them
 
 
-def usual_reading(decoding: Decoding, models: Models, page_size: int | None, implementation: str) -> Decoding:
-    """The decoder as it reads a sparse target where nobody says how: in groups if kernels can, to the same result.
+def default_sparse_mode(decoding: Decoding, models: Models, page_size: int | None, implementation: str) -> Decoding:
+    """The decoder as it reads a sparse target by default: in groups if kernels can, to the same result.
 
-    With `page_size` None pages are those that `usual_page_size` says for such groups.
+    With `page_size` None pages are those that `default_page_size` says for such groups.
     """
     target = models.local_target
     kinds: Any = target.selecting.values()
@@ -29,7 +29,7 @@ def usual_reading(decoding: Decoding, models: Models, page_size: int | None, imp
     grouped: Decoding = dataclasses.replace(
         kind_of_decoder, sparse=SparseVerification("merged", min(queries, KERNEL_GROUP))
     )
-    size = usual_page_size([grouped], models, implementation) if page_size is None else page_size
+    size = default_page_size([grouped], models, implementation) if page_size is None else page_size
     group = grouped.speculation.sparse
     assert group is not None
     with implementations(implementation):
@@ -37,8 +37,8 @@ def usual_reading(decoding: Decoding, models: Models, page_size: int | None, imp
     return grouped if by_kernels else decoding
 
 
-def usual_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:
-    """Tokens of a KV page where nobody says how many: those that kernels of grouped sparse attention want, else 16.
+def default_page_size(decodings: Iterable[Decoding], models: Models, implementation: str) -> int:
+    """Tokens of a KV page by default: those that kernels of grouped sparse attention want, else 16.
 
     One of the `decodings` that reads in groups suffices, since they share their pages. 128 is taken only where it cuts
     no block of either model.
@@ -46,11 +46,11 @@ def usual_page_size(decodings: Iterable[Decoding], models: Models, implementatio
     kinds = (decoding.speculation.sparse for decoding in decodings)
     with implementations(implementation):
         if not uses_kernels() or not any(sparse is not None and sparse.is_grouped for sparse in kinds):
-            return USUAL_PAGE_SIZE
+            return DEFAULT_PAGE_SIZE
     try:
         for config in (models.target, models.draft):
             if config is not None:
                 check_pages(config, KERNEL_PAGE_SIZE)
     except ValueError:
-        return USUAL_PAGE_SIZE
+        return DEFAULT_PAGE_SIZE
     return KERNEL_PAGE_SIZE

@@ -1,8 +1,8 @@
-"""`Turnstile`: a lock that a thread which takes it again and again leaves to those who wait.
+"""A fair re-entrant lock, and how threads that use JAX end with the interpreter.
 
-It also ends what it guards: when the interpreter does, all turnstiles are taken for good, as a thread that is killed
-within XLA aborts the process; and in a fork of the process, in whose copy of JAX everything hangs, none can be had.
-Threads that use JAX behind no turnstile are started by `start_thread`, for the same reason.
+A thread that is killed within XLA aborts the process. So the end of the interpreter takes all fair locks for good and
+waits for the threads of `start_thread`. In a fork of the process, in whose copy of JAX every call hangs, no fair lock
+can be taken.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from _thread import RLock
 from collections.abc import Callable
 from typing import Any
 
-_all: weakref.WeakSet[Turnstile] = weakref.WeakSet()
+_all: weakref.WeakSet[FairRLock] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _used = _forked = False  # whether there has been any, and whether that was in a process that this one is a fork of
 
 
 def require_own_process() -> None:
-    """Raises RuntimeError in a fork of a process in which there was a turnstile, and so an engine."""
+    """Raises RuntimeError in a fork of a process in which there was a fair lock, and so an engine."""
     if _forked:
         raise RuntimeError(
             "this process is a fork of one that has made an LLM, and JAX cannot be used in it; start processes by "
@@ -35,7 +35,7 @@ def _note_fork() -> None:
 
 
 def start_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Starts a daemon thread that uses JAX, in a turn. The interpreter's end waits for it, behind the last turns."""
+    """Starts a daemon thread that uses JAX, under a fair lock. The end of the interpreter waits for it."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     _threads.add(thread)  # at the interpreter's end none can be started
@@ -55,11 +55,11 @@ os.register_at_fork(after_in_child=_note_fork)
 atexit.register(_take_all)
 
 
-class Turnstile(RLock):  # type: ignore[misc]  # final in annotations only
-    """A re-entrant lock for `with`, whose holder comes behind those who wait when it wants the lock again.
+class FairRLock(RLock):  # type: ignore[misc]  # final in annotations only
+    """A re-entrant lock for `with` that goes to threads in turn: its last holder comes behind those that wait.
 
-    One thread at a time stands at the door and waits for the lock, and whoever wants it has to pass there. A plain lock
-    goes to who asks first when it is free, which is nearly always the thread that has just let go of it.
+    One thread at a time stands at the door and waits for the lock, and all others have to pass there. A plain lock goes
+    to who asks first when it is free, which is nearly always the thread that has just let go of it.
     """
 
     def __init__(self) -> None:

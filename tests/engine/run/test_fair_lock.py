@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from smcjax.engine.run.turnstile import Turnstile
+from smcjax.engine.run.fair_lock import FairRLock
 
 
 def test_who_waits_comes_before_who_takes_it_again() -> None:
     """B waits at the door while A, who may take the lock within, holds it, lets go of it and wants it again."""
-    turn, order = Turnstile(), []
+    turn, order = FairRLock(), []
 
     def other() -> None:
         with turn:
@@ -40,7 +40,7 @@ def test_who_waits_comes_before_who_takes_it_again() -> None:
 
 
 def test_an_error_within_lets_go_of_it() -> None:
-    turn, had = Turnstile(), []
+    turn, had = FairRLock(), []
     with pytest.raises(ValueError, match="within"), turn, turn:
         raise ValueError("within")
     thread = threading.Thread(target=lambda: had.append(turn.acquire(timeout=60)))
@@ -51,9 +51,9 @@ def test_an_error_within_lets_go_of_it() -> None:
 
 LATE = """
 import threading, time
-from smcjax.engine.run.turnstile import Turnstile, start_thread
+from smcjax.engine.run.fair_lock import FairRLock, start_thread
 
-turn, begun = Turnstile(), threading.Event()
+turn, begun = FairRLock(), threading.Event()
 
 def late():
     time.sleep(0.3)

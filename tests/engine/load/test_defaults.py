@@ -9,8 +9,8 @@ import pytest
 
 from smcjax import LLM
 from smcjax.decoders import SMC, Autoregressive, Decoding, Rejection
+from smcjax.engine.load.defaults import default_page_size, default_sparse_mode
 from smcjax.engine.load.loading import Models
-from smcjax.engine.load.usual_reading import usual_page_size, usual_reading
 from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.sparse.nsa import NSA
 from smcjax.sparse.verification import SparseVerification
@@ -29,7 +29,7 @@ def models_of(target: ModelConfig, draft: ModelConfig | None = None) -> Models:
 
 
 def usual(*decodings: Decoding, target: ModelConfig, draft: ModelConfig | None = None, by: str = "mosaic") -> int:
-    return usual_page_size(decodings, models_of(target, draft), by)
+    return default_page_size(decodings, models_of(target, draft), by)
 
 
 def test_kernels_of_groups_want_eight_compressed_tokens_a_page() -> None:
@@ -68,7 +68,7 @@ def test_pages_cut_no_block() -> None:
     [(Autoregressive(), 1), (Rejection(4), 5), (Rejection(4, n_candidates=2), 10), (SMC(4, 4), 16)],
 )
 def test_kernels_read_in_groups_that_compute_the_same(decoding: Any, group: int) -> None:
-    found = usual_reading(decoding, models_of(sparse()), None, "mosaic")
+    found = default_sparse_mode(decoding, models_of(sparse()), None, "mosaic")
     assert found == dataclasses.replace(decoding, sparse=SparseVerification("merged", group))
     assert found.speculation.sparse is not None
     assert found.speculation.sparse.precision == "strict"
@@ -88,19 +88,19 @@ def test_kernels_read_in_groups_that_compute_the_same(decoding: Any, group: int)
 )
 def test_without_kernels_nothing_is_grouped(target: ModelConfig, page_size: int | None, implementation: str) -> None:
     decoding = Rejection(4)
-    assert usual_reading(decoding, models_of(target), page_size, implementation) is decoding
+    assert default_sparse_mode(decoding, models_of(target), page_size, implementation) is decoding
 
 
 def test_what_is_asked_for_stays() -> None:
     for asked in (SparseVerification(), SparseVerification(schedule=2), SparseVerification("merged", 2)):
         decoding = Rejection(4, sparse=asked)
-        assert usual_reading(decoding, models_of(sparse()), None, "mosaic") is decoding
+        assert default_sparse_mode(decoding, models_of(sparse()), None, "mosaic") is decoding
 
 
 def test_an_engine_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels would: its decoder and its pages; asked otherwise, it does as it is told."""
-    monkeypatch.setattr("smcjax.engine.load.usual_reading.uses_kernels", lambda: True)
-    monkeypatch.setattr("smcjax.engine.load.usual_reading.reads_by_kernels", lambda *_: True)
+    monkeypatch.setattr("smcjax.engine.load.defaults.uses_kernels", lambda: True)
+    monkeypatch.setattr("smcjax.engine.load.defaults.reads_by_kernels", lambda *_: True)
     fields: dict[str, Any] = {"num_pages": 9, "max_num_seqs": 1, "compile_at_start": False}
     with LLM("recall", draft_model="recall-draft", decoding=Rejection(4), **fields) as llm:
         assert llm.decoding == Rejection(4, sparse=SparseVerification("merged", 5))
