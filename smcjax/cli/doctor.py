@@ -113,7 +113,10 @@ def _installed(distribution: str) -> bool:
 def _kernels() -> Finding:
     from smcjax.pallas import uses_kernels
 
-    return Finding("kernels", "Pallas" if uses_kernels() else "none, plain XLA: the kernels need a Hopper GPU")
+    return Finding(
+        "kernels",
+        "Pallas" if uses_kernels() else "none, plain XLA: the kernels need a Hopper GPU with 132 multiprocessors",
+    )
 
 
 def _donation() -> Finding:

@@ -1,7 +1,7 @@
 """The choice between an operation's kernels and its reference, made where the operation is called and nowhere else.
 
     attention = Op(attention_reference)                       # plain XLA, which takes everything
-    attention.register(Kernel("sm90", attention_mosaic, supports))
+    attention.register(Kernel(is_hopper, attention_mosaic, supports))
     attention(q, keys, values)                                # the first kernel that takes these arguments here
 
 `implementations("xla")` and its like say for a whole trace which kernels come into question. The choice is part of
@@ -41,30 +41,34 @@ def kernel_device() -> Device | None:
     return HOPPER if _chosen.value == "mosaic" else None
 
 
+def is_hopper(device: Device) -> bool:
+    """True for Hopper GPUs with as many multiprocessors as an H100 SXM.
+
+    Kernels have as many blocks, some of which wait for each other: with fewer they would wait for ever.
+    """
+    return device.arch == HOPPER.arch and device.multiprocessors >= HOPPER.multiprocessors
+
+
 def uses_kernels() -> bool:
     """True where the Hopper kernels come into question now."""
     device = kernel_device()
-    return device is not None and device.arch == HOPPER.arch
+    return device is not None and is_hopper(device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel[**P, R]:
-    """One way to compute an operation on one kind of device.
+    """One way to compute an operation on some devices.
 
     Attributes:
-        arch: the architecture it is made for, as `Device.arch` names it.
+        runs_on: true for the devices that it is made for.
         run: computes the operation for arguments that `supports` accepts.
         supports: true for arguments that `run` computes exactly as the reference means it: a list of what is known
             to work, so that shapes which its tests do not cover are refused.
     """
 
-    arch: str
+    runs_on: Callable[[Device], bool]
     run: Callable[P, R]
     supports: Callable[P, bool]
-
-    def runs_on(self, device: Device) -> bool:
-        """True for devices of the kernel's architecture."""
-        return device.arch == self.arch
 
 
 class Op[**P, R]:

@@ -29,7 +29,7 @@ def interpreted() -> Op[Any, Any]:
     found: Op[Any, Any] = Op(gated_sum.reference)
     run: Any = kernel.run
     interpret = plgpu.InterpretGPUParams()
-    found.register(Kernel(kernel.arch, functools.partial(run, interpret=interpret), kernel.supports))
+    found.register(Kernel(kernel.runs_on, functools.partial(run, interpret=interpret), kernel.supports))
     return found
 
 

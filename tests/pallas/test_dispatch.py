@@ -8,7 +8,7 @@ import pytest
 
 from smcjax.device import HOPPER
 from smcjax.pallas import dispatch
-from smcjax.pallas.dispatch import Kernel, Op, implementations
+from smcjax.pallas.dispatch import Kernel, Op, implementations, is_hopper
 
 
 def doubled(x: jax.Array) -> jax.Array:
@@ -18,9 +18,9 @@ def doubled(x: jax.Array) -> jax.Array:
 
 def make_op() -> Op[[jax.Array], jax.Array]:
     op = Op(doubled)
-    op.register(Kernel("sm90", lambda x: 200 * x, lambda x: x.ndim == 1))
-    op.register(Kernel("sm90", lambda x: 300 * x, lambda x: x.ndim <= 2))
-    op.register(Kernel("sm100", lambda x: 400 * x, lambda x: True))
+    op.register(Kernel(is_hopper, lambda x: 200 * x, lambda x: x.ndim == 1))
+    op.register(Kernel(is_hopper, lambda x: 300 * x, lambda x: x.ndim <= 2))
+    op.register(Kernel(lambda device: device.arch == "sm100", lambda x: 400 * x, lambda x: True))
     return op
 
 

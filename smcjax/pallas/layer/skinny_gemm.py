@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from smcjax.matmul import Dense
-from smcjax.pallas.dispatch import Kernel, Op
+from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 from smcjax.pallas.layer.norm import PendingNorm
 from smcjax.pallas.layer.skinny_gemm_tuning import (
     DEPTH,
@@ -372,6 +372,6 @@ def _run(
 
 
 few_row_product = Op(product_reference)
-few_row_product.register(Kernel("sm90", product_mosaic, supports_product))
+few_row_product.register(Kernel(is_hopper, product_mosaic, supports_product))
 few_row_swiglu = Op(swiglu_product_reference)
-few_row_swiglu.register(Kernel("sm90", swiglu_product_mosaic, supports_swiglu_product))
+few_row_swiglu.register(Kernel(is_hopper, swiglu_product_mosaic, supports_swiglu_product))
