@@ -28,6 +28,10 @@ _GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_OLMO = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 Writing = Callable[[gguf.GGUFWriter], Any]
 
@@ -88,7 +92,7 @@ def write_gguf(
     )
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_shard)
     add_architecture(writer, config)
-    modules = {**_MODULES, **(_GEMMA if architecture == "gemma3" else {})}
+    modules = {**_MODULES, **{"gemma3": _GEMMA, "olmo2": _OLMO}.get(architecture, {})}
     for name, values in weights.items():
         if architecture == "gemma3" and "norm" in name:
             values = values + np.float32(1)

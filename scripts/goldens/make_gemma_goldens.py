@@ -1,4 +1,4 @@
-"""Writes the goldens of models with sliding windows, Gemma 3 first, by transformers and torch.
+"""Writes the goldens of Gemma 3, of other models with sliding windows, and of OLMo 2, by transformers and torch.
 
     python scripts/goldens/make_gemma_goldens.py tests/data/gemma [--gguf FILE] [--llama-cpp DIRECTORY]
 
@@ -74,6 +74,10 @@ TINY = {
     ),
     "qwen3-window": make_config(
         "qwen3", use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "olmo2": make_config("olmo2"),
+    "olmo2-one-kv-head": make_config(
+        "olmo2", num_hidden_layers=3, num_key_value_heads=1, head_dim=12, attention_bias=True, tie_word_embeddings=True
     ),
 }
 del TINY["gemma3-new-spelling"]["rope_theta"]

@@ -23,7 +23,7 @@ from smcjax.model.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
-from smcjax.model.params import LayerParams, Params, num_params, param_shapes
+from smcjax.model.params import LayerParams, Params, num_params, param_shapes, qk_norm_widths
 from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
 from smcjax.model.tensor_files import Source, TensorFile, Tensors, refuse_companions, with_scales
 
@@ -69,12 +69,13 @@ def tensor_names(config: ModelConfig, names: Mapping[str, str], norm_offset: flo
         spec = config.layer(i)
         kv = spec.attention.kv_pairs * config.num_kv_heads * d
         qkv, gate_up, o, down = (("q", q), ("k", kv), ("v", kv)), (("gate", f), ("up", f)), ("o", e), ("down", e)
+        of_q, of_k = qk_norm_widths(config, spec)
         return LayerParams(
             attn_norm=norm(i, "attn_norm", e) if spec.pre_norms else None,
             qkv=stack(i, *qkv),
             qkv_bias=stack(i, *qkv, suffix="bias") if spec.qkv_bias else None,
-            q_norm=norm(i, "q_norm", d) if spec.qk_norm else None,
-            k_norm=norm(i, "k_norm", d) if spec.qk_norm else None,
+            q_norm=norm(i, "q_norm", of_q) if spec.qk_norm else None,
+            k_norm=norm(i, "k_norm", of_k) if spec.qk_norm else None,
             o=stack(i, o),
             o_bias=stack(i, o, suffix="bias") if spec.o_bias else None,
             mlp_norm=norm(i, "mlp_norm", e) if spec.pre_norms else None,

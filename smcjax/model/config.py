@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +73,8 @@ class LayerSpec:
         attention: which keys a query sees, and by what its scores are scaled.
         rope: the rotary embedding of queries and keys.
         qkv_bias, o_bias, mlp_bias: whether those products have a bias.
-        qk_norm: whether every head of queries and keys is RMS-normed before it is rotated.
+        qk_norm: queries and keys are RMS-normed before they are rotated: every "head" by itself, or "all" heads of a
+            token as one vector, each number with a weight of its own; None: they are not.
         pre_norms: whether attention and the MLP read the residual RMS-normed, or as it is.
         post_norms: whether attention's and the MLP's outputs are RMS-normed before they are added to the residual.
         activation: of the gated MLP, "silu" or "gelu_tanh".
@@ -84,7 +85,7 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"

@@ -107,6 +107,11 @@ def check_split(config: ModelConfig, size: int, model: str, argument: str, *, in
     """Raises ValueError where `size` devices cannot hold a model together: its name, and that of the argument."""
     if fits(config, size, int8):
         return
+    if _norms_all_heads(config):
+        raise ValueError(
+            f"{argument} is {size} and {model} norms the queries and keys of all heads at once, of which each device "
+            "would have its own only; use 1."
+        )
     fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
     several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
     if fits(config, size):
@@ -128,7 +133,12 @@ def fits(config: ModelConfig, size: int, int8: bool = False) -> bool:
     inputs = (heads * config.head_dim, f)
     # Columns of int8 matrices are stored in an order within each 16.
     whole = not int8 or all(width % COLUMNS or not (width // size) % COLUMNS for width in inputs)
-    return not heads % size and not f % size and (not kv_heads % size or not size % kv_heads) and whole
+    divide = not heads % size and not f % size and (not kv_heads % size or not size % kv_heads)
+    return divide and whole and (size == 1 or not _norms_all_heads(config))
+
+
+def _norms_all_heads(config: ModelConfig) -> bool:
+    return any(spec.qk_norm == "all" for spec in config.layers)
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:

@@ -37,8 +37,8 @@ class LayerParams:
     attn_norm: PreNorm | None  # [E]; or folded into qkv
     qkv: Array  # [(H + 2·C·Hkv)·D, E], C pairs of keys and values (`AttentionKind.kv_pairs`)
     qkv_bias: Array | None  # [(H + 2·C·Hkv)·D]
-    q_norm: Array | None  # [D]
-    k_norm: Array | None  # [D]
+    q_norm: Array | None  # [D], or [H·D] of all heads at once (`LayerSpec.qk_norm`)
+    k_norm: Array | None  # [D], or [Hkv·D]
     o: Array  # [E, H·D]
     o_bias: Array | None  # [E]
     mlp_norm: PreNorm | None  # [E]; or folded into gate_up
@@ -67,6 +67,12 @@ class Params:
         return self.embed if self.lm_head is None else self.lm_head
 
 
+def qk_norm_widths(config: ModelConfig, spec: LayerSpec) -> tuple[int, int]:
+    """How many numbers of a token's queries, and of its keys, are normed as one vector."""
+    heads = (config.num_heads, config.num_kv_heads) if spec.qk_norm == "all" else (1, 1)
+    return heads[0] * config.head_dim, heads[1] * config.head_dim
+
+
 def param_shapes(config: ModelConfig, dtype: Any) -> Params:
     """The pytree of `jax.ShapeDtypeStruct` that `config` calls for."""
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
@@ -79,12 +85,13 @@ def param_shapes(config: ModelConfig, dtype: Any) -> Params:
 
     def layer(spec: LayerSpec) -> LayerParams:
         qkv = (config.num_heads + 2 * spec.attention.kv_pairs * config.num_kv_heads) * d
+        q_norm, k_norm = qk_norm_widths(config, spec)
         return LayerParams(
             attn_norm=norm(e) if spec.pre_norms else None,
             qkv=array(qkv, e),
             qkv_bias=array(qkv) if spec.qkv_bias else None,
-            q_norm=norm(d) if spec.qk_norm else None,
-            k_norm=norm(d) if spec.qk_norm else None,
+            q_norm=norm(q_norm) if spec.qk_norm else None,
+            k_norm=norm(k_norm) if spec.qk_norm else None,
             o=array(e, config.num_heads * d),
             o_bias=array(e) if spec.o_bias else None,
             mlp_norm=norm(e) if spec.pre_norms else None,

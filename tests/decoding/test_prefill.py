@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {"num_heads": 4, "num_kv_heads": 2, "hidden_size": 16},
     "tied": {"tie_embeddings": True},
     "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
+    "qwen3": {"qk_norm": "head"},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "llama3-rope": {"rope": Rope(500.0, RopeScaling(8.0, 1.0, 4.0, 16))},
 }

@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from smcjax import LLM, SMC, Autoregressive, CheckpointError, Rejection, SamplingParams
 from smcjax.engine.load.loading import load_models
+from smcjax.model import LayerSpec
 from tests.checkpoints import GOLDEN, Pair, write_model, write_tokenizer
 
 
@@ -171,6 +173,30 @@ def test_a_draft_made_of_its_target_shares_what_is_kept_alike(
         answer = llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
     with LLM(path, decoding=Autoregressive(), quantization=target, max_model_len=32, max_num_seqs=1) as llm:
         assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids == answer
+
+
+def test_an_olmo_2_pair_answers_as_its_target_alone(tmp_path: Path) -> None:
+    """Greedily by exact rejection; and SMC whose draft is the target's double finds no weight to correct."""
+    layer = LayerSpec(qk_norm="all", pre_norms=False, post_norms=True)
+    olmo: dict[str, Any] = {"layers": (layer,), "float32_norms": True}
+    target, draft, double = (write_model(tmp_path / str(n), 264, seed, **olmo) for n, seed in enumerate((1, 2, 1)))
+
+    def answers(draft_model: str | None, decoding: Any, **sampling: Any) -> list[Any]:
+        sizes = {"max_model_len": 48, "max_num_seqs": 2, "page_size": 4}
+        params = SamplingParams(max_tokens=16, ignore_eos=True, **sampling)
+        with LLM(target, draft_model=draft_model, decoding=decoding, **sizes) as llm:
+            assert llm.models.target.layers == (layer,)
+            return llm.generate(["abc", "tom has"], params, use_tqdm=False)
+
+    def tokens(outputs: list[Any]) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    alone = tokens(answers(None, Autoregressive(), temperature=0))
+    assert all(len(set(answer)) > 2 for answer in alone)
+    assert tokens(answers(draft, Rejection(3), temperature=0)) == alone
+    for draft_model, is_double in ((double, True), (draft, False)):
+        outputs = answers(draft_model, SMC(4, 3, control=0.0), seed=0)
+        assert all((abs(output.smc.log_evidence) < 1e-3) == is_double for output in outputs)
 
 
 def test_layers_that_cannot_be_dropped(pair: Pair) -> None:

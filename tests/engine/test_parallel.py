@@ -76,6 +76,22 @@ def test_what_divides_real_models() -> None:
         check_split(sparse, 3, "the target", "tensor_parallel_size")
 
 
+def test_norms_of_all_heads_are_not_divided() -> None:
+    """Of OLMo 2: a device would take the mean of its own heads. Control: norms of single heads are divided."""
+    layer = LayerSpec(qk_norm="head")
+    config = dataclasses.replace(SHAPES["llama-3.2-1b"], layers=(layer,))
+    check_split(config, 2, "the target", "tensor_parallel_size")
+    config = dataclasses.replace(config, layers=(dataclasses.replace(layer, qk_norm="all"), layer))
+    check_split(config, 1, "the target", "tensor_parallel_size")
+    message = (
+        r"^tensor_parallel_size is 2 and the target norms the queries and keys of all heads at once, of which each "
+        r"device would have its own only; use 1\.$"
+    )
+    for int8 in (False, True):
+        with pytest.raises(ValueError, match=message):
+            check_split(config, 2, "the target", "tensor_parallel_size", int8=int8)
+
+
 def test_what_int8_divides() -> None:
     """48 columns divide evenly by two; 24 are no multiple of the 16 within which int8 columns have an order."""
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], intermediate_size=48)

@@ -14,9 +14,15 @@ import numpy as np
 from safetensors.numpy import save_file
 
 _CODES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-FAMILY = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"}
-
-_MORE_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+FAMILY = {
+    **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"},
+    "olmo2": "Olmo2",
+}
+_USUAL_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = {  # of a layer
+    "gemma3_text": (*_USUAL_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
 
 
 def make_config(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     add("model.norm.weight", e, centre=centre)
     for index in range(config["num_hidden_layers"]):
         at = f"model.layers.{index}."
-        for name in ("input_layernorm", "post_attention_layernorm", *(_MORE_NORMS if gemma else ())):
+        for name in _NORMS.get(family, _USUAL_NORMS):
             add(f"{at}{name}.weight", e, centre=centre)
         for name, rows, columns, biased in (
             ("self_attn.q_proj", h * d, e, qkv_bias),
@@ -85,9 +91,10 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
             add(f"{at}{name}.weight", rows, columns)
             if biased:
                 add(f"{at}{name}.bias", rows)
-        if gemma or family == "qwen3":
-            add(at + "self_attn.q_norm.weight", d, centre=centre)
-            add(at + "self_attn.k_norm.weight", d, centre=centre)
+        if family in ("gemma3_text", "qwen3", "olmo2"):
+            of_q, of_k = (h, hkv) if family == "olmo2" else (1, 1)
+            add(at + "self_attn.q_norm.weight", of_q * d, centre=centre)
+            add(at + "self_attn.k_norm.weight", of_k * d, centre=centre)
     return weights
 
 
@@ -174,7 +181,8 @@ def oracle_logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens
     """Float64 logits [T, V] of one sequence."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     e, _, h, hkv, d = _dimensions(config)
-    eps, length, gemma = config["rms_norm_eps"], len(tokens), config["model_type"] == "gemma3_text"
+    eps, length, family = config["rms_norm_eps"], len(tokens), config["model_type"]
+    gemma, olmo = family == "gemma3_text", family == "olmo2"
 
     def project(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
@@ -187,14 +195,15 @@ def oracle_logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens
     for index, window in enumerate(_windows(config)):
         at = f"model.layers.{index}."
         frequencies = _inverse_frequencies(config, d, window is not None)
-        y = norm(x, at + "input_layernorm")
-        q = project(y, at + "self_attn.q_proj").reshape(length, h, d)
-        k = project(y, at + "self_attn.k_proj").reshape(length, hkv, d)
-        v = project(y, at + "self_attn.v_proj").reshape(length, hkv, d)
+        y = x if olmo else norm(x, at + "input_layernorm")
+        q, k, v = (project(y, f"{at}self_attn.{part}_proj") for part in "qkv")
+        if olmo:
+            q, k = norm(q, at + "self_attn.q_norm"), norm(k, at + "self_attn.k_norm")
+        q, k, v = q.reshape(length, h, d), k.reshape(length, hkv, d), v.reshape(length, hkv, d)
         heads = []
         for head in range(h):
             qh, kh, vh = q[:, head], k[:, head * hkv // h], v[:, head * hkv // h]
-            if gemma or config["model_type"] == "qwen3":
+            if gemma or family == "qwen3":
                 qh, kh = norm(qh, at + "self_attn.q_norm"), norm(kh, at + "self_attn.k_norm")
             width = config["query_pre_attn_scalar"] if gemma else d
             scores = _rotate(qh, frequencies) @ _rotate(kh, frequencies).T / np.sqrt(width)
@@ -204,14 +213,14 @@ def oracle_logits(config: dict[str, Any], weights: dict[str, np.ndarray], tokens
             probabilities = np.exp(scores - scores.max(1, keepdims=True))
             heads.append(probabilities / probabilities.sum(1, keepdims=True) @ vh)
         attended = project(np.concatenate(heads, axis=1), at + "self_attn.o_proj")
-        x = x + (norm(attended, at + "post_attention_layernorm") if gemma else attended)
-        y = norm(x, at + ("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"))
+        x = x + (norm(attended, at + "post_attention_layernorm") if gemma or olmo else attended)
+        y = x if olmo else norm(x, at + ("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"))
         gate, up = project(y, at + "mlp.gate_proj"), project(y, at + "mlp.up_proj")
         if gemma:
             active = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         else:
             active = gate / (1 + np.exp(-gate))
         y = project(active * up, at + "mlp.down_proj")
-        x = x + (norm(y, at + "post_feedforward_layernorm") if gemma else y)
+        x = x + (norm(y, at + "post_feedforward_layernorm") if gemma or olmo else y)
     x = norm(x, "model.norm")
     return x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T

@@ -50,11 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "multi-head": {"num_kv_heads": 8},
     "multi-query": {"num_kv_heads": 1},
     "qwen2-bias": {"layers": (LayerSpec(qkv_bias=True, o_bias=True, mlp_bias=True),)},
-    "qwen3-norms": {"layers": (LayerSpec(qk_norm=True),), "tie_embeddings": True},
+    "qwen3-norms": {"layers": (LayerSpec(qk_norm="head"),), "tie_embeddings": True},
     "gemma": {
         "layers": (
-            LayerSpec(qk_norm=True, post_norms=True, activation="gelu_tanh", attention=SlidingWindow(3)),
-            LayerSpec(qk_norm=True, post_norms=True, activation="gelu_tanh"),
+            LayerSpec(qk_norm="head", post_norms=True, activation="gelu_tanh", attention=SlidingWindow(3)),
+            LayerSpec(qk_norm="head", post_norms=True, activation="gelu_tanh"),
         ),
         "embed_scale": 4.0,
         "tie_embeddings": True,

@@ -10,7 +10,7 @@ from smcjax.model import LayerSpec, Rope, RopeScaling
 from smcjax.model.config import LinearScaling
 from tests.helpers import tiny_config
 
-SPECS = [LayerSpec(), LayerSpec(qk_norm=True), LayerSpec(o_bias=True)]
+SPECS = [LayerSpec(), LayerSpec(qk_norm="head"), LayerSpec(o_bias=True)]
 
 
 @given(st.lists(st.sampled_from(SPECS), min_size=1, max_size=9))

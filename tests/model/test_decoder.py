@@ -139,7 +139,7 @@ def test_a_product_that_lacks_its_norm_is_divided_before_the_activation(activati
 
 def test_norms_in_float32_leave_activations_in_the_models_dtype() -> None:
     """A bfloat16 model whose norms are float32 gives what the float32 model gives, to bfloat16's rounding."""
-    gemma = LayerSpec(SlidingWindow(5), qk_norm=True, post_norms=True, activation="gelu_tanh")
+    gemma = LayerSpec(SlidingWindow(5), qk_norm="head", post_norms=True, activation="gelu_tanh")
     config = tiny_config(11, layers=(gemma,), float32_norms=True, embed_scale=2.0)
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16", "float32"}

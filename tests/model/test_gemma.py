@@ -1,4 +1,4 @@
-"""Gemma 3 and sliding windows against transformers and torch (scripts/goldens/make_gemma_goldens.py)."""
+"""Gemma 3, sliding windows and OLMo 2 against transformers and torch (scripts/goldens/make_gemma_goldens.py)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def assert_loads_alike(path: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
 def test_every_architecture_loads_as_from_safetensors(family: str, tied: bool, tmp_path: Path) -> None:
     changes = {"sliding_window": None} if family == "mistral" else {}
     raw = config_of(family, tie_word_embeddings=tied, **changes)
@@ -128,6 +128,9 @@ def test_a_window_is_of_every_layer(tmp_path: Path) -> None:
     raw = config_of("qwen2")  # of which llama.cpp does not say where a window holds
     path = write_gguf(tmp_path / "c.gguf", raw, random_weights(raw), Kind.F32, of(16))
     assert "qwen2.attention.sliding_window is 16" in refused(path)
+    raw = config_of("olmo2")  # of OLMo 3, whose files name that architecture
+    path = write_gguf(tmp_path / "d.gguf", raw, random_weights(raw), Kind.F32, of(16))
+    assert "olmo2.attention.sliding_window is 16" in refused(path)
 
 
 def test_gemma_3_loads_as_from_safetensors(tmp_path: Path) -> None:

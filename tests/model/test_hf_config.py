@@ -100,7 +100,7 @@ def test_published_configs_of_the_other_families() -> None:
     assert (qwen2.layer(0).qkv_bias, qwen2.layer(0).o_bias, qwen2.layer(0).qk_norm, qwen2.layer(0).rope.theta) == (
         True,
         False,
-        False,
+        None,
         1e6,
     )
     qwen3 = config_from_hf(
@@ -109,11 +109,11 @@ def test_published_configs_of_the_other_families() -> None:
     assert (qwen3.layer(0).qkv_bias, qwen3.layer(0).o_bias, qwen3.layer(0).qk_norm, qwen3.head_dim) == (
         False,
         False,
-        True,
+        "head",
         16,
     )
     mistral = config_from_hf(make_config("mistral", sliding_window=None))
-    assert (mistral.layer(0).qkv_bias, mistral.layer(0).o_bias, mistral.layer(0).qk_norm) == (False, False, False)
+    assert (mistral.layer(0).qkv_bias, mistral.layer(0).o_bias, mistral.layer(0).qk_norm) == (False, False, None)
     assert config_from_hf(make_config("mistral", sliding_window=256)) == mistral  # = max_position_embeddings
     smol = make_config("llama", is_llama_config=True, rope_interleaved=False, **{"transformers.js_config": {"a": 1}})
     assert config_from_hf(smol) == config_from_hf(make_config("llama"))
@@ -137,7 +137,7 @@ def test_old_and_new_spelling_are_the_same_model() -> None:
 @pytest.mark.parametrize("model_type", FAMILY)
 def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 60_000, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 2}
     raw = {"model_type": model_type, "num_attention_heads": 32, **sizes}
     if model_type == "gemma3_text":
         raw["num_hidden_layers"] = sizes["num_hidden_layers"] = 7
@@ -156,11 +156,16 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str) 
         ropes = [theirs.rope_parameters[kind]["rope_theta"] for kind in theirs.layer_types]
         assert [ours.layer(index).rope.theta for index in range(7)] == ropes
         variant = {"layers": ours.layers, "embed_scale": 128**0.5, "float32_norms": True}
+    elif model_type == "olmo2":
+        layer = LayerSpec(
+            rope=Rope(theirs.rope_parameters["rope_theta"]), qk_norm="all", pre_norms=False, post_norms=True
+        )
+        variant = {"layers": (layer,), "float32_norms": True}
     else:
         variant = {
             "rope": Rope(theirs.rope_parameters["rope_theta"]),
             "qkv_bias": model_type == "qwen2",
-            "qk_norm": model_type == "qwen3",
+            "qk_norm": "head" if model_type == "qwen3" else None,
             "attention": SlidingWindow(theirs.sliding_window) if model_type == "mistral" else FULL,
         }
     assert ours == model_config(
@@ -204,6 +209,50 @@ def test_windows_are_those_of_transformers() -> None:
         assert kinds(config_from_hf(raw)) == expected
 
 
+OLMO_2_1B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0",
+    "use_cache": False,
+    "vocab_size": 100352,
+}
+
+
+def test_an_olmo_2_config() -> None:
+    """The file of OLMo-2-0425-1B."""
+    assert config_from_hf(OLMO_2_1B) == ModelConfig(
+        vocab_size=100352,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        max_position_embeddings=4096,
+        layers=(LayerSpec(rope=Rope(500000.0), qk_norm="all", pre_norms=False, post_norms=True),),
+        rms_norm_eps=1e-6,
+        float32_norms=True,
+        eos_token_ids=(100257,),
+    )
+
+
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,
@@ -239,7 +288,7 @@ GEMMA_3_1B = {
 
 
 def test_a_gemma_3_config() -> None:
-    local = LayerSpec(SlidingWindow(512), Rope(10_000.0), qk_norm=True, post_norms=True, activation="gelu_tanh")
+    local = LayerSpec(SlidingWindow(512), Rope(10_000.0), qk_norm="head", post_norms=True, activation="gelu_tanh")
     everywhere = dataclasses.replace(local, attention=FULL, rope=Rope(1_000_000.0))
     expected = ModelConfig(
         vocab_size=262144,
@@ -333,7 +382,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
         "qkv_bias": bias or kind == "qwen2",
         "o_bias": bias and kind != "qwen2",
         "mlp_bias": draw(st.booleans()) and kind == "llama",
-        "qk_norm": kind == "qwen3",
+        "qk_norm": "head" if kind == "qwen3" else None,
         "bos_token_id": draw(st.none() | ids),
         "eos_token_ids": tuple(draw(st.lists(ids, max_size=4, unique=True))),
         "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
@@ -381,9 +430,11 @@ def test_what_no_model_class_has_is_not_written() -> None:
         {"attention": Full(0.5)},
         {"activation": "gelu_tanh"},
         {"post_norms": True},
+        {"pre_norms": False},
+        {"qk_norm": "all"},
         {"rope": Rope(1e4, LinearScaling(2.0))},
         {"o_bias": True},
-        {"qk_norm": True, "qkv_bias": True},
+        {"qk_norm": "head", "qkv_bias": True},
         {"qkv_bias": True, "mlp_bias": True},
     ]
     for change in changes:

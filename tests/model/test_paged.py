@@ -29,7 +29,7 @@ _dense = jax.jit(logits, static_argnums=0)
 LOCAL = LayerSpec(SlidingWindow(3), Rope(100.0))
 GLOBAL = LayerSpec(Full(), Rope(5000.0))
 SPARSE = NSA(kernel_size=4, kernel_stride=2, block_size=4, num_blocks=3, window=3, local_blocks=1)
-GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm=True, post_norms=True, activation="gelu_tanh")
+GEMMA = LayerSpec(SlidingWindow(5, scale=0.1), qk_norm="head", post_norms=True, activation="gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +136,10 @@ LAYERS: dict[str, tuple[LayerSpec, ...]] = {
     "two windows": (LOCAL, dataclasses.replace(LOCAL, attention=SlidingWindow(7))),
     "scale": (dataclasses.replace(GLOBAL, attention=Full(0.2)),),
     "means of blocks": (LayerSpec(Blocks(2)), GLOBAL),
-    "sparse": (LayerSpec(SPARSE, qk_norm=True),),
+    "sparse": (LayerSpec(SPARSE, qk_norm="head"),),
     "sparse, local, global, sparse": (LayerSpec(SPARSE), LOCAL, GLOBAL, LayerSpec(SPARSE)),
     "sparse with shared keys": (LayerSpec(dataclasses.replace(SPARSE, kv="shared"), Rope(100.0)),),
+    "olmo": (LayerSpec(qk_norm="all", pre_norms=False, post_norms=True),),
     "gemma": (GEMMA, dataclasses.replace(GEMMA, attention=Full(0.1), rope=Rope(1e6))),
 }
 

@@ -64,6 +64,10 @@ VARIANTS |= {
         tie_word_embeddings=True,
     ),
 }
+VARIANTS |= {
+    "olmo2": make_config("olmo2", rope_scaling=LLAMA3, rope_theta=777.0),
+    "olmo2-bias-tied": make_config("olmo2", head_dim=12, attention_bias=True, tie_word_embeddings=True),
+}
 TOKENS = np.random.default_rng(7).integers(0, 96, 50).tolist()
 
 

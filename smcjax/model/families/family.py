@@ -41,7 +41,7 @@ class Family:
         gguf: architectures in GGUF files.
         read_gguf: completes the sizes of a GGUF file, of which each layer is at first the given one; None without any.
         gguf_interleaves: llama.cpp turns neighbouring pairs, so that q and k rows are interleaved in the file.
-        max_position_embeddings, bos_token_id, eos_token_id, tie_embeddings: what an absent key means.
+        max_position_embeddings, bos_token_id, eos_token_id, tie_embeddings, rms_norm_eps: what an absent key means.
         num_kv_heads: likewise; None: as many as query heads.
         head_dim: likewise; None: hidden_size / num_attention_heads.
         names: of the tensors in Hugging Face's files, like `HUGGING_FACE`.
@@ -61,5 +61,6 @@ class Family:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     tie_embeddings: bool = False
+    rms_norm_eps: float = 1e-6
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: HUGGING_FACE)
     norm_offset: float = 0.0

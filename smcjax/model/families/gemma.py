@@ -28,7 +28,7 @@ def _completed(
 ) -> ModelConfig:
     """Adds Gemma's layers; `ropes` are the global ones' and the local ones', queries are divided by √`scalar`."""
     scale = None if scalar == config.head_dim else scalar**-0.5
-    layer = dataclasses.replace(layer, qk_norm=True, post_norms=True, activation="gelu_tanh")
+    layer = dataclasses.replace(layer, qk_norm="head", post_norms=True, activation="gelu_tanh")
     attentions = Full(scale), windowed(window, config.max_position_embeddings, scale)
     kinds = [dataclasses.replace(layer, attention=a, rope=r) for a, r in zip(attentions, ropes, strict=True)]
     config = dataclasses.replace(config, embed_scale=math.sqrt(config.hidden_size), float32_norms=True)

@@ -21,7 +21,7 @@ def _read_qwen2(keys: HFKeys, config: ModelConfig) -> ModelConfig:
 
 def _read_qwen3(keys: HFKeys, config: ModelConfig) -> ModelConfig:
     bias = keys.flag("attention_bias")
-    return _with_windows(keys, config, plain_layer(keys, config, qkv_bias=bias, o_bias=bias, qk_norm=True))
+    return _with_windows(keys, config, plain_layer(keys, config, qkv_bias=bias, o_bias=bias, qk_norm="head"))
 
 
 def _with_windows(keys: HFKeys, config: ModelConfig, layer: LayerSpec) -> ModelConfig:
@@ -74,6 +74,6 @@ QWEN3 = dataclasses.replace(
     read=_read_qwen3,
     write=_write_qwen3,
     gguf=("qwen3",),
-    read_gguf=functools.partial(_read_gguf, qk_norm=True),
+    read_gguf=functools.partial(_read_gguf, qk_norm="head"),
     head_dim=128,
 )

@@ -1,7 +1,7 @@
 """From a layer's fused product to its attention: rotary embedding, and keys and values into their pages, in one kernel.
 
     q, k, v = split(qkv / rms(x))               where the layer's norm is pending (`smcjax.pallas.layer.norm`)
-    q, k = norm(q), norm(k)                     per head, where the model has that
+    q, k = norm(q), norm(k)                     where the model has that
     q, k = rotate(q), rotate(k)
     pages[copy_to] = pages[copy_from]           the slots before the row's first new token: copy-on-write
     pages[page, slot] = k, v                    in place
@@ -33,10 +33,13 @@ Ref = Any  # a reference in a kernel: Pallas gives no better type
 
 
 class HeadNorms(NamedTuple):
-    """Weights of the norms of single query and key heads, before rotation (Qwen3)."""
+    """Weights of the norms of queries and keys before rotation: as many numbers are normed as one vector.
 
-    q: Float[Array, " D"]
-    k: Float[Array, " D"]
+    That is a head (Qwen 3), or all heads of a token (OLMo 2), which the kernel leaves to plain XLA.
+    """
+
+    q: Float[Array, " Q"]
+    k: Float[Array, " K"]
     eps: float
 
 
@@ -89,7 +92,10 @@ def split_heads(
         qkv = pending.divide(qkv).astype(qkv.dtype)
     q, k, v = jnp.split(qkv, [heads, heads + num_kv_heads], axis=2)
     if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        q, k = (
+            rms_norm(x.reshape(*x.shape[:2], -1, weight.size), weight, norms.eps).reshape(x.shape)
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )
     return q, k, v
 
 
@@ -282,7 +288,7 @@ def _supports(
     num_kv_heads, head_dim = key_pages.shape[2:]
     num_heads = qkv.shape[-2] - 2 * num_kv_heads
     dtypes = {qkv.dtype, key_pages.dtype, value_pages.dtype, *(() if norms is None else (norms.q.dtype, norms.k.dtype))}
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 or (norms is not None and {norms.q.size, norms.k.size} != {head_dim}):
         return False
     if pending is not None and not supports_norm(rows=pages.size, width=pending.x.shape[-1], dtype=pending.x.dtype):
         return False

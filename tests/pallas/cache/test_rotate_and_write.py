@@ -213,6 +213,7 @@ REAL = [
 def lowered(shape: dict[str, Any], implementation: str = "mosaic", dtype: Any = jnp.bfloat16) -> str:
     sizes = {"H": 32, "Hkv": 8, "D": 64, "B": 16, "P": 512, **shape}
     sizes |= {"HHH": sizes["H"] + 2 * sizes["Hkv"], "half": sizes["D"] // 2}
+    sizes = {"Q": sizes["D"], "K": sizes["D"], **sizes}
 
     def struct(kind: Any, *axes: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([sizes[axis] for axis in axes], kind)
@@ -233,7 +234,7 @@ def lowered(shape: dict[str, Any], implementation: str = "mosaic", dtype: Any = 
         "slots": struct(jnp.int32, "R", "T"),
         "copies": Copies(row, row) if shape.get("copies") else None,
     }
-    weights = (struct(dtype, "D"),) * 2 if shape.get("norms") else None
+    weights = (struct(dtype, "Q"), struct(dtype, "K")) if shape.get("norms") else None
     x = struct(dtype, "R", "T", "E") if shape.get("E") else None
     with implementations(implementation):
         traced = jax.jit(write, donate_argnums=(0, 1)).trace(pool, pool, weights, x, **inputs)
@@ -262,6 +263,8 @@ def test_the_wrapper_takes_the_kernel_only_where_it_applies() -> None:
     assert "mosaic_gpu" not in lowered(shape, dtype=jnp.float32)
     assert "mosaic_gpu" not in lowered({**shape, "Hkv": 2, "D": 128})
     assert "mosaic_gpu" not in lowered({**shape, "E": 896})
+    assert "mosaic_gpu" in lowered({**shape, "norms": True})
+    assert "mosaic_gpu" not in lowered({**shape, "norms": True, "Q": 32 * 64, "K": 8 * 64}), "all heads at once"
 
 
 def test_supports() -> None:
