@@ -88,6 +88,16 @@ def test_the_package_needs_nothing_beside_it() -> None:
         assert not beside.search(path.read_text()), path
 
 
+def test_each_module_of_sparse_attention_can_be_the_first_imported() -> None:
+    """It imports models, which at their tops import its options alone, and those import no model."""
+    package = Path(smcjax.__file__).parent
+    at_top = re.compile(r"^(?:from|import) smcjax\.sparse\.(\w+)", re.MULTILINE)
+    for path in (package / "model").rglob("*.py"):
+        assert set(at_top.findall(path.read_text())) <= {"verification"}, path
+    assert at_top.findall("import jax\nfrom smcjax.sparse.nsa import NSA") == ["nsa"]  # a control
+    assert "smcjax.model" not in (package / "sparse" / "verification.py").read_text()
+
+
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "smcjax", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

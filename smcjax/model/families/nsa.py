@@ -10,7 +10,6 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.families.family import Family
 from smcjax.model.families.llama import plain_keys, plain_layer
 from smcjax.model.hf_keys import HFKeys, read_layer_types, windowed, written_windows
-from smcjax.sparse.nsa import NSA as Attention
 
 _KEY = "native_sparse_attention"  # an object of the fields of `smcjax.sparse.nsa.NSA`; an absent one has its default
 # Choices that earlier files name, of which one is left.
@@ -19,6 +18,8 @@ _TYPES = (_KEY, "full_attention", "sliding_attention")  # of layers, in layer_ty
 
 
 def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
+    from smcjax.sparse.nsa import NSA as Attention  # which imports this package in turn
+
     types = read_layer_types(keys, config.num_layers, _TYPES) or [_KEY] * config.num_layers
     inner = keys.inner(_KEY)
     options = {field.name: inner.raw(field.name, field.default) for field in dataclasses.fields(Attention)}
@@ -41,6 +42,8 @@ def _read(keys: HFKeys, config: ModelConfig) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any] | None:
+    from smcjax.sparse.nsa import NSA as Attention  # which imports this package in turn
+
     layer = config.layer(0)
     kinds = [config.layer(index).attention for index in range(config.num_layers)]
     sparse = [kind for kind in kinds if isinstance(kind, Attention)]
