@@ -65,6 +65,7 @@ def _make_room(
     touched: int,
 ) -> None:
     rows, width = shape
+    # One block of 128 threads, each of which has every 128th row: `rounds` rows a thread.
     rounds = range(-(-rows // WARPGROUP))
     zero = t.constant(0)
     have = t.load(num_free, zero)
@@ -85,12 +86,15 @@ def _make_room(
         page = t.where(needed[0] * half_way != 0, current, TRASH)
         t.store(leaving, index, page)
         found.append((index, row, logical, needed, page, count))
+    # All of `leaving` is written: a thread reads the entries of its row's whole group below.
     t.synchronize()
 
     # The first of its sharers keeps such a page where all of them would leave; it sees to the count as well.
     kept = []
     for index, row, logical, needed, page, count in found:
         leader = row // group * group
+        # sharers: rows of the group that would leave this page; earlier: those of them before this row. A row without
+        # one decides alone for all, so that exactly one thread changes a count.
         sharers, earlier = zero, zero
         for other in range(group):
             same = _flag(t, t.load(leaving, t.minimum(leader + other, rows - 1)) == page)
@@ -101,6 +105,8 @@ def _make_room(
         t.store(refcount, page, t.where(keeps != 0, 1, count - sharers), only=decides != 0)
         kept.append((index, row, logical, [needed[0] - keeps, *needed[1:]], t.where(keeps != 0, TRASH, page)))
 
+    # Fresh pages are dealt from the stack's top in the order of rows: a row's first has as rank the number of all that
+    # rows before it need, a sum over the warpgroup in each round and over the rounds before.
     taken = zero
     for turn, (index, row, logical, needed, page) in zip(rounds, kept, strict=True):
         mine = functools.reduce(lambda a, b: a + b, needed)
@@ -109,6 +115,7 @@ def _make_room(
         fresh = []
         for step, need in enumerate(needed):
             rank = rank + need
+            # Where the stack is empty a row gets the trash page: its tokens are lost, no other row's.
             granted = need * _flag(t, rank < have + 1)
             new = t.where(granted != 0, t.load(free, t.where(granted != 0, have - rank, 0)), TRASH)
             within = need * _flag(t, logical + step < width)
@@ -142,6 +149,8 @@ def _settle(
     padded = len(rounds) * WARPGROUP
     zero = t.constant(0)
 
+    # What each row names in the columns that its tokens reach into: now (`old`), and after the cycle (`new`), when it
+    # has its ancestor's pages, and those behind its last token are gone.
     found = []
     for turn in rounds:
         index = t.index + turn * WARPGROUP
@@ -159,6 +168,7 @@ def _settle(
             t.store(named, index + step * padded, old)
             t.store(following, index + step * padded, new)
             found.append((turn, step, row, row * width + within, there, old, new))
+    # `named` and `following` are whole from here on, and no thread has changed the table that others still read.
     t.synchronize()
 
     # Of a group's rows the first that names a page sees to its count.
@@ -177,6 +187,7 @@ def _settle(
         t.store(table, at, new, only=there)
         gone.append((turn, old, _flag(t, changes & (count == 0))))
 
+    # Pages whose count has become 0 go onto the stack, in the order of rows, by the same sums as in `_make_room`.
     top = t.load(num_free, zero)
     for turn in rounds:
         mine = [(page, goes) for of, page, goes in gone if of == turn]
@@ -205,6 +216,8 @@ def _fork_tables(
     width: int,
     group: int,
 ) -> None:
+    # A block has 128 columns of one group, a thread one column of all its rows, so that no two threads share a page:
+    # a page stands in one column of a group only.
     shares = -(-width // WARPGROUP)
     leader = block // shares * group
     index = block % shares * WARPGROUP + t.index
@@ -213,6 +226,7 @@ def _fork_tables(
     more = [t.load(offspring, leader + n) - 1 for n in range(group)]
     counts = [t.load(refcount, page) for page in pages]
 
+    # A page's count changes by offspring − 1 of each row that names it; the first of them writes it.
     gone = []
     for n, page in enumerate(pages):
         change, earlier = t.constant(0), t.constant(0)
@@ -225,6 +239,8 @@ def _fork_tables(
         t.store(refcount, page, count, only=changes)
         gone.append(_flag(t, changes & (count == 0)))
 
+    # Freed pages of a block, close together; another kernel puts those of all blocks onto the stack, since blocks do
+    # not know of each other.
     place, total = threads.sums(t, functools.reduce(lambda a, b: a + b, gone), totals)
     place = place + block * (group * WARPGROUP)
     for page, goes in zip(pages, gone, strict=True):
@@ -232,6 +248,7 @@ def _fork_tables(
         place = place + goes
     t.store(freed_counts, t.constant(0) + block, total, only=t.index == 0)
 
+    # A row that stays is its own ancestor, so no row reads an entry that was written here.
     for n in range(group):
         row = leader + n
         ancestor = t.load(source, row)
@@ -243,6 +260,7 @@ def _copy_words(
     t: Threads, array: Ref, source: Word, target: Word, begin: Word, end: Word, turn: Word, *, width: int
 ) -> None:
     """Some of the words begin … end of one row of `array`, [R, T] in GMEM, to another."""
+    # All loads first, then all stores: a thread's loads are under way together.
     words = []
     for i in range(IN_FLIGHT):
         at = begin + (turn * IN_FLIGHT + i) * WARPGROUP + t.index
@@ -265,6 +283,7 @@ def _push(
 ) -> None:
     blocks, most = shape
     zero = t.constant(0)
+    # Every block counts for itself what the blocks before it have freed: its pages lie behind those on the stack.
     earlier = zero
     for turn in range(-(-blocks // WARPGROUP)):
         other = t.index + turn * WARPGROUP

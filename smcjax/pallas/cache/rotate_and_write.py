@@ -208,6 +208,8 @@ def _kernel(
         shape = a.shape
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         cos, sin = _across(cos, shape, 1), _across(sin, shape, 1)
+        # The norm of a head, over both halves: rounded to the model's dtype behind the scale and behind the weight, as
+        # the reference is.
         if norm_ref is not None:
             mean = ((a * a).sum(axis=1) + (b * b).sum(axis=1)) / dim
             scale = _across(lax.rsqrt(mean + eps), shape, 0)
@@ -227,12 +229,14 @@ def _kernel(
         q_1, q_2 = (new(0, heads, part, layout) for part in (first, second))
         k_1, k_2 = (new(heads, kv_heads, part, layout) for part in (first, second))
         v = new(heads + kv_heads, kv_heads, pl.ds(0, dim), _layout(kv_heads, dim))
+        # qkv was made of x itself: what the product still lacks is one number a token, 1 / rms(x), made of x [E] again.
         if pending_eps is not None:
             x = plgpu.load(pending_refs[0].at[row, index], layout=row_layout(pending_refs[0].shape[2]))
             scale = inverse_rms(x.astype(jnp.float32), pending_eps)
             q_1, q_2, k_1, k_2, v = (
                 (y.astype(jnp.float32) * scale).astype(q_ref.dtype) for y in (q_1, q_2, k_1, k_2, v)
             )
+        # Halves [heads, D/2] rotate against each other, so they are two arrays in the same layout from the beginning.
         q, k = rotated(q_1, q_2, cos, sin, q_norm_ref), rotated(k_1, k_2, cos, sin, k_norm_ref)
         for part, q_half, k_half in zip((first, second), q, k, strict=True):
             q_ref[row, index, :, part] = q_half
@@ -244,6 +248,7 @@ def _kernel(
         return
 
     def copy() -> None:
+        # Blocks behind the row's tokens take one slot [Hkv, D] each of the page that the row copies.
         source, target, slot = copy_refs[0][row], copy_refs[1][row], index - columns
         before = jnp.int32(keys_ref.shape[1])
         for t in reversed(range(columns)):  # the slot of the first token that is written
@@ -255,6 +260,7 @@ def _kernel(
             keys_ref[target, slot] = k
             values_ref[target, slot] = v
 
+    # Tokens and copies need not wait for each other: a copy ends before the first slot that a token of its row writes.
     pl.when(index < columns)(token)
     pl.when(index >= columns)(copy)
 

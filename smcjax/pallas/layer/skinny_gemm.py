@@ -139,13 +139,16 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
     """Makes results of sums and stores them."""
     *added, first = refs
     tokens, height = sizes.tokens, sizes.tuning.rows
+    # The warpgroup has written its accumulators to `sums`; a thread reads those of other threads from here on.
     t.synchronize()
     for number, row, token, is_one in _quads(t, sizes):
+        # sums [64 · tiles, tokens]. The last tile of a block begins early, so that its 64 rows end with the block's.
         tile = row // ROWS
         begin = t.minimum(tile * ROWS, max(0, height - ROWS))
         place = (tile * ROWS + row - begin) * tokens + token
         y = t.load4(sums, place)
         if sizes.parts == 2:
+            # SwiGLU: gate's tiles, then up's, then x · xᵀ, whose diagonal holds the sums of squares of each token.
             part = len(sizes.tiles) * ROWS * tokens
             of_up = t.load4(sums, place + part)
             squares = [t.load(sums, (token + i) * tokens + (token + i) + 2 * part) for i in range(4)]
@@ -154,10 +157,12 @@ def _finish(t: Threads, out: Ref, sums: Ref, *refs: Any, sizes: _Sizes) -> None:
             y = [threads.silu(t, gate) * up for gate, up in pairs]
         if added:
             y = [a + b for a, b in zip(y, t.load4(added[0], number * 4), strict=True)]
+        # out [rows, outputs], one number a store: four neighbouring tokens lie `outputs` numbers apart.
         for i, value in enumerate(y):
             is_there = t.where(is_one, token + i, t.constant(sizes.rows)) < sizes.rows
             where = t.minimum(token + i, sizes.rows - 1) * sizes.outputs + (first + row)
             t.store(out, where, value, only=is_there)
+    # The next pass writes `sums` and `added` again, so no thread may still read them.
     t.synchronize()
 
 
@@ -173,6 +178,7 @@ class _Body:
         self.s = scratch
         self.block = lax.axis_index("block")
         warpgroup = lax.axis_index("warpgroup")
+        # One warpgroup only sends for tiles, the other only multiplies: neither waits for the other's instructions.
         pl.when(warpgroup == 0)(self._load)
         pl.when(warpgroup == 1)(self._consume)
 
@@ -194,16 +200,21 @@ class _Body:
         x_smem = self.s["x_smem"][0 if self.interpret else 1]
 
         def fetch(now: jax.Array, _: None) -> None:
+            # Step `now` of all passes: its slot of the ring, its pass, its columns.
             slot, turn = lax.rem(now, tuning.stages), lax.div(now, sizes.steps)
             column = pl.multiple_of(lax.rem(now, sizes.steps) * tuning.tile_k, tuning.tile_k)
             full = self.s["full"].at[slot]
+            # The first `stages` steps find their slots empty; later ones wait until the consumer has read theirs.
             pl.when(now >= tuning.stages)(lambda: plgpu.barrier_wait(self.s["empty"].at[slot]))
+            # W [parts · outputs, columns]: the block's rows of each part, [height, tile_k], which no block reads again.
             for part in range(sizes.parts):
                 row = pl.multiple_of(self._first(turn) + part * sizes.outputs, EIGHT)
                 source = self.w.at[pl.ds(row, height), pl.ds(column, tuning.tile_k)]
                 begin = slot * (sizes.parts * height) + part * height
                 target = self.s["w_smem"].at[pl.ds(pl.multiple_of(begin, EIGHT), height)]
                 l2_policy.load_to_leave(source, target, full, interpret=self.interpret)
+            # x [rows, columns]: all its rows, 64 columns a copy, the width that swizzled tiles have. Every copy of the
+            # step arrives at the same barrier, which lets the consumer pass when all have.
             for subtile in range(sizes.subtiles):
                 # A beginning that is not known to be 0: rows behind the last one, which are zeros then, are asked for.
                 source = self.x.at[pl.ds(slot * 0, sizes.tokens), pl.ds(column + subtile * DEPTH, DEPTH)]
@@ -219,10 +230,13 @@ class _Body:
     def _pass(self, turn: jax.Array, _: None) -> None:
         sizes = self.sizes
         first = self._first(turn)
+        # Fetched before the products, so that their latency hides this one.
         if sizes.adds:
             keep = functools.partial(_keep_added, sizes=sizes)
             threads.run(keep, self.add_to, self.s["added"], first, interpret=self.interpret)
         shapes = [plgpu.ACC((ROWS, sizes.tokens), jnp.float32)] * (sizes.sum_rows // ROWS)
+        # Accumulators live in registers, [64, tokens] each; threads that finish need other threads' numbers, so they
+        # go through shared memory.
         sums = pl.run_scoped(functools.partial(self._accumulate, turn), *shapes)
         for number, tile in enumerate(sums):
             self.s["sums"][pl.ds(number * ROWS, ROWS)] = tile
@@ -241,13 +255,17 @@ class _Body:
             slot = lax.rem(now, tuning.stages)
             plgpu.barrier_wait(self.s["full"].at[slot])
             for subtile in range(sizes.subtiles):
+                # x [tokens, 64] becomes the short side, [64, tokens]; W's tile [64, 64] is the long one.
                 x = x_smem.at[self._x_rows(slot, subtile, sizes.tokens)].transpose((1, 0))
                 firsts = [part * tuning.rows + tile for part in range(sizes.parts) for tile in sizes.tiles]
                 for acc, first in zip(accs, firsts, strict=False):
                     row = pl.multiple_of(slot * (sizes.parts * tuning.rows) + first, EIGHT)
                     plgpu.wgmma(acc, w_smem.at[pl.ds(row, ROWS), pl.ds(subtile * DEPTH, DEPTH)], x)
+                # x · xᵀ, for the norm: 64 rows from the ring, of which those behind x's own are not used.
                 if sizes.parts == 2:
                     plgpu.wgmma(accs[-1], x_smem.at[self._x_rows(slot, subtile, ROWS)], x)
+            # The tensor cores read shared memory until this returns; only then is the slot the loader's. A slot that
+            # no later step fills is not handed back: a barrier must not be left with an arrival.
             plgpu.wgmma_wait(0)
             pl.when(now + tuning.stages < total)(lambda: plgpu.barrier_arrive(self.s["empty"].at[slot]))
 
