@@ -131,6 +131,8 @@ def _products(
     """
     *turned, stages = refs
     (number, size, heads, dim), of_warp = sizes, sizes.columns // WARPS
+    # The long side are rows of W₁ [D, l·D], the short one eight tokens. A lane has one token and eight columns of each
+    # chunk; `runs` cut a warp's columns where another covered position begins.
     group, lane = own_vector(t), own_columns(t)
     token = t.minimum(place.first + group, number - 1) * size
     begin = place.block * sizes.columns + t.index // WARP * of_warp
@@ -143,6 +145,7 @@ def _products(
         # Of 32 rows a lane's four are neighbours, for whose sums it has one store a vector.
         return (tile // 2 * 32 + tile % 2 * 2 + half) * size * dim + chunk * CHUNK
 
+    # Every load is asked for before any result is waited for: pages and W₁ come at the same time.
     def factors() -> list[Factor]:
         asked = []
         for run, source in zip(runs, sources, strict=True):
@@ -191,12 +194,14 @@ def _unturned(
 def _sum_up(t: Threads, made: list[list[Word]], parts: Ref, sums: Ref, place: Place, sizes: Sizes) -> None:
     """Adds up what the block's warps have made, in shared memory `sums`, and leaves it in `parts`."""
     number, _, heads, dim = sizes
+    # sums [4 warps · 8 tokens, D], padded so that the lanes of a warp store to different banks.
     stride = dim + PADDING
     for tile in range(0, dim // ROWS, 2):
         for vector in range(2):
             line = t.index // WARP * VECTORS + t.index % 4 * 2 + vector
             four = [made[tile + i // 2][i % 2 * 2 + vector] for i in range(4)]
             t.store4(sums, line * stride + (own_vector(t) * 4 + tile * ROWS), four)
+    # Each number below is a sum of what four warps have stored, always in the order of the warps.
     t.synchronize()
     for turn in range(VECTORS * dim // WARPGROUP):
         index = t.index + turn * WARPGROUP
@@ -245,6 +250,7 @@ def _conclude(
     turned = [t.load(ref, birth * half + output % half) for ref in angles]
     begin = (birth * heads + head) * (sizes.blocks * dim) + output
 
+    # Parts of other blocks are read behind `ready` alone, block by block in one order, so the sum has the same bits.
     def total() -> Word:
         ready()
         terms = [t.load(parts, begin + block * dim) for block in range(sizes.blocks)]
@@ -264,6 +270,7 @@ def _conclude(
         def factors() -> list[Factor]:
             x = total() + added
             t.store(hidden, output, threads.silu(t, x))
+            # A lane multiplies numbers that other threads have made.
             t.synchronize()
             begins = [own_columns(t) + chunk * CHUNK for chunk in range(dim // CHUNK)]
             return [factor(t, t.load4(hidden, at) + t.load4(hidden, at + 4)) for at in begins]
@@ -272,6 +279,7 @@ def _conclude(
         for tile, (upper, _, lower, _) in enumerate(sums):  # all vectors are the one
             t.store(made, first + tile * ROWS, upper)
             t.store(made, first + (tile * ROWS + ROWS // 2), lower)
+        # The rotation needs the other half's number of the same place, which another thread has.
         t.synchronize()
         x, other = (t.load(made, at) + bias for at, bias in zip((output, opposite), out_added, strict=True))
     else:
