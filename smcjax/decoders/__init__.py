@@ -6,7 +6,7 @@
 from smcjax.decoders.autoregressive import Autoregressive
 from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, NeedsExact, Speculation
 from smcjax.decoders.rejection import SIBLINGS, Rejection
-from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, USUAL_RATE
+from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, WARNING_RATE
 
 DECODINGS: dict[str, type[Decoding]] = {one.name: one for one in (SMC, Rejection, Autoregressive)}
 
@@ -20,7 +20,7 @@ __all__ = [
     "SHARPEST",
     "SIBLINGS",
     "SMC",
-    "USUAL_RATE",
+    "WARNING_RATE",
     "Autoregressive",
     "Decoding",
     "NeedsExact",

@@ -18,14 +18,14 @@ SCHEMES, SELECTIONS = get_args(Scheme), get_args(Selection)
 # Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
 ALARM = 3.0  # nats by which evidence falls short of a rate before a warning is given
-USUAL_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/usage.md, "Control")
+WARNING_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/usage.md, "Control")
 
 
-class _Usual(float):
+class _Default(float):
     """A control that was not given. It goes along with `dataclasses.replace`, and follows `pipelined` there."""
 
 
-USUAL_CONTROL = _Usual(0.1)  # what each c gives and costs: docs/control.md
+DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/control.md
 
 
 @names_unknown
@@ -82,7 +82,7 @@ class SMC(Decoding):
     bonus: bool = True
     defer_bonus: bool | None = None
     trace: bool = False
-    control: float | Acceptance = USUAL_CONTROL
+    control: float | Acceptance = DEFAULT_CONTROL
     sparse: SparseVerification | None = None
     approximate: bool = False
     early_end: bool | Ending = False
@@ -91,8 +91,8 @@ class SMC(Decoding):
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
-        if isinstance(self.control, _Usual):
-            object.__setattr__(self, "control", _Usual(0.0) if self.pipelined else USUAL_CONTROL)
+        if isinstance(self.control, _Default):
+            object.__setattr__(self, "control", _Default(0.0) if self.pipelined else DEFAULT_CONTROL)
         check_sizes(self, "n_particles", "gamma")
         check_draft_temperature(self.draft_temperature, COLDEST)
         if not is_number(self.power, 1e-3, 1e3):

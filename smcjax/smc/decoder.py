@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from smcjax.decoders import ALARM, SMC, USUAL_RATE
+from smcjax.decoders import ALARM, SMC, WARNING_RATE
 from smcjax.decoding.decoder import Decoder, Report, RowsAfter
 from smcjax.smc import lifecycle, steps
 from smcjax.smc.history import History, alarmed_after, trace_of
@@ -43,8 +43,8 @@ class SMCDecoder(Decoder[SMC, State, Info]):
     ) -> Report:
         """Resamplings, the mean ESS, the control and, with `trace` or `SMC(trace=True)`, the population's history.
 
-        A warning says that evidence fell by more than `USUAL_RATE` a token, but for other powers than 1, potentials and
-        answers of a given form, whose evidence falls by itself.
+        A warning says that evidence fell by more than `WARNING_RATE` a token, but for other powers than 1, potentials
+        and answers of a given form, whose evidence falls by itself.
         """
         smc = self.decoding
         control = smc.rejection_control if control is None else control
@@ -58,12 +58,12 @@ class SMCDecoder(Decoder[SMC, State, Info]):
         )
 
     def _warning(self, infos: Sequence[Info], prompt_length: int, control: float | None) -> str | None:
-        cycle = alarmed_after(infos, prompt_length, USUAL_RATE)
+        cycle = alarmed_after(infos, prompt_length, WARNING_RATE)
         if cycle is None:
             return None
         fallen = (
-            f"the evidence fell {ALARM:g} nats below {USUAL_RATE:g} a token after {cycle} of {len(infos)} cycles: the "
-            "draft misses what the target wants, and the answer may be unlike the target's; "
+            f"the evidence fell {ALARM:g} nats below {WARNING_RATE:g} a token after {cycle} of {len(infos)} cycles: "
+            "the draft misses what the target wants, and the answer may be unlike the target's; "
         )
         if self.decoding.pipelined:
             return f"{fallen}more particles follow it closer, and a control, without pipelined, rejects such drafts"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smcjax.decoders import ALARM, SMC, USUAL_RATE
+from smcjax.decoders import ALARM, SMC, WARNING_RATE
 from smcjax.smc import ConstantPotential, RejectionControl
 from smcjax.smc.decoder import SMCDecoder
 from smcjax.smc.history import alarmed_after
@@ -89,8 +89,8 @@ def report(run: list[Any], how: dict[str, Any], *, constrained: bool = False, co
 
 def test_what_is_said_and_when_nothing_is() -> None:
     """Evidence falls by itself at other powers, under potentials and under a form."""
-    fallen = next(run for run in RUNS if alarmed_after(run, PROMPT, USUAL_RATE))
-    cycle = alarmed_after(fallen, PROMPT, USUAL_RATE)
+    fallen = next(run for run in RUNS if alarmed_after(run, PROMPT, WARNING_RATE))
+    cycle = alarmed_after(fallen, PROMPT, WARNING_RATE)
     told = report(fallen, {"control": 0.0})
     assert told.warning.startswith(f"the evidence fell 3 nats below 0.5 a token after {cycle} of 12 cycles: the draft ")
     assert told.warning.endswith("; a control above 0 rejects such drafts")
@@ -104,5 +104,5 @@ def test_what_is_said_and_when_nothing_is() -> None:
     own = report(fallen, {"control": RejectionControl(0.2)})
     assert own.warning.endswith("; a rule that rejects more such drafts, or more particles, follow it closer")
     assert own.control is None
-    calm = next(run for run in RUNS if not alarmed_after(run, PROMPT, USUAL_RATE))
+    calm = next(run for run in RUNS if not alarmed_after(run, PROMPT, WARNING_RATE))
     assert report(calm, {}).warning is None

@@ -67,7 +67,7 @@ class SMCOutput:
     log_weights: np.ndarray  # [N] float32, after the last resampling
     selected: int  # index of the particle that answered
     control: float | None  # c of the request or the decoder; None where the decoder has a rule of its own about drafts
-    warning: str | None = None  # a sentence where evidence fell faster than `USUAL_RATE` a token
+    warning: str | None = None  # a sentence where evidence fell faster than `WARNING_RATE` a token
     trace: Trace | None = None
 
 
