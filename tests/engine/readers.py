@@ -11,7 +11,7 @@ from tests.engine.conftest import MAX_MODEL_LEN
 
 
 def make(pair: Pair, max_waiting: int | None = None) -> AsyncLLM:
-    decoding = SMC(n_particles=4, gamma=3, trace=True)
+    decoding = SMC(n_particles=4, gamma=3, trace=True, control=0)
     return AsyncLLM(
         pair.target,
         draft_model=pair.draft,
