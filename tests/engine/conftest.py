@@ -19,11 +19,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
+def llm_arguments(pair: Pair, **changes: Any) -> dict[str, Any]:
+    """The arguments that the tests' `LLM`s of the pair have, but for the changes."""
+    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": 4}
+    return {"model": pair.target, "draft_model": pair.draft, **sizes, **changes}
+
+
 def smc_llm(pair: Pair, smc: dict[str, Any] | None = None, **changes: Any) -> LLM:
     """An `LLM` as `llm` below, but for the changes."""
     decoding = SMC(**{"n_particles": 4, "gamma": 3, "trace": True, "control": 0.0, **(smc or {})})
-    fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": 4}
-    return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **{**fields, **changes})
+    return LLM(**llm_arguments(pair, **{"decoding": decoding, **changes}))
 
 
 @pytest.fixture(scope="session")

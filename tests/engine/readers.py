@@ -7,20 +7,12 @@ import time
 
 from smcjax import SMC, AsyncLLM, RequestOutput, SamplingParams
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.conftest import llm_arguments
 
 
 def make(pair: Pair, max_waiting: int | None = None) -> AsyncLLM:
     decoding = SMC(n_particles=4, gamma=3, trace=True, control=0)
-    return AsyncLLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=decoding,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=4,
-        page_size=4,
-        max_waiting=max_waiting,
-    )
+    return AsyncLLM(**llm_arguments(pair, decoding=decoding, max_waiting=max_waiting))
 
 
 def params(seed: int) -> SamplingParams:

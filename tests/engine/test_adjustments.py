@@ -12,7 +12,7 @@ import pytest
 
 from smcjax import LLM, Rejection, RequestOutput, SamplingParams
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.conftest import llm_arguments
 from tests.engine.test_engine import drain
 from tests.engine.test_logprobs import dense, log_softmax
 
@@ -28,14 +28,7 @@ CHANGES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=Rejection(gamma=3),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=4,
-        page_size=4,
-    ) as llm:
+    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3))) as llm:
         yield llm
 
 

@@ -15,7 +15,7 @@ from smcjax.engine.results.outputs import TokenLogprob
 from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model import logits
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.conftest import MAX_MODEL_LEN, llm_arguments
 from tests.engine.test_engine import drain
 
 _logits = jax.jit(logits, static_argnums=0)
@@ -25,15 +25,7 @@ PARAMS = SamplingParams(seed=3, max_tokens=14, temperature=0.7, logprobs=5, igno
 
 @pytest.fixture(scope="module")
 def rejecting(pair: Pair) -> Iterator[LLM]:
-    decoding = Rejection(gamma=3, n_candidates=2)
-    with LLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=decoding,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=2,
-        page_size=4,
-    ) as llm:
+    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3, n_candidates=2), max_num_seqs=2)) as llm:
         yield llm
 
 

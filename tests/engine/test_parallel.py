@@ -77,7 +77,7 @@ def test_what_divides_real_models() -> None:
 
 
 def test_norms_of_all_heads_are_not_divided() -> None:
-    """Of OLMo 2: a device would take the mean of its own heads. Control: norms of single heads are divided."""
+    """OLMo 2 is refused, as a device would take its own heads' mean. Negative control: a head's own norm is divided."""
     layer = LayerSpec(qk_norm="head")
     config = dataclasses.replace(SHAPES["llama-3.2-1b"], layers=(layer,))
     check_split(config, 2, "the target", "tensor_parallel_size")

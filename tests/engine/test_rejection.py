@@ -18,7 +18,7 @@ from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.model import save_checkpoint
 from tests import exact
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.conftest import MAX_MODEL_LEN, llm_arguments
 from tests.engine.test_engine import drain, prompt, sound
 from tests.helpers import Ask, tiny_pair
 from tests.sizes import all_sizes
@@ -34,8 +34,7 @@ DECODINGS = [
 
 
 def rejecting(pair: Pair, decoding: Rejection, **changes: Any) -> LLM:
-    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": PAGE_SIZE, **changes}
-    return LLM(pair.target, draft_model=pair.draft, decoding=decoding, **fields)
+    return LLM(**llm_arguments(pair, decoding=decoding, page_size=PAGE_SIZE, **changes))
 
 
 @pytest.fixture(scope="module", params=DECODINGS, ids=["one candidate", "two candidates", "tree"])
@@ -194,7 +193,6 @@ def test_what_is_accepted_is_what_is_kept(pair: Pair, decoding: Rejection) -> No
 
     That is so wherever the cap, a stop token, a stop string or an abort cuts it.
     """
-    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "page_size": PAGE_SIZE}
 
     def check(output: RequestOutput) -> None:
         metrics, length = output.metrics, len(output.outputs[0].token_ids)
@@ -204,7 +202,7 @@ def test_what_is_accepted_is_what_is_kept(pair: Pair, decoding: Rejection) -> No
         assert metrics.accepted_at == tuple(drafts.count(position) for position in range(GAMMA))
         assert metrics.drafted == metrics.cycles * decoding.drafts_per_cycle
 
-    with LLM(pair.target, draft_model=pair.target, decoding=decoding, **fields) as llm:
+    with rejecting(pair, decoding, draft_model=pair.target) as llm:
         caps = [SamplingParams(seed=cap, max_tokens=cap, ignore_eos=True) for cap in range(1, 14)]
         whole = llm.generate([prompt(1)] * len(caps), caps, use_tqdm=False)
         for output in whole:

@@ -15,7 +15,7 @@ import pytest
 from smcjax import LLM, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.engine.results.stopping import StopStrings
 from tests.checkpoints import Pair
-from tests.engine.conftest import smc_llm
+from tests.engine.conftest import llm_arguments, smc_llm
 from tests.passes import with_llvm_passes
 
 NEVER = "never there"
@@ -23,9 +23,7 @@ NEVER = "never there"
 
 @pytest.fixture(scope="module")
 def rejecting(pair: Pair) -> Iterator[LLM]:
-    with LLM(
-        pair.target, draft_model=pair.draft, decoding=Rejection(gamma=3), max_model_len=48, max_num_seqs=4, page_size=4
-    ) as llm:
+    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=3))) as llm:
         yield llm
 
 

@@ -21,7 +21,7 @@ from smcjax.engine.schedule.scheduler import Schedule
 from smcjax.structured import automaton
 from smcjax.structured.automaton import Automaton
 from tests.checkpoints import Pair
-from tests.engine.conftest import MAX_MODEL_LEN
+from tests.engine.conftest import llm_arguments
 from tests.engine.test_engine import drain
 
 PROMPT: dict[str, Any] = {"prompt_token_ids": [97, 98, 97, 99]}
@@ -65,15 +65,7 @@ def has_form(form: dict[str, Any] | None, text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def rejecting(pair: Pair) -> Iterator[LLM]:
-    decoding = Rejection(gamma=2, n_candidates=2)
-    with LLM(
-        pair.target,
-        draft_model=pair.draft,
-        decoding=decoding,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=4,
-        page_size=4,
-    ) as llm:
+    with LLM(**llm_arguments(pair, decoding=Rejection(gamma=2, n_candidates=2))) as llm:
         yield llm
 
 
