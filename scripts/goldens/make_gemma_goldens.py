@@ -121,14 +121,7 @@ def real_goldens(path: Path) -> dict[str, Any]:
     ids = tokenizer(real.TEXT)["input_ids"]
     columns = np.sort(np.random.default_rng(0).choice(262144, real.COLUMNS, replace=False))
     with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0].double()
-        arrays = {
-            "ids": np.array(ids, np.int32),
-            "columns": columns.astype(np.int32),
-            "logits": logits[:, columns].numpy().astype(np.float32),
-            "logsumexp": logits.logsumexp(-1).numpy(),
-            "argmax": logits.argmax(-1).numpy().astype(np.int32),
-        }
+        arrays = real.scores(model, ids, columns)
         for number, prompt in enumerate((FEW_SHOT, *real.PROMPTS)):
             prompt_ids = tokenizer(prompt)["input_ids"]
             arrays[f"prompt{number}"] = np.array(prompt_ids, np.int32)

@@ -144,6 +144,20 @@ def published_tokenizer(reader: Any) -> Any:
     )
 
 
+def scores(model: Any, ids: list[int], columns: np.ndarray) -> dict[str, Any]:
+    """The ids, and of each one's logits those in `columns`, log Σ exp and the likeliest token's id."""
+    import torch
+
+    logits = model(torch.tensor([ids])).logits[0].double()
+    return {
+        "ids": np.array(ids, np.int32),
+        "columns": columns.astype(np.int32),
+        "logits": logits[:, columns].numpy().astype(np.float32),
+        "logsumexp": logits.logsumexp(-1).numpy(),
+        "argmax": logits.argmax(-1).numpy().astype(np.int32),
+    }
+
+
 def greedy(model: Any, ids: list[int], eos: int | None = None) -> list[int]:
     """The likeliest token, 64 times or until the end."""
     import torch
@@ -283,14 +297,7 @@ def main() -> None:
     ids = tokenizer(TEXT)["input_ids"]
     columns = np.sort(np.random.default_rng(0).choice(49152, COLUMNS, replace=False))
     with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0].double()
-        arrays = {
-            "ids": np.array(ids, np.int32),
-            "columns": columns.astype(np.int32),
-            "logits": logits[:, columns].numpy().astype(np.float32),
-            "logsumexp": logits.logsumexp(-1).numpy(),
-            "argmax": logits.argmax(-1).numpy().astype(np.int32),
-        }
+        arrays = scores(model, ids, columns)
         for number, prompt in enumerate(PROMPTS):
             given = tokenizer(prompt)["input_ids"]
             arrays[f"prompt{number}"] = np.array(given, np.int32)

@@ -1,1 +1,1 @@
-"""A model directory's tokenizer: its files, GGUF's among them, its texts and its chat template."""
+"""Reads a model directory's tokenizer, GGUF's among them, and renders its chat template."""

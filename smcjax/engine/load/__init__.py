@@ -1,1 +1,1 @@
-"""A pair of models from disk to the device, and the decoder that suits them."""
+"""Brings a pair of models from disk to the device, and finds the decoder that suits them."""

@@ -1,1 +1,1 @@
-"""What a user asks for, checked, and the arrays of a batch of it. Without JAX."""
+"""Checks what a user asks for and arranges it as a batch's arrays, without JAX."""

@@ -1,1 +1,1 @@
-"""What becomes of a program's results: tokens, text, scores, streams, ends and outputs."""
+"""Turns what programs report into tokens, text, scores, streams and outputs."""

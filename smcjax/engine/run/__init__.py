@@ -1,1 +1,1 @@
-"""The batch on the device: programs, compiled once a shape, and the calls that enqueue them."""
+"""Holds the batch on the device, compiles its programs once a shape, and enqueues them."""

@@ -1,1 +1,1 @@
-"""Which requests run in the next round, in how many lanes and on which pages. Without JAX."""
+"""Decides which requests run in the next round, in how many lanes and on which pages, without JAX."""
