@@ -104,6 +104,6 @@ def test_lowers_to_cuda(method: str, kernels: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("groups", "n"), [(20, 1), (20, 3), (32, 8), (150, 16), (20, 32)])
+@pytest.mark.parametrize(("groups", "n"), [(20, 1), (20, 3), (32, 8), (150, 16), (100, 32)])
 def test_equals_the_plain_functions_on_a_gpu(groups: int, n: int, method: str) -> None:
     check(groups, n, method, None)
