@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from smcjax.plain import short
 
-MOST_NODES = 64  # of a tree, the frontier among them
+MAX_NODES = 64  # of a tree, the frontier among them
 Order = Literal["bfs", "dfs", "position"]
 ORDERS = get_args(Order)
 
@@ -33,9 +33,9 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.parents) <= MOST_NODES:
+        if not 2 <= len(self.parents) <= MAX_NODES:
             raise ValueError(
-                f"tree must have from 2 to {MOST_NODES} nodes, the frontier among them, got {len(self.parents)}; "
+                f"tree must have from 2 to {MAX_NODES} nodes, the frontier among them, got {len(self.parents)}; "
                 "add some, or leave some out."
             )
         for node, parent in enumerate(self.parents):
@@ -51,9 +51,9 @@ class DraftTree:
         parents, level, nodes = [-1], [0], 1
         for count in counts:
             nodes += len(level) * count
-            if nodes > MOST_NODES:
+            if nodes > MAX_NODES:
                 raise ValueError(
-                    f"tree must have from 2 to {MOST_NODES} nodes, the frontier among them, and children "
+                    f"tree must have from 2 to {MAX_NODES} nodes, the frontier among them, and children "
                     f"{short(tuple(counts))} make more; use fewer."
                 )
             parents += [node for node in level for _ in range(count)]

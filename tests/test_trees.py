@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smcjax.trees import MOST_NODES, ORDERS, DraftTree
+from smcjax.trees import MAX_NODES, ORDERS, DraftTree
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = MOST_NODES) -> DraftTree:
+def trees(draw: st.DrawFn, most: int = MAX_NODES) -> DraftTree:
     """Any tree of 2 to `most` nodes."""
     size = draw(st.integers(2, most))
     return DraftTree((-1, *(draw(st.integers(0, node - 1)) for node in range(1, size))))
@@ -64,8 +64,8 @@ def test_children_per_depth_are_parents(counts: list[int]) -> None:
     sizes = [1]
     for count in counts:
         sizes.append(sizes[-1] * count)
-    if sum(sizes) > MOST_NODES:
-        with pytest.raises(ValueError, match=f"must have from 2 to {MOST_NODES} nodes"):
+    if sum(sizes) > MAX_NODES:
+        with pytest.raises(ValueError, match=f"must have from 2 to {MAX_NODES} nodes"):
             DraftTree.of(counts)
         return
     tree = DraftTree.of(counts)

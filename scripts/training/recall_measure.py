@@ -36,7 +36,7 @@ from smcjax.tasks.recall import EOS, vocabulary
 EVAL_SEED = 2_024
 LENGTHS = (2048, 8192, 16384)
 ANSWERS, NEWLINE, EQUALS = (vocabulary().index(piece) for piece in ("answers", "\n", "="))
-MOST_STATED = 64  # facts in the answers of a document: 16 lines of at most 3
+MAX_STATED_FACTS = 64  # facts in the answers of a document: 16 lines of at most 3
 MEASURES = {"lines": "lines right", "random": "with random blocks", "selected": "fact's block selected"}
 
 
@@ -169,7 +169,7 @@ def measure(
             continue
         found["random"] += lines_right(part, np.asarray(_guesses(config, params, ids, implementation, at_random)))
         stated = [facts_stated(row) for row in part]
-        places = np.array([[*one, *[(0, 0)] * (MOST_STATED - len(one))] for one in stated], np.int32)
+        places = np.array([[*one, *[(0, 0)] * (MAX_STATED_FACTS - len(one))] for one in stated], np.int32)
         selected, forced = map(
             np.asarray, _selected(config, params, ids, places[..., 0], places[..., 1], implementation)
         )

@@ -23,7 +23,7 @@ from smcjax.markdown import table
 from smcjax.model.config import ModelConfig
 from smcjax.model.parallel import fits, held_by_one
 from smcjax.model.params import num_params
-from smcjax.pallas.collectives.peer_memory import MOST_DEVICES, MOST_PUSHED, PIECES
+from smcjax.pallas.collectives.peer_memory import MAX_DEVICES, MAX_PUSHED_BYTES, PIECES
 
 MEMORY = {H100.kind: 80e9, H200.kind: 141e9}  # bytes, of the data sheets
 SIZES = (1, 2, 4, 8, 16)
@@ -55,7 +55,7 @@ class Pieces:
 
     def sum_seconds(self, size: int, data: float) -> tuple[float, float]:
         """Least and most seconds of a sum of `data` bytes over `size` devices."""
-        if not self._by_peers(size) or data * (size - 1) > MOST_PUSHED:
+        if not self._by_peers(size) or data * (size - 1) > MAX_PUSHED_BYTES:
             return _seconds(self.by_xla, size, data * 2 * (size - 1) / size)
         return _seconds(self.sums, size, data * (size - 1), calls=math.ceil(data / PIECES))
 
@@ -67,7 +67,7 @@ class Pieces:
         return _seconds(self.sums, size, sent, calls=math.ceil(data / size / PIECES))
 
     def _by_peers(self, size: int) -> bool:
-        return self.peers and size <= MOST_DEVICES
+        return self.peers and size <= MAX_DEVICES
 
 
 def _seconds(points: Points, size: int, sent: float, calls: int = 1) -> tuple[float, float]:

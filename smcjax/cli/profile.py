@@ -28,7 +28,7 @@ from smcjax.cli.options import (
 from smcjax.cli.parser import above, share, whole
 from smcjax.decoders import Autoregressive, Decoding
 from smcjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
-from smcjax.sparse.verification import GROUP, MODES, MOST_QUERIES, SparseVerification
+from smcjax.sparse.verification import GROUP, MAX_QUERIES, MODES, SparseVerification
 
 if TYPE_CHECKING:
     from smcjax.engine.requests.requests import Prompt
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--sparse-modes", choices=MODES, nargs="+", help="of a sparse target: how queries read blocks (per_query)"
     )
     what.add_argument(
-        "--sparse-groups", type=whole(1, MOST_QUERIES), nargs="+", metavar="C", help=f"that read together ({GROUP})"
+        "--sparse-groups", type=whole(1, MAX_QUERIES), nargs="+", metavar="C", help=f"that read together ({GROUP})"
     )
     what.add_argument(
         "--refreshes",

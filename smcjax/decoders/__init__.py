@@ -4,7 +4,7 @@
 """
 
 from smcjax.decoders.autoregressive import Autoregressive
-from smcjax.decoders.base import COLDEST, MOST_ALTERNATIVES, Decoding, NeedsExact, Speculation
+from smcjax.decoders.base import COLDEST, MAX_ALTERNATIVES, Decoding, NeedsExact, Speculation
 from smcjax.decoders.rejection import SIBLINGS, Rejection
 from smcjax.decoders.smc import ALARM, SCHEMES, SELECTIONS, SHARPEST, SMC, WARNING_RATE
 
@@ -14,7 +14,7 @@ __all__ = [
     "ALARM",
     "COLDEST",
     "DECODINGS",
-    "MOST_ALTERNATIVES",
+    "MAX_ALTERNATIVES",
     "SCHEMES",
     "SELECTIONS",
     "SHARPEST",

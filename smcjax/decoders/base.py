@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from smcjax.sparse.verification import SparseVerification
 from smcjax.trees import DraftTree
 
-MOST_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported
+MAX_ALTERNATIVES = 20  # of the likeliest tokens at a position whose log-probabilities are reported
 COLDEST = 0.01  # T_q at least: a draft's log q is rounded where logits/T_q are, which are not taken relative
 
 

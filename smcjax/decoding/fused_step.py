@@ -13,7 +13,7 @@ from smcjax.model.config import LayerSpec, ModelConfig
 from smcjax.model.params import Folded, Params
 from smcjax.model.view import BatchView
 from smcjax.pallas import Peers, Sharing, find_tasks
-from smcjax.pallas.collectives.peer_memory import MOST_TILES
+from smcjax.pallas.collectives.peer_memory import MAX_TILES
 from smcjax.pallas.decode_step import op as decode_step
 from smcjax.pallas.dispatch import uses_kernels
 from smcjax.pallas.mosaic.tiles import FEATURES
@@ -76,7 +76,7 @@ def _are_divided(config: ModelConfig, params: Params) -> bool:
         all(isinstance(leaf, RowParallel) and isinstance(leaf.peers, Peers) for leaf in parts)
         and not any(is_packed(leaf.part) for leaf in parts)
         and _are_whole(params, tuple(name for name in MATRICES if name not in SUMMED))
-        and config.hidden_size <= MOST_TILES * FEATURES
+        and config.hidden_size <= MAX_TILES * FEATURES
     )
 
 

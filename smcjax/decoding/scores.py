@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smcjax.decoders import MOST_ALTERNATIVES
+from smcjax.decoders import MAX_ALTERNATIVES
 from smcjax.decoding.distribution import distribution_of, processed_logits
 from smcjax.decoding.groups import Groups, PairParams
 from smcjax.decoding.program import Program, by_implementation
@@ -27,7 +27,7 @@ SLICE = 32  # positions of a prompt whose logits are there at once
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Log-probabilities at some positions, n = min(`MOST_ALTERNATIVES`, V)."""
+    """Log-probabilities at some positions, n = min(`MAX_ALTERNATIVES`, V)."""
 
     logprobs: Float[Array, "*shape"]  # of the positions' own tokens
     likeliest: Int[Array, "*shape n"]  # the likeliest tokens, in order
@@ -36,7 +36,7 @@ class Scores:
 
 def scores(logits: Float[Array, "*shape V"], logprobs: Float[Array, "*shape"]) -> Scores:
     """The scores of tokens of these log-probabilities, drawn from softmax(logits)."""
-    top, tokens = jax.lax.top_k(logits, min(MOST_ALTERNATIVES, logits.shape[-1]))
+    top, tokens = jax.lax.top_k(logits, min(MAX_ALTERNATIVES, logits.shape[-1]))
     largest = top[..., :1]
     mass = jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True)
     return Scores(logprobs, tokens.astype(jnp.int32), top - largest - jnp.log(mass))

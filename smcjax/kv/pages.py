@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
 from smcjax.pallas.cache.page_tables import (
-    MOST_TOUCHED,
+    MAX_TOUCHED_PAGES,
     fork_mosaic,
     make_room_mosaic,
     settle_mosaic,
@@ -306,7 +306,7 @@ def _settle_sm90(
 def _supports_settle(
     pool: PagePool, block_table: jax.Array, *args: Any, page_size: int, max_width: int, group: int, **named: Any
 ) -> bool:
-    few = pages_touched(max_width, page_size) <= MOST_TOUCHED
+    few = pages_touched(max_width, page_size) <= MAX_TOUCHED_PAGES
     return few and supports_page_tables(rows=block_table.shape[0], group=group)
 
 

@@ -29,7 +29,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.params import Folded, Params, init_leaf, param_shapes
 
 AXIS = "model"  # of the mesh
-MOST_DEVICES = 64  # that a sentence tries when it says which numbers fit
+MAX_DEVICES = 64  # that a sentence tries when it says which numbers fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def check_split(config: ModelConfig, size: int, model: str, argument: str, *, in
             f"{argument} is {size} and {model} norms the queries and keys of all heads at once, of which each device "
             "would have its own only; use 1."
         )
-    fitting = [str(number) for number in range(1, MOST_DEVICES + 1) if fits(config, number, int8)]
+    fitting = [str(number) for number in range(1, MAX_DEVICES + 1) if fits(config, number, int8)]
     several = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if fitting[1:] else fitting[0]
     if fits(config, size):
         attention, f = config.num_heads * config.head_dim, config.intermediate_size

@@ -20,7 +20,7 @@ from smcjax.pallas.cache.rotate_and_write import (
     split_and_rotate,
     split_heads,
 )
-from smcjax.pallas.collectives.peer_memory import MOST_DEVICES, Peers, Workspaces, reach_each_other
+from smcjax.pallas.collectives.peer_memory import MAX_DEVICES, Peers, Workspaces, reach_each_other
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from smcjax.pallas.layer.norm import PendingNorm, add_rms_norm, rms_norm, supports_norm
 from smcjax.pallas.layer.skinny_gemm import few_row_product, few_row_swiglu
@@ -31,7 +31,7 @@ from smcjax.pallas.sparse.grouped_attention_sm90 import grouped_attention_mosaic
 from smcjax.pallas.sparse.grouped_tasks_kernel import tasks_of_blocks_mosaic
 
 __all__ = [
-    "MOST_DEVICES",
+    "MAX_DEVICES",
     "Copies",
     "HeadNorms",
     "Peers",

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smcjax.plain import short
 from smcjax.server.errors import CLOSE, APIError, refusal, unavailable
-from smcjax.server.state import MOST_HELD, Served
+from smcjax.server.state import MAX_BODY_BYTES, Served
 
 ID = b"x-request-id"
 _ID_LENGTH = 128
@@ -24,7 +24,7 @@ PUBLIC = re.compile(r"/(health|page(/.*)?)?")  # paths that need no key
 class RequestIds:
     """Echoes the client's id of a request, as far as it is one, or makes one; answers errors.
 
-    Counts requests that are under way, and the bytes of their bodies, of which all together have `MOST_HELD` at most.
+    Counts requests under way, and the bytes of their bodies: `MAX_BODY_BYTES` at most, all bodies together.
     """
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
@@ -36,7 +36,7 @@ class RequestIds:
             return
         own = request_id(next((value for name, value in scope["headers"] if name == ID), b""))
         begun, held, served = False, 0, self._served
-        most = max(MOST_HELD, served.settings.max_body)
+        most = max(MAX_BODY_BYTES, served.settings.max_body)
 
         async def counted() -> Message:
             nonlocal held

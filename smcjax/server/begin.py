@@ -9,7 +9,7 @@ from smcjax.server.answers import Answers
 from smcjax.server.errors import APIError, is_overlong, refusal, unavailable
 from smcjax.server.models import VirtualModel
 from smcjax.server.sampling import by_own_field, sampling_params, seeds_of
-from smcjax.server.schemas import MOST_CHOICES, Ask, ChatAsk, CompletionAsk
+from smcjax.server.schemas import MAX_CHOICES, Ask, ChatAsk, CompletionAsk
 from smcjax.server.shapes import Shapes
 from smcjax.server.state import Served
 
@@ -51,9 +51,9 @@ def _made(model: VirtualModel, ask: CompletionAsk | ChatAsk, params: SamplingPar
 
 def _to_prompts(model: VirtualModel, ask: CompletionAsk, params: SamplingParams) -> Begun:
     prompts = ask.prompts()
-    if len(prompts) * ask.choices > MOST_CHOICES:
+    if len(prompts) * ask.choices > MAX_CHOICES:
         raise ValueError(
-            f"prompt asks for {len(prompts)} times {ask.choices} answers and {MOST_CHOICES} are the most of a request; "
+            f"prompt asks for {len(prompts)} times {ask.choices} answers and {MAX_CHOICES} are the most of a request; "
             "send several."
         )
     streams: list[ChunkStream] = []

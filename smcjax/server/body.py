@@ -17,7 +17,7 @@ from smcjax.server.errors import CLOSE, APIError
 DEPTH = 32  # of arrays and objects in each other
 # Objects, arrays and fields in all: what JSON's reader makes of 8 MiB of these takes seconds, in which it holds all
 # threads up. Numbers and texts take a tenth of that.
-MOST_PARTS = 100_000
+MAX_PARTS = 100_000
 _PART = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([{\[:])', re.DOTALL)  # or a text, in which there is none
 
 
@@ -58,7 +58,7 @@ def parse(data: bytes) -> dict[str, Any]:
     if _has_too_many_parts(data):
         raise APIError(
             400,
-            f"the body has more than {MOST_PARTS} objects, arrays and fields; send several requests.",
+            f"the body has more than {MAX_PARTS} objects, arrays and fields; send several requests.",
             code="invalid_json",
         )
     try:
@@ -74,13 +74,13 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _has_too_many_parts(data: bytes) -> bool:
-    """True for more than `MOST_PARTS`; texts are looked through only where there are as many such characters at all."""
-    if sum(map(data.count, (b"{", b"[", b":"))) <= MOST_PARTS:
+    """True for more than `MAX_PARTS`; texts are looked through only where there are as many such characters at all."""
+    if sum(map(data.count, (b"{", b"[", b":"))) <= MAX_PARTS:
         return False
     parts = 0
     for found in _PART.finditer(data):
         parts += found.group(1) is not None
-        if parts > MOST_PARTS:
+        if parts > MAX_PARTS:
             return True
     return False
 

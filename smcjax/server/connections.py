@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from smcjax.server.errors import CLOSE, APIError, dumps, unavailable
 
-MOST_CONNECTIONS = 512  # half of the descriptors that a process has by default
+MAX_CONNECTIONS = 512  # half of the descriptors that a process has by default
 HEAD_BYTES, HEADERS = 1 << 16, 128  # of a head: a URL and headers, or what stands around the pieces of a body
 HEAD_SECONDS = 10.0  # from a connection, or the last answer in it, to the whole of the next head
 WRITE_SECONDS = 60.0  # within which a reader takes `WRITE_BYTES` of what is there for it
@@ -39,11 +39,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Makes room where there is none."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             others = cast(set[Connection], self.connections - {self})
             longest = min((one for one in others if one.idle), key=lambda one: one._idle_since, default=None)
             if longest is None:
-                self._refuse(unavailable(f"{MOST_CONNECTIONS} requests are under way, the most that may be."))
+                self._refuse(unavailable(f"{MAX_CONNECTIONS} requests are under way, the most that may be."))
             else:
                 longest.cut()
 

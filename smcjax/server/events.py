@@ -9,8 +9,8 @@ from typing import Any
 
 from smcjax.server.errors import APIError, dumps
 
-MOST_RECORDS = 256
-MOST_BYTES = 64 << 20  # of all records; the oldest that have ended go first
+MAX_RECORDS = 256
+MAX_BYTES = 64 << 20  # of all records; the oldest that have ended go first
 
 
 class Record:
@@ -54,7 +54,7 @@ class Record:
 class Records:
     """Records by the id of their reply."""
 
-    def __init__(self, most: int = MOST_RECORDS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_RECORDS, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._records: OrderedDict[str, Record] = OrderedDict()
 

@@ -9,7 +9,7 @@ from smcjax.engine.llm import LLM
 from smcjax.engine.requests.sampling_params import SamplingParams
 from smcjax.server.errors import queue_full
 
-MOST_FORMS = 8  # that are compiled, one at a time, or wait for it
+MAX_FORMS = 8  # that are compiled, one at a time, or wait for it
 
 
 class Forms:
@@ -26,13 +26,13 @@ class Forms:
     async def prepare(self, llm: LLM, params: SamplingParams) -> None:
         """Waits until the form that a request asks for is compiled, if it asks for one.
 
-        Raises ValueError where it cannot be, and APIError (429) where `MOST_FORMS` are under way; a form that was asked
+        Raises ValueError where it cannot be, and APIError (429) where `MAX_FORMS` are under way; a form that was asked
         for before comes at once.
         """
         if llm.has_prepared(params):
             return
-        if len(self) >= MOST_FORMS:
-            raise queue_full(f"{MOST_FORMS} forms of answers may wait to be compiled and as many do; ask again later.")
+        if len(self) >= MAX_FORMS:
+            raise queue_full(f"{MAX_FORMS} forms of answers may wait to be compiled and as many do; ask again later.")
         future = self._thread.submit(llm.prepare, params)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

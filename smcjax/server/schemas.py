@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from smcjax.server.defaults import CHAT, COMMON, COMPLETION, Defaults, given
 
-MOST_CHOICES = 128  # of a request, over all its prompts
+MAX_CHOICES = 128  # of a request, over all its prompts
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # The first wrong item of a list is told; an error for each of millions would take seconds and gigabytes.
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -54,7 +54,7 @@ class Ask(_Fields):
     defaults: ClassVar[Defaults] = COMMON
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: int | None = None
     temperature: Number | None = None
     top_p: Number | None = None

@@ -15,7 +15,7 @@ from smcjax.server.models import Models, VirtualModel
 from smcjax.server.tokens import TokenTexts
 
 LARGE_BODY = 1 << 16  # bytes; what grows with larger ones is done for one of them at a time
-MOST_HELD = 64 << 20  # bytes of all bodies whose requests are under way
+MAX_BODY_BYTES = 64 << 20  # bytes of all bodies whose requests are under way
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ from smcjax.pallas.sparse.query_groups import QueryGroups
 
 Pages = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # keys and values of the selection, then of the window
 Pair = tuple[jax.Array, jax.Array]  # keys and values
-LEAST_UNIT, MOST_UNIT = 8, 64  # slots of a task that kernels take
+MIN_UNIT, MAX_UNIT = 8, 64  # slots of a task that kernels take
 
 
 class Blocks(Protocol):
@@ -154,7 +154,7 @@ class Grouped:
             slots.append(compressed_slots(high, **of))
             per_page.append(page_size // kind.kernel_stride)
             most.append(table.shape[2] * per_page[1])
-            units.append(math.gcd(per_page[1], MOST_UNIT))
+            units.append(math.gcd(per_page[1], MAX_UNIT))
             pools.append(compressed)
         spans = (
             Branch(
@@ -179,7 +179,7 @@ class Grouped:
 
 def takes_compressed(kind: Blocks, page_size: int) -> bool:
     """True where a layer that does not select has compressed tokens in the launch of its other branches."""
-    return page_size % (kind.kernel_stride * LEAST_UNIT) == 0
+    return page_size % (kind.kernel_stride * MIN_UNIT) == 0
 
 
 def keeps_scores(
@@ -195,7 +195,7 @@ def keeps_scores(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=per_page,
-        unit=math.gcd(per_page, MOST_UNIT),
+        unit=math.gcd(per_page, MAX_UNIT),
         dtype=dtype,
     )
 
@@ -203,7 +203,7 @@ def keeps_scores(
 def reads_by_kernels(kind: Blocks, config: HeadShape, size: int, page_size: int, dtype: Any) -> bool:
     """True where kernels rank the blocks of groups of `size` queries, and attend to all branches for them."""
     shape = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    unit = math.gcd(kind.block_size, page_size, MOST_UNIT)
+    unit = math.gcd(kind.block_size, page_size, MAX_UNIT)
     return keeps_scores(kind, size=size, **shape, page_size=page_size, dtype=dtype) and supports(
         size=size, **shape, page_size=page_size, unit=unit, dtype=dtype
     )
@@ -241,7 +241,7 @@ def _weighed(
     """
     low, high = compressed_slots(last, kernel_size=kind.kernel_size, kernel_stride=kind.kernel_stride)
     _, per_page, kv_heads, _ = compressed[0].shape
-    unit, slots = math.gcd(per_page, MOST_UNIT), table.shape[2] * per_page
+    unit, slots = math.gcd(per_page, MAX_UNIT), table.shape[2] * per_page
     sizes = {"page_size": per_page, "unit": unit, "sets": kv_heads, "most_slots": slots}
     tasks = span_tasks(low, high, table, groups, rows=rows, **sizes)
     part, scores, products = grouped_scores(q, *compressed, tasks, groups, low, high, unit=unit, slots=slots)

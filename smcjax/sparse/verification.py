@@ -19,7 +19,7 @@ from smcjax.trees import ORDERS, Order
 Mode = Literal["per_query", "merged", "shared", "shared_forced"]
 MODES = get_args(Mode)
 SHARED = ("shared", "shared_forced")
-GROUP, MOST_QUERIES = 4, 128  # queries of a group: usually, and at most
+GROUP, MAX_QUERIES = 4, 128  # queries of a group: usually, and at most
 KERNEL_GROUP = 16  # by kernels: what fills their tile where four heads share keys; 32 take longer (dev/LOG.md)
 
 
@@ -56,8 +56,8 @@ class SparseVerification:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}.")
         if self.group is None:
             object.__setattr__(self, "group", GROUP if self.is_grouped else 1)
-        if not _is_whole(self.group, 1, MOST_QUERIES):
-            raise ValueError(f"group must be a whole number of queries from 1 to {MOST_QUERIES}, got {self.group!r}.")
+        if not _is_whole(self.group, 1, MAX_QUERIES):
+            raise ValueError(f"group must be a whole number of queries from 1 to {MAX_QUERIES}, got {self.group!r}.")
         if not self.is_grouped and (self.group != 1 or self.order != "bfs"):
             raise ValueError(
                 f"group is {self.group} and order {self.order!r}, which mode='per_query' has no use for; "

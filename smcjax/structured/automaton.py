@@ -33,8 +33,8 @@ from smcjax.tokenizer.tokenizer import Tokenizer
 SECONDS = 10.0  # of processor time to compile one
 BYTES = 4 << 30  # of address space
 PATIENCE = 60.0  # seconds by the clock, on a machine that is busy with other things
-MOST_STATES = 32_000  # of an automaton over bytes
-MOST_CELLS = 1 << 19  # states times classes of an automaton over tokens
+MAX_STATES = 32_000  # of an automaton over bytes
+MAX_CELLS = 1 << 19  # states times classes of an automaton over tokens
 KEPT = 64  # automata for requests to come
 # How the child ends that has gone beyond a limit, or has broken by what it was asked for: always so. What else ends it,
 # such as the system where memory is short, may not do so again.
@@ -138,7 +138,7 @@ def check_expression(expression: Expression) -> None:
     """
     _require_package(expression)
     try:
-        byte_automaton(expression.kind, expression.text, expression.depth, MOST_STATES)
+        byte_automaton(expression.kind, expression.text, expression.depth, MAX_STATES)
     except Refusal as refusal:
         raise ValueError(f"response_format {worded(refusal, _mend(expression))}.") from None
 
@@ -161,8 +161,8 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
         "text": expression.text,
         "depth": expression.depth,
         "mend": _mend(expression),
-        "most_states": MOST_STATES,
-        "most_cells": MOST_CELLS,
+        "most_states": MAX_STATES,
+        "most_cells": MAX_CELLS,
     }
     head, written = json.dumps(setup).encode(), io.BytesIO()
     ends = np.cumsum([len(token) for token in tokens], dtype=np.int64)

@@ -20,8 +20,8 @@ from smcjax.structured.grammar import expression_automaton, grammar_automaton, p
 from smcjax.structured.json_schema import rules_of_schema
 from smcjax.structured.parts import Choice, Text
 
-MOST_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
-MOST_CALLS = 20_000  # within each other: rules of a grammar refer to rules
+MAX_CLASSES = 2**15 - 1  # which tables on the device name in 16 bits
+MAX_CALLS = 20_000  # within each other: rules of a grammar refer to rules
 REFUSED = 8  # exit code of a process that has written a refusal
 OUT_OF_MEMORY = 9  # exit code of a process that has told by itself that its memory does not suffice
 UNREACHED = 1 << 30  # in `reach`: no way to an accepting state
@@ -84,10 +84,10 @@ def token_automaton(table: Any, accepts: Any, tokens: list[bytes], most_cells: i
     number[kept] = np.arange(len(kept))
     table, again = np.unique(number[columns[kept]], axis=1, return_inverse=True)
     classes = again.reshape(-1)[classes]
-    if table.size > most_cells or table.shape[1] > MOST_CLASSES:
+    if table.size > most_cells or table.shape[1] > MAX_CLASSES:
         raise TooLarge(
             f"has an automaton of {table.shape[0]} states and {table.shape[1]} classes of tokens, {table.size} cells, "
-            f"and {most_cells} are the most, of {MOST_CLASSES} classes"
+            f"and {most_cells} are the most, of {MAX_CLASSES} classes"
         )
     return {
         "following": table.astype(np.int16),
@@ -118,7 +118,7 @@ def _distances(sources: Any, targets: Any, first: Any, states: int) -> Any:
 def byte_automaton(kind: str, text: str, depth: int, most_states: int) -> tuple[Any, Any]:
     """The minimal automaton over bytes of a form's texts (`smcjax.structured.response_format`). Raises Refusal."""
     most_calls = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(most_calls, MOST_CALLS))
+    sys.setrecursionlimit(max(most_calls, MAX_CALLS))
     try:
         if kind == "regex":
             return expression_automaton(text, most_states)

@@ -11,7 +11,7 @@ from typing import Any
 
 from smcjax.structured.parts import Ranges
 
-MOST_MEMBERS = 64  # steps for each state that an automaton may have
+MAX_MEMBERS = 64  # steps for each state that an automaton may have
 
 
 class Refusal(Exception):
@@ -250,8 +250,8 @@ class Joined:
                     )
             found = frozenset().union(*(behind[state] for state in states))
             members += len(found)
-            if members > MOST_MEMBERS * most_states:
-                raise TooLarge(f"takes over {MOST_MEMBERS * most_states} steps to be made")
+            if members > MAX_MEMBERS * most_states:
+                raise TooLarge(f"takes over {MAX_MEMBERS * most_states} steps to be made")
             return found
 
         subsets = [closed(self._behind([begin], self._anchors[False]))]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from smcjax.structured.byte_automata import MOST_MEMBERS, Empty, Joined, Refusal, TooLarge
+from smcjax.structured.byte_automata import MAX_MEMBERS, Empty, Joined, Refusal, TooLarge
 from smcjax.structured.expressions import read_expression
 from smcjax.structured.grammar_text import read_grammar
 from smcjax.structured.parts import (
@@ -135,7 +135,7 @@ def weight_of_list(items: int, required: tuple[bool, ...]) -> int:
     for is_required in reversed(required):
         following = 1 if is_required else following + 1
         steps += following
-    return max(items, 2 * steps // MOST_MEMBERS)
+    return max(items, 2 * steps // MAX_MEMBERS)
 
 
 class _Weights:

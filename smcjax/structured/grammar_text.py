@@ -22,7 +22,7 @@ from smcjax.structured.expressions import ALL, read_expression, without
 from smcjax.structured.parts import START, Character, Choice, Part, Reference, Repeat, Sequence, Text, references
 
 SKIPPED = "%ignore"  # the name of a rule for texts of `%ignore`
-MOST_DIGITS = 9  # of a number of repetitions
+MAX_DIGITS = 9  # of a number of repetitions
 
 # Terminals of Lark's library whose own definitions look around or repeat lazily, by the texts that they are meant for.
 _MEANT = {"ESCAPED_STRING": r'"([^"\\\n]|\\[^\n])*"', "C_COMMENT": r"/\*([^*]|\*+[^*/])*\*+/"}
@@ -282,9 +282,9 @@ class _Gbnf(_Reader):
 
 
 def _number(digits: str) -> int:
-    """A number of repetitions. Raises Refusal for one of more than `MOST_DIGITS` digits."""
-    if len(digits.lstrip("+-")) > MOST_DIGITS:
-        raise Refusal(f"that repeats a part {short(digits)} times, and {MOST_DIGITS} digits are the most; lower that")
+    """A number of repetitions. Raises Refusal for one of more than `MAX_DIGITS` digits."""
+    if len(digits.lstrip("+-")) > MAX_DIGITS:
+        raise Refusal(f"that repeats a part {short(digits)} times, and {MAX_DIGITS} digits are the most; lower that")
     return int(digits)
 
 

@@ -13,8 +13,9 @@ from smcjax.structured.byte_automata import Empty, product
 from smcjax.structured.grammar import part_automaton
 from smcjax.structured.parts import NEVER, NOTHING, Character, Choice, Made, Part, Repeat, Sequence, Text
 
-MOST_DIGITS = 30  # of a number between bounds, before its point
-MOST_FRACTION = 15  # significant digits of a number with exclusive bounds: more are not told apart where it is read
+MAX_DIGITS = 30  # of a number between bounds, before its point
+# Significant digits of a number with exclusive bounds: a reader cannot distinguish more.
+MAX_FRACTION_DIGITS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Numbers:
         return low > high or (low == high and (self.above or self.below) and not self.whole)
 
     def _bounds(self) -> tuple[Decimal | None, Decimal | None]:
-        """The bounds; whole numbers' are whole, and among them. Others have `MOST_FRACTION` digits behind the point."""
+        """The bounds; whole numbers' are whole, and among them. Others have `MAX_FRACTION_DIGITS` decimals."""
         low, high = self.low, self.high
         if low is not None:
             low = _rounded(low, self.above, ROUND_CEILING) if self.whole else _cut(low, ROUND_CEILING)
@@ -85,7 +86,7 @@ class Numbers:
 
     def _of_multiples(self, most_states: int) -> tuple[Any, Any]:
         """Makes the automaton of multiples with the divisors' decimals at most, and digits that doubles tell apart."""
-        most = Decimal(10**MOST_FRACTION)
+        most = Decimal(10**MAX_FRACTION_DIGITS)
         low, above = max((-most, False), (-most if self.low is None else self.low, self.above))
         high, within = min((most, True), (most if self.high is None else self.high, not self.below))
         bounded = Numbers(self.whole, low, above, high, not within)
@@ -115,12 +116,12 @@ def _rounded(bound: Decimal, is_strict: bool, direction: str) -> Decimal:
 
 
 def _cut(bound: Decimal, direction: str) -> Decimal:
-    """The bound, or the next number within it, with `MOST_FRACTION` digits behind the point."""
+    """The bound, or the next number within it, with `MAX_FRACTION_DIGITS` digits behind the point."""
     exponent = bound.as_tuple().exponent
     assert isinstance(exponent, int)
-    if exponent >= -MOST_FRACTION:
+    if exponent >= -MAX_FRACTION_DIGITS:
         return bound
-    return bound.quantize(Decimal(1).scaleb(-MOST_FRACTION), direction, Context(prec=1000))
+    return bound.quantize(Decimal(1).scaleb(-MAX_FRACTION_DIGITS), direction, Context(prec=1000))
 
 
 _DIGIT = Character(((48, 57),))
@@ -151,18 +152,18 @@ def _magnitudes(low: Decimal, above: bool, high: Decimal | None, below: bool, wh
         for one, is_strict in ((first, above), (_split(high)[0] if high is not None else "", below))
         if is_strict
     ]
-    most = MOST_FRACTION - max(strict) if strict else None
+    most = MAX_FRACTION_DIGITS - max(strict) if strict else None
     if high is not None and int(first) == int(high):
         if whole:
             return Text(first.encode())
         both = (_fractions(fraction, above, False, most), _fractions(_split(high)[1], below, True, most))
         return Sequence((Text(first.encode()), Made(_both(*(part_automaton(one, 1 << 15) for one in both)))))
-    if len(first) > MOST_DIGITS:
+    if len(first) > MAX_DIGITS:
         return NEVER
     free = NOTHING if whole else _free(most)
     last, of_last = _split(high) if high is not None else ("", "")
-    if len(last) > MOST_DIGITS:
-        last, of_last = "9" * MOST_DIGITS, ""
+    if len(last) > MAX_DIGITS:
+        last, of_last = "9" * MAX_DIGITS, ""
     parts = [Sequence((_naturals(int(first) + 1, int(last) - 1 if last else None), free))]
     parts.append(Sequence((Text(first.encode()), NOTHING if whole else _fractions(fraction, above, False, most))))
     if last:

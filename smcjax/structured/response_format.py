@@ -22,8 +22,8 @@ from smcjax.plain import is_unicode, short
 
 JSON_DEPTH = 4  # objects and arrays within each other where their shape is left open, and of a schema that needs itself
 GRAMMAR_DEPTH = 4  # levels of nesting (`smcjax.structured.grammar`) where a request does not say how many
-MOST_DEPTH = 100
-MOST_CHARACTERS = 1 << 18  # of an expression, or a grammar
+MAX_DEPTH = 100
+MAX_CHARACTERS = 1 << 18  # of an expression, or a grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,8 @@ def expression_of(response_format: object) -> Expression | None:
     except ValueError as error:
         raise ValueError(f"response_format: {error}") from None
     length = 0 if expression is None else len(expression.text)
-    if length > MOST_CHARACTERS:
-        raise ValueError(f"response_format has {length} characters, and {MOST_CHARACTERS} are the most; simplify it.")
+    if length > MAX_CHARACTERS:
+        raise ValueError(f"response_format has {length} characters, and {MAX_CHARACTERS} are the most; simplify it.")
     return expression
 
 
@@ -102,8 +102,8 @@ def _choice(given: object) -> Expression:
 def _grammar(given: object, max_depth: object = GRAMMAR_DEPTH) -> Expression:
     if not isinstance(given, str) or not given.strip() or not is_unicode(given):
         raise ValueError(f"grammar must be a text in Lark's notation or GBNF, got {short(given)}.")
-    if not isinstance(max_depth, int) or isinstance(max_depth, bool) or not 0 <= max_depth <= MOST_DEPTH:
-        raise ValueError(f"max_depth must be an integer from 0 to {MOST_DEPTH}, got {short(max_depth)}.")
+    if not isinstance(max_depth, int) or isinstance(max_depth, bool) or not 0 <= max_depth <= MAX_DEPTH:
+        raise ValueError(f"max_depth must be an integer from 0 to {MAX_DEPTH}, got {short(max_depth)}.")
     return Expression(given, "grammar", max_depth)
 
 

@@ -32,8 +32,8 @@ from smcjax.structured.json_values import (
 )
 from smcjax.structured.schema_keywords import KNOWN, OwnKeywords, keywords_of
 
-MOST_PARTS = 10_000  # of a schema, references followed
-MOST_ALTERNATIVES = 500
+MAX_PARTS = 10_000  # of a schema, references followed
+MAX_ALTERNATIVES = 500
 
 
 def key_of_nodes(nodes: Nodes) -> tuple[int, ...]:
@@ -83,8 +83,8 @@ class Alternatives:
     def _of_node(self, node: Node, within: tuple[int, ...]) -> list[Alternative]:
         schema, where = node
         self._count += 1
-        if self._count > MOST_PARTS:
-            raise Refusal(f"has over {MOST_PARTS} parts, its references followed; simplify it")
+        if self._count > MAX_PARTS:
+            raise Refusal(f"has over {MAX_PARTS} parts, its references followed; simplify it")
         if isinstance(schema, bool):
             return [Alternative(ANY)] if schema else []
         if not isinstance(schema, dict):
@@ -152,8 +152,8 @@ class Alternatives:
         return part, short(name)
 
     def meet(self, some: list[Alternative], others: list[Alternative]) -> list[Alternative]:
-        if len(some) * len(others) > MOST_ALTERNATIVES:
-            raise Refusal(f"has over {MOST_ALTERNATIVES} alternatives that hold together; simplify it")
+        if len(some) * len(others) > MAX_ALTERNATIVES:
+            raise Refusal(f"has over {MAX_ALTERNATIVES} alternatives that hold together; simplify it")
         found = []
         for one in some:
             for two in others:
@@ -234,8 +234,8 @@ class Alternatives:
                 if whole:
                     left.append(dataclasses.replace(one, records=whole, is_typed=True))
             found = distinct(left)
-            if len(found) > MOST_ALTERNATIVES:
-                raise Refusal(f"has over {MOST_ALTERNATIVES} alternatives that hold together; simplify it")
+            if len(found) > MAX_ALTERNATIVES:
+                raise Refusal(f"has over {MAX_ALTERNATIVES} alternatives that hold together; simplify it")
         return found
 
     def _overlap(self, record: Record, out: Record) -> bool:

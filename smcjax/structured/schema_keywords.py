@@ -28,7 +28,7 @@ from smcjax.structured.json_values import (
     type_of,
 )
 
-MOST_DIVISOR = 10_000
+MAX_DIVISOR = 10_000
 KEYWORDS = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
     "string": {"minLength", "maxLength", "pattern"},
@@ -129,8 +129,8 @@ class OwnKeywords:
         divisor = self._schema.get("multipleOf")
         if divisor is None:
             return made
-        if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor <= MOST_DIVISOR:
-            raise self._refuse("multipleOf", f"give a number of at most {MOST_DIVISOR}")
+        if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor <= MAX_DIVISOR:
+            raise self._refuse("multipleOf", f"give a number of at most {MAX_DIVISOR}")
         exact = Fraction(repr(divisor))
         if exact.denominator not in (1, 2, 4, 8):
             raise self._refuse(

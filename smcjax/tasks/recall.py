@@ -30,7 +30,7 @@ Tokens = list[int]
 KINDS = ("recall", "sum", "hop", "copy")
 RUN = 3  # lines that a copy is of
 VALUES = (10, 49)  # so that sums have two digits
-SHORTEST, MOST_QUESTIONS = 256, 16
+SHORTEST, MAX_QUESTIONS = 256, 16
 DENSITIES = (1 / 320, 1 / 80)  # of groups of facts, a token
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNKNOWN = range(len(SPECIAL))
@@ -114,7 +114,7 @@ def document(
     if length < SHORTEST * rounds:
         raise ValueError(f"length must be at least {SHORTEST} tokens for each of {rounds} rounds, got {length}.")
     pieces, each = _pieces(), length // rounds
-    asked = MOST_QUESTIONS if each >= 1024 else MOST_QUESTIONS // 2 if each >= 512 else MOST_QUESTIONS // 4
+    asked = MAX_QUESTIONS if each >= 1024 else MAX_QUESTIONS // 2 if each >= 512 else MAX_QUESTIONS // 4
     density = np.exp(rng.uniform(*np.log(DENSITIES)))
     groups = max(asked // 2, int(each * density))
     sizes = rng.choice([1, 1, RUN], size=(rounds, groups), p=[0.4, 0.3, 0.3])

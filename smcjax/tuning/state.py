@@ -18,7 +18,7 @@ from safetensors.numpy import load, save
 from smcjax.files import MIB, Unreadable, read_bytes
 from smcjax.viz.trace_file import write_atomically
 
-MOST_BYTES = 1024 * 1024 * MIB
+MAX_BYTES = 1024 * 1024 * MIB
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | No
     if not path.exists():
         return None
     try:
-        content = read_bytes(path, MOST_BYTES)
+        content = read_bytes(path, MAX_BYTES)
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size])
         return load(content), json.loads(header["__metadata__"]["facts"])

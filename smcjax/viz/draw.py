@@ -88,7 +88,7 @@ ANSWER, TRUNK, FAINT, RULE, INK, MUTED, PANEL = (
 IMPOSSIBLE, UNKNOWN = "#F0A878", "#20262E"
 WEIGHTS = LinearSegmentedColormap.from_list("weights", ["#EDF3F8", "#9CC5DF", "#2F7FB8", "#08305C"])
 SMALL, BASE, LARGE = 8.0, 9.0, 12.0
-MOST_LABELLED = 48  # particles whose final weights are written: of more, rows are lower than a line of text
+MAX_LABELLED_PARTICLES = 48  # particles whose final weights are written: of more, rows are lower than a line of text
 FONT = "DejaVu Sans"
 FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"  # of an SVG: where the first is missing, Verdana is as wide
 STYLE: dict[str, Any] = {
@@ -365,7 +365,7 @@ def _final_weights(axes: Axes, trace: TraceFile) -> None:
     ]
     axes.barh(np.arange(n), weights, height=0.62, color=colours)
     axes.set_xlim(0, weights.max() * 1.6)
-    if n <= MOST_LABELLED:
+    if n <= MAX_LABELLED_PARTICLES:
         for j, weight in enumerate(weights):
             axes.text(weight + weights.max() * 0.06, j, f"{weight:.0%}" if weight >= 0.01 or weight == 0 else "<1%",
                       size=SMALL, va="center", color=ANSWER if j == trace.selected else MUTED)  # fmt: skip

@@ -26,9 +26,9 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 
 WARPGROUPS = 4  # of a block
-MOST_RECOMPUTED = 8192  # ids b·γ that one block may scan alone
-MOST_ROWS = 1024  # b: what a warp sums
-MOST_GAMMA = 1024
+MAX_RECOMPUTED = 8192  # ids b·γ that one block may scan alone
+MAX_ROWS = 1024  # b: what a warp sums
+MAX_GAMMA = 1024
 LOADS = 16  # pairs of ids that a thread has asked for before it looks at the first
 
 
@@ -215,7 +215,7 @@ def supports_scan(draft: jax.Array, target: jax.Array) -> bool:
     """True for int32 ids that fit each other, of rows as many and as long as the scan's kernel takes."""
     rows, gamma = draft.shape
     ids = draft.dtype == target.dtype == jnp.int32 and target.shape == (rows, gamma + 1)
-    return ids and 0 < rows <= MOST_ROWS and 0 < gamma <= MOST_GAMMA
+    return ids and 0 < rows <= MAX_ROWS and 0 < gamma <= MAX_GAMMA
 
 
 def acceptance_scan_mosaic(
@@ -223,7 +223,7 @@ def acceptance_scan_mosaic(
     target: Int[Array, "b g1"],
     *,
     warpgroups: int = WARPGROUPS,
-    most_recomputed: int = MOST_RECOMPUTED,
+    most_recomputed: int = MAX_RECOMPUTED,
     interpret: Any = None,
 ) -> Acceptance:
     """One launch of one block up to `most_recomputed` ids; beyond, many blocks, and XLA sums the lengths.

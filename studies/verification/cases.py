@@ -20,7 +20,7 @@ from studies.verification import verify_pack as vp
 from studies.verification.naive_scan import naive_scan
 from studies.verification.synthetic import rotations, synthetic
 
-MOST_ONE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
+MAX_SINGLE_LAUNCH = 40_000  # ids; beyond, one launch is compiled for nothing
 STRESS: dict[str, Any] = {"rows": 32, "gamma": 128, "alpha": 0.9, "dim": 2048}
 Call = Callable[..., Any]
 
@@ -108,7 +108,7 @@ def grid(quick: bool) -> list[Case]:
 
 def fitted(case: Case) -> Case:
     """Without methods that do not run here or are not worth compiling."""
-    too_many = case.rows * case.gamma > MOST_ONE_LAUNCH
+    too_many = case.rows * case.gamma > MAX_SINGLE_LAUNCH
     keep = [m for m in case.methods if not (too_many and m == "verify: one launch")]
     if not uses_kernels():
         keep = [m for m in keep if m in ON_CPU]

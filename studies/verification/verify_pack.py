@@ -12,7 +12,7 @@ so that what was rejected is nobody's work. A tile comes from one run of accepte
 brings each run to its place in shared memory and takes the tile from there. What differs is how a block learns k: in
 the fused kernel every block scans all ids itself, out of the L2; in the two-step version a kernel before has done so,
 each block a few rows. Scanning is repeated work that grows with b·γ, and the second launch costs the same always, so
-`verify_and_pack` takes the one or the other by b·γ (`MOST_RECOMPUTED`).
+`verify_and_pack` takes the one or the other by b·γ (`MAX_RECOMPUTED`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, Ref, Threads
 from studies.verification import bulk
 from studies.verification.acceptance import (
-    MOST_GAMMA,
-    MOST_RECOMPUTED,
-    MOST_ROWS,
+    MAX_GAMMA,
+    MAX_RECOMPUTED,
+    MAX_ROWS,
     WARPGROUPS,
     Acceptance,
     acceptance_scan_reference,
@@ -53,7 +53,7 @@ from studies.verification.acceptance import (
 TILE_BYTES = 8192  # of one tile, where a row is not longer
 LONGEST_ROW = 16384  # bytes
 RING_BYTES = 49152  # tiles of one warpgroup that are under way
-MOST_SLOTS = 8
+MAX_SLOTS = 8
 TILES_EACH = 4  # at least, where there are so many rows: the last tiles then end together
 
 
@@ -110,7 +110,7 @@ def plan(
     tiles = -(-packed // tile)
     blocks = min(blocks, -(-tiles // warpgroups))
     of_a_warpgroup = -(-tiles // (blocks * warpgroups))
-    slots = max(2, min(MOST_SLOTS, RING_BYTES // (tile * row_bytes), of_a_warpgroup))
+    slots = max(2, min(MAX_SLOTS, RING_BYTES // (tile * row_bytes), of_a_warpgroup))
     return Tuning(blocks, warpgroups, tile, slots)
 
 
@@ -317,7 +317,7 @@ def _supports_pack(kv: jax.Array, lengths: Any) -> bool:
     """True where a row of KV is some multiple of 16 bytes (bf16: D % 8 == 0), which the copy engine needs."""
     rows, gamma, dim = kv.shape
     row_bytes = dim * kv.dtype.itemsize
-    shapes = 0 < rows <= MOST_ROWS and 0 < gamma <= MOST_GAMMA and 0 < row_bytes <= LONGEST_ROW
+    shapes = 0 < rows <= MAX_ROWS and 0 < gamma <= MAX_GAMMA and 0 < row_bytes <= LONGEST_ROW
     return shapes and row_bytes % 16 == 0
 
 
@@ -330,7 +330,7 @@ def _supports_fused(draft: jax.Array, target: jax.Array, kv: jax.Array) -> bool:
 
     The study's rule would compare expected bytes of KV with a threshold, because its fused kernel is one block.
     """
-    return draft.size <= MOST_RECOMPUTED and _supports_both(draft, target, kv)
+    return draft.size <= MAX_RECOMPUTED and _supports_both(draft, target, kv)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))

@@ -11,7 +11,7 @@ from smcjax.bench.shapes import SHAPES
 from smcjax.decoders import SMC, Autoregressive, Decoding
 from smcjax.device import H100, H200
 from smcjax.markdown import table
-from smcjax.pallas.collectives.peer_memory import MOST_PUSHED
+from smcjax.pallas.collectives.peer_memory import MAX_PUSHED_BYTES
 
 SMALL, DRAFT, LARGE = "llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b"
 DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
@@ -51,7 +51,7 @@ def test_sums_over_two_devices_are_the_measured_ones() -> None:
     for data, seconds in pieces.by_xla:
         assert pieces.sum_seconds(2, data) < (seconds, seconds)
         assert pieces.sum_seconds(16, data)[0] > seconds, "left to XLA, of more bytes on the way"
-    assert pieces.sum_seconds(2, 2 * MOST_PUSHED)[0] > 2 * pieces.sum_seconds(2, MOST_PUSHED)[0]
+    assert pieces.sum_seconds(2, 2 * MAX_PUSHED_BYTES)[0] > 2 * pieces.sum_seconds(2, MAX_PUSHED_BYTES)[0]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -13,7 +13,7 @@ import pytest
 
 from smcjax.cli.form_options import add_form_options, check_form, form_from
 from smcjax.engine.requests.sampling_params import SamplingParams
-from smcjax.structured.automaton_child import MOST_CALLS
+from smcjax.structured.automaton_child import MAX_CALLS
 from tests.cli.conftest import Command
 
 
@@ -112,4 +112,4 @@ def test_forms_are_read_before_models(
 def test_a_form_of_much_nesting_is_read_like_in_the_process_that_compiles_it() -> None:
     schema = {"type": "array", "prefixItems": [{"type": "null"}] * 300, "items": False}
     check_form(SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema}}))
-    assert sys.getrecursionlimit() < MOST_CALLS
+    assert sys.getrecursionlimit() < MAX_CALLS

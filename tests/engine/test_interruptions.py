@@ -345,4 +345,4 @@ def test_an_interruption_while_programs_compile_begins_no_more_of_them() -> None
         release.set()
     time.sleep(0.2)
     assert len(made) == 0
-    assert len(begun) <= programs.MOST_AT_ONCE
+    assert len(begun) <= programs.MAX_CONCURRENT_COMPILATIONS

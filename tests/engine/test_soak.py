@@ -11,7 +11,7 @@ from smcjax import LLM, SamplingParams
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
-MOST_WAITING = 24  # requests that wait or run at a time
+MAX_OPEN_REQUESTS = 24  # requests that wait or run at a time
 PROMPTS = ("a", "bc", "a longer prompt")
 
 
@@ -22,7 +22,7 @@ def soak(llm: LLM, requests: int, *, seed: int = 0) -> list[str | None]:
     reasons: list[str | None] = []
     asked = 0
     while asked < requests or living:
-        while asked < requests and len(living) < MOST_WAITING and rng.random() < 0.7:
+        while asked < requests and len(living) < MAX_OPEN_REQUESTS and rng.random() < 0.7:
             params = SamplingParams(max_tokens=rng.randint(1, 24), seed=asked, temperature=rng.uniform(0.5, 1.2))
             request = llm.request(rng.choice(PROMPTS), params)
             engine.add_request(request, stream=asked % 2 == 0)

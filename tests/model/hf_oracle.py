@@ -18,9 +18,9 @@ FAMILY = {
     **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"},
     "olmo2": "Olmo2",
 }
-_USUAL_NORMS = ("input_layernorm", "post_attention_layernorm")
+_DEFAULT_NORMS = ("input_layernorm", "post_attention_layernorm")
 _NORMS = {  # of a layer
-    "gemma3_text": (*_USUAL_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "gemma3_text": (*_DEFAULT_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
 }
 
@@ -77,7 +77,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     add("model.norm.weight", e, centre=centre)
     for index in range(config["num_hidden_layers"]):
         at = f"model.layers.{index}."
-        for name in _NORMS.get(family, _USUAL_NORMS):
+        for name in _NORMS.get(family, _DEFAULT_NORMS):
             add(f"{at}{name}.weight", e, centre=centre)
         for name, rows, columns, biased in (
             ("self_attn.q_proj", h * d, e, qkv_bias),

@@ -85,7 +85,7 @@ def test_late_heads_are_closed(locked: Running, monkeypatch: pytest.MonkeyPatch,
 
 def test_silent_connections_make_room(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest idle one goes for each that comes, and one that is answered never."""
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(locked)) for _ in range(30)]
         for client in silent[::2]:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from smcjax.server.forms import MOST_FORMS
+from smcjax.server.forms import MAX_FORMS
 from smcjax.structured import automaton
 from tests.server.conftest import EXACT_NAME, SMC_NAME, Running
 from tests.server.test_errors import told
@@ -106,11 +106,11 @@ def test_slow_forms_hold_nobody_else_up(server: Running, http: httpx.Client, mon
         return http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 8, **fields})
 
     assert ask(guided_regex="known").status_code == 200
-    with monkeypatch.context() as patch, ThreadPoolExecutor(MOST_FORMS) as readers:
+    with monkeypatch.context() as patch, ThreadPoolExecutor(MAX_FORMS) as readers:
         patch.setattr(automaton, "compile_expression", slow)
         try:
-            waiting = [readers.submit(ask, guided_regex=f"[ab]{{{count}}}") for count in range(1, MOST_FORMS + 1)]
-            while len(server.served.forms) < MOST_FORMS:
+            waiting = [readers.submit(ask, guided_regex=f"[ab]{{{count}}}") for count in range(1, MAX_FORMS + 1)]
+            while len(server.served.forms) < MAX_FORMS:
                 assert not any(one.done() for one in waiting)
                 time.sleep(0.01)
             assert http.get("/metrics").status_code == 200
@@ -119,9 +119,9 @@ def test_slow_forms_hold_nobody_else_up(server: Running, http: httpx.Client, mon
             refused = ask(guided_regex="one too many")
             assert told(refused, 429)["code"] == "queue_full"
             assert refused.headers["retry-after"]
-            assert f"{MOST_FORMS} forms of answers may wait" in refused.text
+            assert f"{MAX_FORMS} forms of answers may wait" in refused.text
             assert not any(one.done() for one in waiting)
         finally:
             go.set()
-        assert [one.result().status_code for one in waiting] == [200] * MOST_FORMS
+        assert [one.result().status_code for one in waiting] == [200] * MAX_FORMS
     assert len(server.served.forms) == 0

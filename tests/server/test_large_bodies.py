@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from smcjax.engine.requests.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
+from smcjax.engine.requests.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from smcjax.server import begin, routes, state
-from smcjax.server.body import MOST_PARTS, parse
+from smcjax.server.body import MAX_PARTS, parse
 from smcjax.server.errors import APIError
 from smcjax.server.models import Models
 from smcjax.tokenizer.tokenizer import PIECE, Tokenizer
@@ -141,19 +141,19 @@ def test_a_long_text_is_refused_by_its_beginning(
 
 
 def test_stop_strings_are_bounded(http: httpx.Client) -> None:
-    most = ["x" * LONGEST_STOP] * MOST_STOPS
+    most = ["x" * MAX_STOP_LENGTH] * MAX_STOP_STRINGS
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stop": most}).status_code == 200
-    for stop in ([*most, "x"], ["x" * (LONGEST_STOP + 1)]):
+    for stop in ([*most, "x"], ["x" * (MAX_STOP_LENGTH + 1)]):
         assert told(http.post("/v1/completions", json={"prompt": "a", "stop": stop}), 400)["param"] == "stop"
 
 
 def test_parts_are_counted_outside_of_texts() -> None:
     """Whatever the quotes and backslashes in these."""
-    text = '{[:"\\' * MOST_PARTS
+    text = '{[:"\\' * MAX_PARTS
     assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-    fields = {str(number): 0 for number in range(MOST_PARTS - 1)}
+    fields = {str(number): 0 for number in range(MAX_PARTS - 1)}
     assert parse(json.dumps(fields).encode()) == fields
-    for beyond in (fields | {"a": 0, "b": 0}, {"a": [[]] * MOST_PARTS}):
+    for beyond in (fields | {"a": 0, "b": 0}, {"a": [[]] * MAX_PARTS}):
         with pytest.raises(APIError, match="more than 100000 objects, arrays and fields"):
             parse(json.dumps(beyond).encode())
     began = time.monotonic()
@@ -164,7 +164,7 @@ def test_parts_are_counted_outside_of_texts() -> None:
 
 def test_bodies_are_held_up_to_a_bound(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all requests together; what has been answered is let go."""
-    monkeypatch.setattr("smcjax.server.access.MOST_HELD", 30_000)
+    monkeypatch.setattr("smcjax.server.access.MAX_BODY_BYTES", 30_000)
     with running(models, max_body=20_000) as server, server.http() as http:
         body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 19_000})
         server.served.held_bytes = 15_000  # as of others

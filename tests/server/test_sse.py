@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from smcjax.server.errors import APIError
-from smcjax.server.events import MOST_RECORDS, Records
+from smcjax.server.events import MAX_RECORDS, Records
 from smcjax.server.process import address_of, bound
 from smcjax.server.sse import EventStream, with_end
 
@@ -207,7 +207,7 @@ def test_records_make_room() -> None:
     records.open("e")
     with pytest.raises(APIError, match="there are no events of 'd'"):
         records.named("d")
-    assert MOST_RECORDS > 3
+    assert MAX_RECORDS > 3
 
 
 def test_a_record_is_followed_while_it_grows() -> None:

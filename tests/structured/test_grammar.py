@@ -346,7 +346,7 @@ def test_a_process_of_its_own_compiles_alike(monkeypatch: pytest.MonkeyPatch) ->
     assert made.reach[walk(made, [128, 129])] == 1, "a bracket is to be closed"
     assert made.reach[walk(made, [128, 129, 130])] == 0
     assert walk(made, [128, 130]) == walk(made, [128, 129, 130, 130]) == -1
-    monkeypatch.setattr(automaton, "MOST_STATES", 10)
+    monkeypatch.setattr(automaton, "MAX_STATES", 10)
     with pytest.raises(
         ValueError, match=r"^response_format has an automaton of \d+ states, and 10 are the most; lower"
     ):
@@ -355,7 +355,7 @@ def test_a_process_of_its_own_compiles_alike(monkeypatch: pytest.MonkeyPatch) ->
         {"type": "grammar", "grammar": "start: x\n" + 'x: "(" x ")" x | "[" x "]" x |', "max_depth": 99}
     )
     assert nasty is not None
-    monkeypatch.setattr(automaton, "MOST_STATES", 1 << 20)
+    monkeypatch.setattr(automaton, "MAX_STATES", 1 << 20)
     monkeypatch.setattr(automaton, "SECONDS", 0.5)
     with pytest.raises(
         ValueError, match=r"takes more than 0\.5 s or 4 GiB to be made an automaton; lower max_depth, here 99"

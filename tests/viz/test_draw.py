@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from smcjax.viz.draw import ANSWER, MOST_LABELLED, STYLE, _figure, draw, excerpt, normalise
+from smcjax.viz.draw import ANSWER, MAX_LABELLED_PARTICLES, STYLE, _figure, draw, excerpt, normalise
 from smcjax.viz.genealogy import DEAD, SHARED, descendants, families, finished_nodes, lineages
 from smcjax.viz.trace_file import TraceFile
 from tests.traces import history, random_ancestors
@@ -270,7 +270,7 @@ def final_weights(n: int) -> list[Text]:
         return [text for text in final.texts if text.get_text()]
 
 
-@pytest.mark.parametrize("n", [2, 8, 32, MOST_LABELLED])
+@pytest.mark.parametrize("n", [2, 8, 32, MAX_LABELLED_PARTICLES])
 def test_every_final_weight_can_be_read(n: int) -> None:
     """Each is written, and none over another."""
     labels = final_weights(n)
@@ -281,7 +281,7 @@ def test_every_final_weight_can_be_read(n: int) -> None:
 
 
 def test_of_very_many_weights_the_largest_is_written() -> None:
-    assert len(final_weights(MOST_LABELLED + 1)) == 1
+    assert len(final_weights(MAX_LABELLED_PARTICLES + 1)) == 1
 
 
 @pytest.mark.parametrize("name", ["smallest", "largest", "hostile", "failed"])

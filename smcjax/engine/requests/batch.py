@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from smcjax.engine.requests.sampling_params import MOST_BIASED
+from smcjax.engine.requests.sampling_params import MAX_BIASED_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Batch:
             repetition=np.ones(size, np.float32),
             frequency=np.zeros(size, np.float32),
             presence=np.zeros(size, np.float32),
-            biased=np.full((size, MOST_BIASED), vocab_size, np.int32),
-            bias=np.zeros((size, MOST_BIASED), np.float32),
+            biased=np.full((size, MAX_BIASED_TOKENS), vocab_size, np.int32),
+            bias=np.zeros((size, MAX_BIASED_TOKENS), np.float32),
             seed=np.zeros(size, np.uint32),
             present=np.zeros(size, bool),
         )

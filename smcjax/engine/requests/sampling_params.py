@@ -7,13 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from smcjax.decoders import MOST_ALTERNATIVES
+from smcjax.decoders import MAX_ALTERNATIVES
 from smcjax.plain import names_unknown, short, use_plain_numbers
 from smcjax.structured.response_format import Expression, expression_of
 
 MAX_SEED = 2**32 - 1
-MOST_BIASED = 1024  # tokens of a request's logit_bias
-MOST_STOPS, LONGEST_STOP = 64, 1024  # stop strings of a request, which are looked for with each token, and characters
+MAX_BIASED_TOKENS = 1024  # tokens of a request's logit_bias
+MAX_STOP_STRINGS = 64  # of a request; each is looked for with each token
+MAX_STOP_LENGTH = 1024  # characters of a stop string
 
 
 @names_unknown
@@ -97,9 +98,9 @@ class SamplingParams:
             isinstance(text, str) and text for text in self.stop_strings
         ):
             raise ValueError(f"stop must be a non-empty string or a list of them, got {short(self.stop)}.")
-        if len(self.stop_strings) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in self.stop_strings):
+        if len(self.stop_strings) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in self.stop_strings):
             raise ValueError(
-                f"stop must have at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each, got "
+                f"stop must have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters each, got "
                 f"{len(self.stop_strings)} of up to {max(map(len, self.stop_strings))}; leave some out."
             )
         if not isinstance(self.stop_token_ids, list | tuple | None) or not all(
@@ -112,10 +113,8 @@ class SamplingParams:
             raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, or None, got {self.seed!r}.")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and not (_is_int(value, 0) and value <= MOST_ALTERNATIVES):
-                raise ValueError(
-                    f"{name} must be a whole number from 0 to {MOST_ALTERNATIVES}, or None, got {value!r}."
-                )
+            if value is not None and not (_is_int(value, 0) and value <= MAX_ALTERNATIVES):
+                raise ValueError(f"{name} must be a whole number from 0 to {MAX_ALTERNATIVES}, or None, got {value!r}.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _is_real(value) or not -2 <= value <= 2:
@@ -141,8 +140,10 @@ class SamplingParams:
         ):
             raise ValueError(f"logit_bias must map token ids to numbers from -100 to 100, got {short(bias)}.")
         object.__setattr__(self, "logit_bias", dict(bias))  # the caller's own may change
-        if len(bias) > MOST_BIASED:
-            raise ValueError(f"logit_bias has {len(bias)} entries, and {MOST_BIASED} are the most; leave some out.")
+        if len(bias) > MAX_BIASED_TOKENS:
+            raise ValueError(
+                f"logit_bias has {len(bias)} entries, and {MAX_BIASED_TOKENS} are the most; leave some out."
+            )
 
     def _check_form(self) -> None:
         """Refuses what says otherwise about where an answer of a given form may end."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from smcjax.decoding.constraints import NEVER, AutomatonTables
-from smcjax.structured.automaton import MOST_CELLS, MOST_STATES, Automaton
+from smcjax.structured.automaton import MAX_CELLS, MAX_STATES, Automaton
 
 
 def make_tables(
@@ -20,8 +20,8 @@ def make_tables(
     size: int,
     vocab_size: int,
     *,
-    most_cells: int = MOST_CELLS,
-    most_states: int = MOST_STATES,
+    most_cells: int = MAX_CELLS,
+    most_states: int = MAX_STATES,
 ) -> AutomatonTables:
     """The tables of these automata by their places, as host arrays; the other of `size` places are empty."""
     arrays: dict[str, Any] = {

@@ -21,7 +21,7 @@ from smcjax.decoding.groups import PairParams
 from smcjax.decoding.scores import Scores, first_scores
 from smcjax.decoding.sequences import Population, Requests
 from smcjax.engine.requests.batch import Batch
-from smcjax.engine.requests.sampling_params import MOST_BIASED
+from smcjax.engine.requests.sampling_params import MAX_BIASED_TOKENS
 from smcjax.engine.run.constraints import make_tables
 from smcjax.engine.run.lanes import put, take
 from smcjax.engine.run.programs import Job, abstract, step_job
@@ -126,7 +126,7 @@ class BatchJobs:
         vocab_size = self.program.target.vocab_size
         requests = dataclasses.replace(
             Requests.alike(key_of(0), jnp.ones(size, jnp.int32), vocab_size=vocab_size, max_tokens=0),
-            adjustments=Adjustments.none(size, MOST_BIASED, vocab_size),
+            adjustments=Adjustments.none(size, MAX_BIASED_TOKENS, vocab_size),
             automaton=jnp.full(size, -1, jnp.int32),
         )
         nobody = jnp.zeros(size, bool)

@@ -30,7 +30,7 @@ logger = logging.getLogger("smcjax")
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
-MOST_AT_ONCE = 6  # programs that are compiled side by side: XLA takes device memory to time algorithms
+MAX_CONCURRENT_COMPILATIONS = 6  # programs that are compiled side by side: XLA takes device memory to time algorithms
 Progress = Callable[[int, int], None]
 
 CACHE_BYTES = 16 << 30  # of compiled programs on disk, when a process begins
@@ -186,7 +186,7 @@ def compile_together(wanted: Sequence[Wanted], progress: Progress | None = None)
 
     made: dict[int, dict[Any, Any]] = {number: {} for number in lacking}
     todo, building = list(missing), dict[Future[Any], tuple[int, Any]]()
-    workers = min(len(missing), os.cpu_count() or 1, MOST_AT_ONCE)
+    workers = min(len(missing), os.cpu_count() or 1, MAX_CONCURRENT_COMPILATIONS)
     pool = ThreadPoolExecutor(workers)
     try:
         while todo or building:

@@ -27,7 +27,7 @@ from smcjax.model.config import ModelConfig
 from smcjax.model.eagle import EagleParams
 from smcjax.model.folding import folded_shapes
 from smcjax.model.parallel import AXIS, TensorParallel, fits, held_by_one
-from smcjax.pallas import MOST_DEVICES, Peers, Workspaces, implementations, reach_each_other, uses_kernels
+from smcjax.pallas import MAX_DEVICES, Peers, Workspaces, implementations, reach_each_other, uses_kernels
 from smcjax.pallas.collectives.peer_memory import workspace_bytes
 
 logger = logging.getLogger("smcjax")
@@ -60,7 +60,7 @@ class Spread:
         Otherwise all sums and gathers over devices are XLA's.
         """
         with implementations("auto"):
-            if not self.by_peers or implementation == "xla" or not uses_kernels() or self.parallel.size > MOST_DEVICES:
+            if not self.by_peers or implementation == "xla" or not uses_kernels() or self.parallel.size > MAX_DEVICES:
                 return False
         return _reach_each_other(tuple(self.parallel.mesh.devices.flat))
 

@@ -20,12 +20,12 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, WARPS, Ref, Threads, Word
 
-MOST_ROWS = 16  # of a group: pairs of them are compared in line
+MAX_ROWS = 16  # of a group: pairs of them are compared in line
 
 
 def supports_sharing(*, rows: int) -> bool:
     """True for groups of N = `rows` that the kernel takes."""
-    return rows <= MOST_ROWS
+    return rows <= MAX_ROWS
 
 
 def _find(

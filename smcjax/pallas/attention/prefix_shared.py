@@ -35,9 +35,9 @@ from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.online_softmax import Piece, Softmax
 from smcjax.pallas.mosaic.wgmma import MASKED, QUERIES, Ref, of_part, product_of, swizzled
 
-MOST_TILES = 64  # of 64 queries, of a group and key-value head
+MAX_TILES = 64  # of 64 queries, of a group and key-value head
 HALF = 64  # of D: bf16 that the copy engine swizzles at once
-MOST_F16 = 65504.0  # the largest float16; no model's values come near
+MAX_F16 = 65504.0  # the largest float16; no model's values come near
 
 
 Lengths = list[jax.Array] | None  # of a group's rows; None where a chunk is a task
@@ -338,7 +338,7 @@ def _kernel(
             # O/Σ [64, D] and log2 Σ exp [64], finite also for rows that saw nothing: no ∞ − ∞ in the merge.
             values, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             # The result takes the bytes of the queries, which the last product has read; clipped, so f16 has no ∞.
-            out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MOST_F16, MOST_F16)
+            out_smem[warpgroup] = jnp.clip(values.astype(out_smem.dtype), -MAX_F16, MAX_F16)
             # The copy engine must see what ordinary stores have written to shared memory.
             plgpu.commit_smem()
             # The merge reads this next, so its lines are to stay in the L2.
@@ -385,7 +385,7 @@ def supports(
         and page_size % 8 == 0
         and (64 % page_size == 0 or page_size % 64 == 0)
         and 1 <= rows <= MAX_ROWS
-        and rows * columns * padded(group) <= MOST_TILES * QUERIES
+        and rows * columns * padded(group) <= MAX_TILES * QUERIES
     )
 
 

@@ -14,11 +14,11 @@ from smcjax.pallas.mosaic.wgmma import QUERIES
 BESIDE = 3 << 10  # bytes of a block's shared memory for barriers and alignment, beside queries and ring
 # Of a head's tasks. The merge is unrolled over them, and lowering it takes time by their square: 132 shares took half a
 # minute. One request of a model with fewer than four key-value heads leaves multiprocessors idle for that.
-MOST_SHARES = 36
-MOST_STAGES = 10
-MOST_STAGES_OF_TILES = 3  # where a block has several
+MAX_SHARES = 36
+MAX_STAGES = 10
+MAX_STAGES_WITH_TILES = 3  # where a block has several
 NARROW = 1024  # slots of a row's table: in narrower ones there are few chunks, and single rows are read as fast
-MOST_TILES_OF_A_BLOCK = 3
+MAX_TILES_PER_BLOCK = 3
 
 
 class Registers(NamedTuple):
@@ -89,7 +89,7 @@ def tiles_of(queries: int) -> int:
     As few parts as possible, each with about as many.
     """
     tiles = -(-queries // QUERIES)
-    return -(-tiles // -(-tiles // MOST_TILES_OF_A_BLOCK))
+    return -(-tiles // -(-tiles // MAX_TILES_PER_BLOCK))
 
 
 def chunk_of(queries: int, slots: int) -> int:
@@ -101,9 +101,9 @@ def chunk_of(queries: int, slots: int) -> int:
 
 
 def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk: int) -> Tuning:
-    """Blocks to fill the GPU once, as far as `MOST_SHARES` allows; those of a part with more tiles more."""
+    """Blocks to fill the GPU once, as far as `MAX_SHARES` allows; those of a part with more tiles more."""
     tiles, in_block = -(-queries // QUERIES), tiles_of(queries)
-    blocks = min(HOPPER.multiprocessors // (groups * kv_heads), MOST_SHARES)
+    blocks = min(HOPPER.multiprocessors // (groups * kv_heads), MAX_SHARES)
     work = [min(in_block, tiles - first) for first in range(0, tiles, in_block)]
     splits = [1] * len(work)
     for _ in range(blocks - len(work)):
@@ -111,7 +111,7 @@ def default_tuning(*, groups: int, queries: int, kv_heads: int, dim: int, chunk:
         splits[busiest] += 1
     subs = 2 if in_block == 1 else 1
     ring = HOPPER.shared_memory - BESIDE - in_block * subs * QUERIES * dim * 2
-    stages = min(MOST_STAGES if in_block == 1 else MOST_STAGES_OF_TILES, ring // (4 * chunk * dim))
+    stages = min(MAX_STAGES if in_block == 1 else MAX_STAGES_WITH_TILES, ring // (4 * chunk * dim))
     return Tuning(
         splits=tuple(splits),
         tiles=in_block,

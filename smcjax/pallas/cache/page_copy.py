@@ -25,7 +25,7 @@ from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 from smcjax.pallas.mosaic.compat import pl, plgpu
 
 Pools = tuple[Float[Array, "P B Hkv D"], ...]
-MOST_POOLS = 16  # of a launch
+MAX_POOLS = 16  # of a launch
 IN_FLIGHT = 4  # copies of a block that are under way
 SLOTS = 8  # of a page, that a block copies at most
 WIDEST = 256  # numbers along an axis of one copy
@@ -88,7 +88,7 @@ def copy_all_pages_mosaic(pools: Pools, copies: Copies, *, interpret: Any = None
     """Computes `copy_all_pages` by the kernel; `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU."""
     if pieces_of(pools[0]) is None:
         raise ValueError(f"no kernel copies pages of {pools[0].dtype}{list(pools[0].shape)}")
-    groups = (pools[first : first + MOST_POOLS] for first in range(0, len(pools), MOST_POOLS))
+    groups = (pools[first : first + MAX_POOLS] for first in range(0, len(pools), MAX_POOLS))
     return tuple(pool for group in groups for pool in _copied(group, copies, interpret=interpret))
 
 

@@ -28,15 +28,15 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, WARPS, Ref, Threads, Word
 
-MOST_ROWS = 1024  # of a batch: rounds of 128 that one block makes room for
-MOST_OF_A_GROUP = 32  # rows: a thread compares them all, pair by pair
-MOST_TOUCHED = 4  # pages of a row that `settle` looks at, in line
+MAX_ROWS = 1024  # of a batch: rounds of 128 that one block makes room for
+MAX_GROUP_ROWS = 32  # rows: a thread compares them all, pair by pair
+MAX_TOUCHED_PAGES = 4  # pages of a row that `settle` looks at, in line
 IN_FLIGHT = 4  # words of a row that a thread has asked for before it stores the first
 
 
 def supports_page_tables(*, rows: int, group: int) -> bool:
     """True for R = `rows` rows in groups of N = `group` that the kernels take."""
-    return rows <= MOST_ROWS and group <= MOST_OF_A_GROUP
+    return rows <= MAX_ROWS and group <= MAX_GROUP_ROWS
 
 
 # ---------------------------------------------------------------------------------------------- programs of a warpgroup

@@ -26,7 +26,7 @@ from smcjax.pallas.mosaic.compat import fa, pl, plgpu
 from smcjax.pallas.mosaic.fuse_launches import Part, Place, launch
 
 THREADS = 128  # of a warpgroup
-MOST_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
+MAX_COLUMNS = 32  # new tokens a row beside copies: a copy's block looks at each of them
 TRASH = 0  # the page that stands for none (`smcjax.kv.pages`)
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
@@ -323,7 +323,7 @@ def split_arguments(write: Write) -> tuple[Task, tuple[jax.Array, jax.Array], Ep
     Copies beside more columns than the kernel looks at are made before it.
     """
     pools, copies, norms, pending = (write.key_pages, write.value_pages), write.copies, write.norms, write.pending
-    if copies is not None and write.pages.shape[1] > MOST_COLUMNS:
+    if copies is not None and write.pages.shape[1] > MAX_COLUMNS:
         pools, copies = (copy_pages(pools[0], copies), copy_pages(pools[1], copies)), None
     inputs = (write.qkv, write.cos, write.sin, write.pages, write.slots)
     x = None if pending is None else pending.x

@@ -48,15 +48,15 @@ from smcjax.pallas.mosaic.threads import WARPGROUP, compiler_params, f32, i32, i
 
 Ref = Any
 type Words = list[ir.Value]  # four of a vector
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 BLOCKS = 128  # of at least 132 multiprocessors: all run at once
 VECTOR = 16  # bytes that a thread moves at once
-MOST_VECTORS = 8  # of a thread in one call
+MAX_VECTORS = 8  # of a thread in one call
 FLAGS, SLOTS = 4 * BLOCKS, 1 << 16  # where they begin in a workspace, bytes
-PIECES = MOST_VECTORS * BLOCKS * WARPGROUP * VECTOR  # bytes of a slot
+PIECES = MAX_VECTORS * BLOCKS * WARPGROUP * VECTOR  # bytes of a slot
 LINES = 2 * BLOCKS * WARPGROUP * VECTOR  # of one whose words are numbered
-MOST_TILES, TILE_BYTES = 512, 4096  # of 16 features of up to 32 tokens, for kernels that exchange tiles themselves
-MOST_PUSHED = 8 << 20  # bytes that a device writes for a sum: of more, XLA's two steps write less
+MAX_TILES, TILE_BYTES = 512, 4096  # of 16 features of up to 32 tokens, for kernels that exchange tiles themselves
+MAX_PUSHED_BYTES = 8 << 20  # bytes that a device writes for a sum: of more, XLA's two steps write less
 DTYPES = ("bfloat16", "float32")
 
 
@@ -75,7 +75,7 @@ class Peers:
 
     def sums(self, x: jax.Array) -> bool:
         """True for arrays that `sum` takes and is quicker with than XLA."""
-        return self._takes(x, x.size) and x.size * x.dtype.itemsize * (self.size - 1) <= MOST_PUSHED
+        return self._takes(x, x.size) and x.size * x.dtype.itemsize * (self.size - 1) <= MAX_PUSHED_BYTES
 
     def gathers(self, x: jax.Array) -> bool:
         """True for arrays that `gather` takes."""
@@ -115,7 +115,7 @@ def exchanges_at(size: int) -> int:
 
 def workspace_bytes(size: int) -> int:
     """Bytes that a workspace takes of each of `size` devices."""
-    return exchanges_at(size) + 4 * MOST_TILES + 2 * size * MOST_TILES * TILE_BYTES
+    return exchanges_at(size) + 4 * MAX_TILES + 2 * size * MAX_TILES * TILE_BYTES
 
 
 class Workspaces:
@@ -355,7 +355,7 @@ def _over_peers(addresses: jax.Array, x: jax.Array, *added: jax.Array, size: int
     *shape, width = x.shape
     vectors, row = x.size * x.dtype.itemsize // VECTOR, max(1, width * x.dtype.itemsize // VECTOR)
     needed = -(-vectors // (BLOCKS * WARPGROUP))
-    rounds = -(-needed // MOST_VECTORS)
+    rounds = -(-needed // MAX_VECTORS)
     kernel = functools.partial(
         _kernel,
         size=size,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from smcjax.pallas.collectives.peer_memory import (
-    MOST_TILES,
+    MAX_TILES,
     TILE_BYTES,
     Ref,
     exchanges_at,
@@ -30,7 +30,7 @@ from smcjax.pallas.mosaic.tiles import tile_layout, tile_of, values_of
 def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any) -> jax.Array:
     """The sum of all devices' [16, M] tiles, f32.
 
-    `number` is the tile's, below `MOST_TILES`; `turn` counts its exchanges in this launch, and `last` is 1 at its last.
+    `number` is the tile's, below `MAX_TILES`; `turn` counts its exchanges in this launch, and `last` is 1 at its last.
     """
     tokens, size = tile.shape[1], addresses.shape[1] // 2 - 1
     layout = tile_layout(tokens)
@@ -59,8 +59,8 @@ def exchanged(addresses: Ref, tile: jax.Array, number: Any, turn: Any, last: Any
             # Two slots in turns by the number's lowest bit; in each a place for every device, and in that for every
             # tile.
             slot = arith.addi(arith.muli(arith.andi(call, word_of(1)), word_of(size)), device)
-            slot = arith.addi(arith.muli(slot, word_of(MOST_TILES)), number)
-            return plus(times(slot, TILE_BYTES), times(t, tokens), exchanges_at(size) + 4 * MOST_TILES)
+            slot = arith.addi(arith.muli(slot, word_of(MAX_TILES)), number)
+            return plus(times(slot, TILE_BYTES), times(t, tokens), exchanges_at(size) + 4 * MAX_TILES)
 
         # A word of f32 travels with the number of its exchange in one store of 64 bits, so it is its own flag.
         words = [arith.bitcast(i32(), value) for value in values_of(tile, tokens)]

@@ -20,7 +20,7 @@ BLOCKS = HOPPER.multiprocessors  # one each; all must be resident at once
 CHUNK = 64  # KV slots that attention multiplies at once: of one task, or of several single pages
 DEPTH = 128  # inner elements of one tile of activations, and of one of 64 rows of bf16 weights
 WEIGHT_TILE = 64 * DEPTH * 2  # bytes, of int8 weights twice as many elements
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
 TILE = FEATURES
 
@@ -263,7 +263,7 @@ def supports(shape: Shape, dtype: Any) -> bool:
         jnp.dtype(dtype) == jnp.bfloat16
         and shape.dim in (64, 128)
         and shape.vocab % 32 == 0
-        and shape.tokens <= MOST_TOKENS
+        and shape.tokens <= MAX_TOKENS
         and shape.queries <= QUERIES
         and shape.queries * shape.dim % 128 == 0
         and shape.query_rows % 8 == 0

@@ -48,9 +48,9 @@ DEPTH = 64  # columns of x and W a step of the ring
 WORD = 32  # ids to a word of flags
 NARROW = 8  # ids that are drawn from at once
 RING = 160 * 1024  # bytes
-LEAST_ROWS = 33  # fewer are drawn from as soon by XLA
-MOST_ROWS = 256  # more have not been timed (docs/kernels.md)
-MOST_PADDING = 32  # rows; with more of them XLA is the faster
+MIN_ROWS = 33  # fewer are drawn from as soon by XLA
+MAX_ROWS = 256  # more have not been timed (docs/kernels.md)
+MAX_PADDING = 32  # rows; with more of them XLA is the faster
 REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
 
 
@@ -278,8 +278,8 @@ def _kernel(
 def supports(*, rows: int, hidden: int, vocab: int, dtype: Any) -> bool:
     """True for x [rows, hidden] and W [vocab, hidden] that the kernel takes, not slower than whole logits."""
     fits = jnp.dtype(dtype) == jnp.bfloat16 and hidden % DEPTH == 0 and vocab % IDS == 0
-    few_padded = Tiling.of(rows, vocab).padded - rows <= MOST_PADDING
-    return fits and LEAST_ROWS <= rows <= MOST_ROWS and few_padded
+    few_padded = Tiling.of(rows, vocab).padded - rows <= MAX_PADDING
+    return fits and MIN_ROWS <= rows <= MAX_ROWS and few_padded
 
 
 def sampled_head_reference(

@@ -23,7 +23,7 @@ from smcjax.pallas.dispatch import Kernel, Op, is_hopper
 from smcjax.pallas.mosaic.compat import plgpu
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
-MOST_ROWS = 512  # beyond, plain XLA is at the memory's speed
+MAX_ROWS = 512  # beyond, plain XLA is at the memory's speed
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -98,7 +98,7 @@ def _kernel(
 
 def supports_norm(*, rows: int, width: int, dtype: Any) -> bool:
     """True for rows [rows, width] that kernels norm: bfloat16, and few and narrow enough."""
-    return jnp.dtype(dtype) == jnp.bfloat16 and width % 1024 == 0 and width <= 16384 and rows <= MOST_ROWS
+    return jnp.dtype(dtype) == jnp.bfloat16 and width % 1024 == 0 and width <= 16384 and rows <= MAX_ROWS
 
 
 def _supports(x: jax.Array, y: jax.Array, weight: jax.Array | None, eps: float) -> bool:

@@ -49,7 +49,7 @@ from smcjax.pallas.mosaic.compat import pl, plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, Threads, Word
 from smcjax.pallas.mosaic.wgmma import Ref, swizzled
 
-MOST_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
+MAX_ROWS = 32  # of x: of 72 every block reads too much of it (dev/LOG.md)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -311,7 +311,7 @@ def _launch(x: jax.Array, w: jax.Array, add_to: jax.Array | None, out: Any, size
 
 def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
     rows, columns = x.size // x.shape[-1], x.shape[-1]
-    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype or w.ndim != 2 or not 0 < rows <= MOST_ROWS:
+    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype or w.ndim != 2 or not 0 < rows <= MAX_ROWS:
         return False
     try:
         default_tuning(rows, w.shape[0] // parts, columns, parts)
@@ -321,14 +321,14 @@ def _supports_sizes(x: jax.Array, w: jax.Array, parts: int) -> bool:
 
 
 def supports_product(x: jax.Array, w: jax.Array, *, add_to: jax.Array | None = None, out: Any = None) -> bool:
-    """True for products that the kernel computes: bfloat16, up to `MOST_ROWS` of x, results in bfloat16 or float32."""
+    """True for products that the kernel computes: bfloat16, up to `MAX_ROWS` of x, results in bfloat16 or float32."""
     result = jnp.dtype(x.dtype if out is None else out)
     fits = result in (jnp.bfloat16, jnp.float32) and (add_to is None or add_to.dtype == result)
     return fits and _supports_sizes(x, w, 1)
 
 
 def supports_swiglu_product(x: jax.Array, w: jax.Array, eps: float) -> bool:
-    """True for products with SwiGLU that the kernel computes: bfloat16, up to `MOST_ROWS` of x."""
+    """True for products with SwiGLU that the kernel computes: bfloat16, up to `MAX_ROWS` of x."""
     return _supports_sizes(x, w, 2)
 
 

@@ -11,7 +11,7 @@ DEPTH = 64  # columns of W and x that one product takes: 128 bytes, as they are 
 EIGHT = 8  # rows that shared memory keeps together
 BESIDE = 4 << 10  # bytes of a block's shared memory for barriers and alignment
 # What an H200 was fastest with (docs/kernels.md): deeper rings take from other blocks, narrower tiles wait more often.
-MOST_OF_W = 128  # rows of W a step
+MAX_W_ROWS = 128  # rows of W a step
 WIDEST = 256  # columns a step
 TILE_BYTES = 32 << 10  # of W a step
 STAGES = 4  # of the ring, or more where tiles are small
@@ -57,8 +57,8 @@ def objection(tuning: Tuning, rows: int, outputs: int, columns: int, parts: int 
         return f"{tuning.rows} rows are no multiple of {EIGHT} up to {outputs}"
     if outputs % EIGHT:
         return f"{outputs} outputs are no multiple of {EIGHT}"
-    if tuning.rows * parts > 2 * MOST_OF_W:
-        return f"{tuning.rows * parts} rows of W are more than {2 * MOST_OF_W}"
+    if tuning.rows * parts > 2 * MAX_W_ROWS:
+        return f"{tuning.rows * parts} rows of W are more than {2 * MAX_W_ROWS}"
     if tuning.tile_k % DEPTH or columns % tuning.tile_k:
         return f"{columns} columns are no multiple of {tuning.tile_k}"
     if tuning.blocks(outputs) > HOPPER.multiprocessors:
@@ -81,7 +81,7 @@ def default_tuning(rows: int, outputs: int, columns: int, parts: int = 1) -> Tun
         ValueError: if none applies.
     """
     share = -(-outputs // (EIGHT * HOPPER.multiprocessors))  # eights of rows a block
-    passes = -(-share * EIGHT * parts // MOST_OF_W)
+    passes = -(-share * EIGHT * parts // MAX_W_ROWS)
     height = EIGHT * -(-share // passes)
     tile_k = WIDEST
     while tile_k > DEPTH and (columns % tile_k or height * parts * tile_k * 2 > TILE_BYTES):

@@ -21,7 +21,7 @@ from smcjax.pallas.layer.norm import PendingNorm, inverse_rms, row_layout, suppo
 from smcjax.pallas.mosaic.compat import pl, plgpu
 
 Ref = Any  # a reference in a kernel: Pallas gives no better type
-MOST_COLUMNS = 2048  # of a block
+MAX_COLUMNS = 2048  # of a block
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -82,7 +82,7 @@ def _swiglu(
 ) -> Float[Array, "rows F"]:
     """A jit of its own, so that a model's layers trace and lower the kernel once."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    columns = MOST_COLUMNS if width % MOST_COLUMNS == 0 else 1024
+    columns = MAX_COLUMNS if width % MAX_COLUMNS == 0 else 1024
     return plgpu.kernel(
         functools.partial(_kernel, columns=columns, eps=eps),
         out_type=jax.ShapeDtypeStruct((rows, width), gate_up.dtype),

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from smcjax.pallas.mosaic.threads import WARP, WARPS, Threads, Word
 
 COLUMNS = 8 * WARP  # of a block
-MOST_TOGETHER = 8  # vectors of a block, in registers
+MAX_VECTORS = 8  # vectors of a block, in registers
 AHEAD = 8  # rows that a warp waits for together
 
 
 def together_of(number: int) -> int:
     """Vectors that a block takes of `number`: a power of two."""
-    return next(count for count in (1, 2, 4, 8) if count >= min(number, MOST_TOGETHER))
+    return next(count for count in (1, 2, 4, 8) if count >= min(number, MAX_VECTORS))
 
 
 def row_products(

@@ -19,7 +19,7 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import plgpu
 from smcjax.pallas.mosaic.threads import WARPGROUP, Ref, Threads, Word
 
-MOST_PARTICLES = 32
+MAX_PARTICLES = 32
 
 
 def _sum(words: list[Word]) -> Word:
@@ -89,7 +89,7 @@ def _ancestors(
 
 def supports_ancestors(n: int, dtype: Any) -> bool:
     """True for populations of N = `n` that the kernel resamples."""
-    return n <= MOST_PARTICLES and jnp.dtype(dtype) == jnp.float32
+    return n <= MAX_PARTICLES and jnp.dtype(dtype) == jnp.float32
 
 
 def ancestors_mosaic(

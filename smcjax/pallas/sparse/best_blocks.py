@@ -23,8 +23,8 @@ from smcjax.pallas.mosaic import threads
 from smcjax.pallas.mosaic.compat import plgpu
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 
-MOST_OF_A_THREAD = 32  # ranks, in registers
-MOST_CHOSEN = 64  # turns, which are written out in line
+MAX_PER_THREAD = 32  # ranks, in registers
+MAX_CHOSEN = 64  # turns, which are written out in line
 
 
 def best_blocks_reference(ranks: Float[Array, "*rows blocks"], n: int) -> Bool[Array, "*rows blocks"]:
@@ -109,7 +109,7 @@ def best_blocks_mosaic(
 
 def _supports(ranks: jax.Array, n: int) -> bool:
     blocks = ranks.shape[-1]
-    return ranks.dtype == jnp.float32 and min(n, blocks) <= MOST_CHOSEN and blocks <= MOST_OF_A_THREAD * WARPGROUP
+    return ranks.dtype == jnp.float32 and min(n, blocks) <= MAX_CHOSEN and blocks <= MAX_PER_THREAD * WARPGROUP
 
 
 best_blocks = Op(best_blocks_reference)

@@ -34,10 +34,10 @@ from smcjax.pallas.sparse.query_groups import QueryGroups
 
 LOADS = 16  # of eight slots, that a thread waits for together
 AT_ONCE = 8 * WARPGROUP  # slots that the threads load together
-MOST_OF_A_THREAD = 64  # ranks, in registers
-MOST_TURNS = 1024  # times a thread's ranks: they are written out in line
-MOST_HEADS = 16  # of a set
-MOST_SHARED = 200 * 1024  # bytes
+MAX_PER_THREAD = 64  # ranks, in registers
+MAX_TURNS = 1024  # times a thread's ranks: they are written out in line
+MAX_HEADS = 16  # of a set
+MAX_SHARED_BYTES = 200 * 1024  # bytes
 NEVER = -1  # the rank of blocks that are not chosen by rank: ranks are compared as their bits
 
 
@@ -88,12 +88,12 @@ class Ranking(NamedTuple):
 def supports_ranking(ranking: Ranking, *, heads: int, slots: int) -> bool:
     """True for sets of so many query heads, and kept scores of `slots` slots, that the kernel takes."""
     return (
-        heads <= MOST_HEADS
+        heads <= MAX_HEADS
         and slots % 8 == 0
-        and ranking.each <= MOST_OF_A_THREAD
+        and ranking.each <= MAX_PER_THREAD
         and ranking.free > 0
-        and ranking.free * max(ranking.each, WARPS) <= MOST_TURNS
-        and 4 * (ranking.slots + 2 * WARPS * ranking.free) <= MOST_SHARED
+        and ranking.free * max(ranking.each, WARPS) <= MAX_TURNS
+        and 4 * (ranking.slots + 2 * WARPS * ranking.free) <= MAX_SHARED_BYTES
     )
 
 

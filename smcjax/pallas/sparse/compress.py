@@ -45,10 +45,10 @@ from smcjax.pallas.mosaic.tile_products import (
     tile_products,
 )
 
-MOST_BIRTHS = 16  # of a launch: as many as it has been tried with
+MAX_UPDATES = 16  # of a launch: as many as it has been tried with
 KINDS = ("mlp", "linear")
-MOST_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
-LEAST_COLUMNS = CHUNK * WARPS  # of a block
+MAX_CLUSTER_BLOCKS = 8  # of a cluster: as many as every GPU that has clusters takes
+MIN_COLUMNS = CHUNK * WARPS  # of a block
 STAGES = 4  # at most: two blocks find room on a multiprocessor
 SECTOR = 16  # numbers of bfloat16 that the L2 asks for at once
 PADDING = 4  # words behind a vector's sums, so that lanes store to other banks
@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of a cluster, which have the columns of W₁ between them."""
-        return math.gcd(MOST_BLOCKS, self.size * self.dim // LEAST_COLUMNS)
+        return math.gcd(MAX_CLUSTER_BLOCKS, self.size * self.dim // MIN_COLUMNS)
 
     @property
     def columns(self) -> int:
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
     @property
     def stages(self) -> int:
         """Units of `tile_products` that a block waits for together."""
-        return min(STAGES, -(-self.dim // (NEAR * ROWS)) * -(-self.columns // (NEAR * LEAST_COLUMNS)))
+        return min(STAGES, -(-self.dim // (NEAR * ROWS)) * -(-self.columns // (NEAR * MIN_COLUMNS)))
 
 
 def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...]) -> bool:
@@ -96,13 +96,13 @@ def supports_births(phi: str, number: int, *, weights: Mapping[str, jax.Array], 
 
     `pools` are pages of stored and of compressed keys and values.
     """
-    if phi not in KINDS or not 0 < number <= MOST_BIRTHS:
+    if phi not in KINDS or not 0 < number <= MAX_UPDATES:
         return False
     _, size, dim = weights["position_k"].shape
     arrays = (*pools, *weights.values())
     return (
         dim in (64, 128)
-        and size * dim % LEAST_COLUMNS == 0
+        and size * dim % MIN_COLUMNS == 0
         and all(array.dtype == jnp.bfloat16 and array.size < 2**31 for array in arrays)
     )
 

@@ -29,9 +29,9 @@ from smcjax.pallas.mosaic.thread_dot import AHEAD, COLUMNS, row_products, togeth
 from smcjax.pallas.mosaic.threads import WARP, WARPGROUP, WARPS, Ref, Threads, Word
 from smcjax.pallas.sparse.grouped_merge import Unmerged
 
-MOST_TOKENS = 128  # that it has been tried with
+MAX_TOKENS = 128  # that it has been tried with
 AT_ONCE = 8 * WARPGROUP  # numbers of a token, that a block of threads weighs
-MOST_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: a warp has no row to wait for behind its first ones
+MAX_ROWS = AHEAD * WARPS  # of gates, that a block multiplies: a warp has no row to wait for behind its first ones
 
 Parts = tuple[Float[Array, "R T H D"], ...]
 Products = Float[Array, "N splits rows"]  # of 256 columns of N tokens' x each with the rows of all gates, f32
@@ -173,7 +173,7 @@ def products_part(x: Float[Array, "N E"], gate: Float[Array, "H branches E"], *,
     """The first launch's blocks, whose result are `Products`."""
     (number, width), (heads, branches, _), inside = x.shape, gate.shape, interpret is not None
     together, rows, splits = together_of(number), heads * branches, width // COLUMNS
-    of_block = math.gcd(rows, MOST_ROWS)
+    of_block = math.gcd(rows, MAX_ROWS)
     sizes = {"number": number, "width": width, "rows": rows, "of_block": of_block, "together": together}
     multiply = functools.partial(_multiply, **sizes)
 
@@ -261,7 +261,7 @@ def supports_products(x: jax.Array, gate: jax.Array, dim: int) -> bool:
     heads, branches, width = gate.shape
     return (
         x.dtype == gate.dtype == jnp.bfloat16
-        and 0 < x.shape[0] * x.shape[1] <= MOST_TOKENS
+        and 0 < x.shape[0] * x.shape[1] <= MAX_TOKENS
         and width % COLUMNS == 0
         and heads * branches % 4 == 0
         and dim in (64, 128)

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from smcjax.pallas.attention.prefix_shared import HALF, MOST_F16
+from smcjax.pallas.attention.prefix_shared import HALF, MAX_F16
 from smcjax.pallas.mosaic import l2_policy, online_softmax
 from smcjax.pallas.mosaic.bitmask import WORD
 from smcjax.pallas.mosaic.compat import pl, plgpu
@@ -451,7 +451,7 @@ def attend(
             result, lse_ref.at[place][...] = online_softmax.result(softmax, 2 * MASKED)
             # The result takes the bytes of the queries, which the last product of this segment has read. f16 is
             # clipped, so no value becomes infinite.
-            out_smem[sub] = jnp.clip(result.astype(out_smem.dtype), -MOST_F16, MOST_F16)
+            out_smem[sub] = jnp.clip(result.astype(out_smem.dtype), -MAX_F16, MAX_F16)
             # The copy engine must see what ordinary stores have just written to shared memory.
             plgpu.commit_smem()
             rows = pl.ds(0, shape.stored)

@@ -32,10 +32,10 @@ from smcjax.pallas.sparse.grouped_attention import (
 )
 from smcjax.pallas.sparse.grouped_attention_kernel import Refs, Shape, attend
 from smcjax.pallas.sparse.grouped_merge import Segments, Unmerged, by_pair, merge, result_types
-from smcjax.pallas.sparse.grouped_shares import LOADERS, MOST_PAIRS, Tuning, default_tuning, scratch_words
+from smcjax.pallas.sparse.grouped_shares import LOADERS, MAX_PAIRS, Tuning, default_tuning, scratch_words
 from smcjax.pallas.sparse.query_groups import QueryGroups
 
-MOST_TILES = 8  # of 64 queries, of a group and set
+MAX_TILES = 8  # of 64 queries, of a group and set
 
 
 def supports(
@@ -57,7 +57,7 @@ def supports(
         and unit % 8 == 0
         and CHUNK % unit == 0
         and page_size % unit == 0
-        and 1 <= size * of_set <= MOST_TILES * QUERIES
+        and 1 <= size * of_set <= MAX_TILES * QUERIES
     )
 
 
@@ -157,7 +157,7 @@ def _by_kernels(
         )
     options = {"units": units, "scale": scale, "tuning": tuning, "interpret": interpret, "slots": slots}
     again = functools.partial(_by_kernels, groups=groups, **options)
-    if requests > 1 and requests * groups.number * sets > MOST_PAIRS:
+    if requests > 1 and requests * groups.number * sets > MAX_PAIRS:
         found = [
             again(q[of], tuple(_requests(branch, of) for branch in branches))
             for of in (slice(0, requests // 2), slice(requests // 2, requests))
@@ -309,7 +309,7 @@ def _supports_branches(
             dtype=q.dtype,
         )
 
-    return groups.number * sets <= MOST_PAIRS and all(map(is_supported, branches, units))
+    return groups.number * sets <= MAX_PAIRS and all(map(is_supported, branches, units))
 
 
 def _supports(

@@ -39,7 +39,7 @@ SEGMENT = 64
 TASK = 0.5  # each of a chunk's
 LOADERS = 2  # warpgroups, of keys and of values: one alone is the slower for units of 8 slots, of which a chunk has 16
 REGISTERS = {1: Registers(232, 40), 2: Registers(216, 40)}  # by computing warpgroups
-MOST_PAIRS = 64 * WARPGROUP  # of which each thread adds up the chunks of every 128th, written out
+MAX_PAIRS = 64 * WARPGROUP  # of which each thread adds up the chunks of every 128th, written out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,9 @@ from smcjax.pallas.sparse.query_groups import QueryGroups
 FLAGS = 4  # blocks that a thread reads at once, a byte each
 BYTE = 8  # queries whose flags are bits of one
 AT_ONCE = 16  # units of a thread whose pages are loaded before the first is stored: loads do not pass stores
-MOST_UNITS = 96  # of a thread, times pages at one place: they are written out in line
-MOST_LOADS = 512  # of flags, by a thread, as are these
-MOST_WORDS = 4  # of a mask, as are these: groups of 128
+MAX_UNITS = 96  # of a thread, times pages at one place: they are written out in line
+MAX_LOADS = 512  # of flags, by a thread, as are these
+MAX_WORDS = 4  # of a mask, as are these: groups of 128
 
 
 def _each(blocks: int) -> int:
@@ -234,9 +234,9 @@ def _supports(
     return (
         (blocks - 1) * parts < per_table * in_page  # a unit of every block has a page
         and selected.size < 2**31
-        and each * parts * most <= MOST_UNITS
-        and (each // FLAGS if blocks % FLAGS == 0 else each) * groups.size <= MOST_LOADS
-        and _words(groups) <= MOST_WORDS
+        and each * parts * most <= MAX_UNITS
+        and (each // FLAGS if blocks % FLAGS == 0 else each) * groups.size <= MAX_LOADS
+        and _words(groups) <= MAX_WORDS
     )
 
 

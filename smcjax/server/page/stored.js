@@ -2,7 +2,7 @@
 
 import { History } from "./history.js";
 
-const MOST_PARTICLES = 1024;
+const MAX_PARTICLES = 1024;
 
 /** The history that a file's text holds. Throws an Error, one sentence, where it holds none. */
 export function read(text) {
@@ -40,7 +40,7 @@ export function take(history, event) {
     return;
   }
   const n = history.particles || event?.ancestors?.length;
-  check(n >= 1 && n <= MOST_PARTICLES, "ancestors");
+  check(n >= 1 && n <= MAX_PARTICLES, "ancestors");
   check(rowsOf(event.ancestors, n) && event.ancestors.every((row) => isRow(row, n)), "ancestors");
   check(rowsOf(event.lengths, n) && event.lengths.every(Number.isFinite), "lengths");
   check(rowsOf(event.finished, n), "finished");

@@ -1,6 +1,6 @@
 // What stands around the genealogy: figures, and the texts of the population. All text goes in as `textContent`.
 
-const MOST_TEXTS = 24; // in the list; more of them cost time and nobody reads them
+const MAX_TEXTS = 24; // in the list; more of them cost time and nobody reads them
 
 const at = (id) => document.getElementById(id);
 
@@ -41,7 +41,7 @@ export function groups(history, count) {
 /** The list of these texts. `trace(row)` is called with the row that is pointed at, and with null afterwards. */
 export function showTexts(history, count, trace) {
   const list = at("texts");
-  const found = groups(history, count).filter((group, index) => index < MOST_TEXTS || group.selected);
+  const found = groups(history, count).filter((group, index) => index < MAX_TEXTS || group.selected);
   const common = found.length > 1 ? commonStart(found.map((group) => group.text)) : 0;
   const colours = history.columns[count - 1].coloursAfter;
   found.forEach((group, index) => fill(list.children[index] ?? list.appendChild(item(trace)), group, common, colours));

@@ -24,7 +24,7 @@ from smcjax.pallas.attention.prefix_shared import (
     supports_plan,
 )
 from smcjax.pallas.attention.reference import paged_attention_reference
-from smcjax.pallas.attention.shared_tuning import MOST_SHARES, Tuning, default_tuning, tiles_of
+from smcjax.pallas.attention.shared_tuning import MAX_SHARES, Tuning, default_tuning, tiles_of
 from smcjax.pallas.dispatch import implementations, uses_kernels
 from tests.helpers import Ask, batch, published
 
@@ -349,7 +349,7 @@ def test_default_tuning_fits(queries: int, dim: int, groups: int, chunk: int) ->
         assert 120 <= 8 * sum(tuning.splits) <= 132
 
 
-@pytest.mark.parametrize(("kv_heads", "shares"), [(1, MOST_SHARES), (2, MOST_SHARES), (4, 33), (8, 16)])
+@pytest.mark.parametrize(("kv_heads", "shares"), [(1, MAX_SHARES), (2, MAX_SHARES), (4, 33), (8, 16)])
 def test_shares_of_a_head_are_few_enough_to_merge(kv_heads: int, shares: int) -> None:
     for queries in (64, 288):
         tuning = default_tuning(groups=1, queries=queries, kv_heads=kv_heads, dim=128, chunk=64)

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.pallas import Copies, copy_pages
-from smcjax.pallas.cache.page_copy import MOST_POOLS, copy_all_pages, copy_all_pages_mosaic, pieces_of
+from smcjax.pallas.cache.page_copy import MAX_POOLS, copy_all_pages, copy_all_pages_mosaic, pieces_of
 from smcjax.pallas.dispatch import implementations
 
 COPIES = Copies(jnp.asarray([3, 0, 3, 5]), jnp.asarray([7, 0, 8, 1]))  # two copies of page 3, a row without any
@@ -71,12 +71,12 @@ def test_is_one_kernel_in_place_and_only_where_asked() -> None:
 def test_many_pools_are_copied_by_several_launches() -> None:
     """Descriptors of 240 pools and more do not fit one launch, and compiling goes by the square of their number."""
     copied = copy_all_pages_mosaic
-    given = (jax.ShapeDtypeStruct((600, 16, 8, 64), jnp.bfloat16),) * (3 * MOST_POOLS + 2)
+    given = (jax.ShapeDtypeStruct((600, 16, 8, 64), jnp.bfloat16),) * (3 * MAX_POOLS + 2)
     text = (
         jax.jit(lambda pools: copied(pools, COPIES), donate_argnums=0).trace(given).lower(lowering_platforms=("cuda",))
     )
     launches = [line for line in text.as_text().splitlines() if "custom_call @mosaic_gpu" in line]
-    assert [line.count("tensor<600x") // 2 for line in launches] == [MOST_POOLS, 2]
+    assert [line.count("tensor<600x") // 2 for line in launches] == [MAX_POOLS, 2]
     assert text.as_text().count("call @_copied") == 4
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smcjax.kv import TRASH
 from smcjax.pallas.cache.rotate_and_write import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     Copies,
     HeadNorms,
     rotate_and_write,
@@ -164,7 +164,7 @@ def test_a_row_that_writes_nothing_has_the_whole_page_copied() -> None:
 
 
 def test_copies_beside_many_columns() -> None:
-    inputs = copying(columns=MOST_COLUMNS + 1, page_size=64)
+    inputs = copying(columns=MAX_COLUMNS + 1, page_size=64)
     _, keys, values = rotate_and_write_mosaic(**inputs, interpret=INTERPRET)
     _, want_keys, want_values = rotate_and_write_reference(**inputs)
     for got, want, old in ((keys, want_keys, inputs["key_pages"]), (values, want_values, inputs["value_pages"])):

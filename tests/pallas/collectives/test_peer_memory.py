@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from smcjax.pallas import Peers, Workspaces, implementations
-from smcjax.pallas.collectives.peer_memory import MOST_PUSHED, workspace_bytes
+from smcjax.pallas.collectives.peer_memory import MAX_PUSHED_BYTES, workspace_bytes
 
 CALLS = 4
 
@@ -66,9 +66,9 @@ def test_what_is_taken_by_kernels_and_what_is_left_to_xla() -> None:
         assert peers(2).sums(x.update(dtype=jnp.float32))
         assert not peers(2).sums(x.update(dtype=jnp.int32))
         assert not peers(2).sums(x.update(shape=(1, 4)))
-        assert peers(2).sums(x.update(shape=(MOST_PUSHED // 2**14, 8192)))
-        assert not peers(2).sums(x.update(shape=(MOST_PUSHED // 2**14 + 1, 8192)))
-        assert not peers(3).sums(x.update(shape=(MOST_PUSHED // 2**14, 8192))), "it is pushed to two"
+        assert peers(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192)))
+        assert not peers(2).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14 + 1, 8192)))
+        assert not peers(3).sums(x.update(shape=(MAX_PUSHED_BYTES // 2**14, 8192))), "it is pushed to two"
         assert peers(2).gathers(x.update(shape=(72, 64128), dtype=jnp.float32))
         assert not peers(2).gathers(x.update(shape=(4, 6), dtype=jnp.float32)), "rows of no whole vectors"
     with implementations("xla"):

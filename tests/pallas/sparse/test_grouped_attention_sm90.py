@@ -249,7 +249,7 @@ def test_more_pairs_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None
         return kernel(*args, **options)
 
     monkeypatch.setattr(sm90.plgpu, "kernel", counted)
-    monkeypatch.setattr(sm90, "MOST_PAIRS", 8)
+    monkeypatch.setattr(sm90, "MAX_PAIRS", 8)
     check(case, 5)
     assert launches.count("grouped_attention") == 2  # of one request and of two, whose shapes are traced once each
 
