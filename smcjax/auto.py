@@ -91,11 +91,12 @@ class Auto:
         a population, a power other         `SMC`, under its usual control of 0.1
         than 1, or the evidence
 
-    For one answer exact decoding is right with any draft, and as fast as SMC under a control (docs/usage.md, "Which
-    decoder"). Several candidates give more tokens a cycle, and cost little where that is the stream of the weights, as
-    on a GPU with few requests; on a CPU they cost what their tokens cost. Weights, evidence and powers are what a
-    population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax profile`) the exact
-    decoder is the one of its `candidates` that is nearest to the fastest one in the mean over loads and contexts.
+    For one answer exact decoding is right with any draft, and as fast as SMC under a control
+    (docs/how-to/choose-a-decoder.md). Several candidates give more tokens a cycle, and cost little where that is the
+    stream of the weights, as on a GPU with few requests; on a CPU they cost what their tokens cost. Weights, evidence
+    and powers are what a population is for, and the control keeps a draft's mistakes out of it. With a profile (`smcjax
+    profile`) the exact decoder is the one of its `candidates` that is nearest to the fastest one in the mean over loads
+    and contexts.
 
     Attributes:
         n_particles: N of a population; None: none is asked for by it, and 8 where another argument asks for one.

@@ -11,7 +11,7 @@ from smcjax.sparse.verification import KERNEL_GROUP, SparseVerification
 
 DENSE, SPARSE = None, "nsa-shared"  # the target's attention
 DRAFTS = ("lookup", "head", "model")
-# 1 for layers of the bundled target that select, as `calibrate_reuse.py` found: KL 0.0083 nats a token (docs/nsa.md).
+# 1 for layers of the bundled target that select, as `calibrate_reuse.py` found: KL 0.0083 nats a token.
 CALIBRATED = (1, 0, 0, 0, 0, 0, 1, 0)
 SAID = {"lookup": "free drafts", "head": "drafts of a head", "model": "drafts of a 1B"}
 

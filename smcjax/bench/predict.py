@@ -2,11 +2,12 @@
 
     cycle = Σ bytes on a device / (bandwidth · measured fraction of it) + sums · t(bytes) + gathered logits + the rest
 
-A fraction is what a forward of this package reached of its weight stream on one device (docs/performance.md). A sum
-over n devices of b bytes takes latency + slope · bytes that a device sends, by two measured points at n = 2. These are
-b(n − 1) where devices write to each other (`smcjax.pallas.collectives.peer_memory`), with a latency for every slot that
-b bytes fill, and b · 2(n − 1)/n of sums that are left to XLA. What more devices cost was not measured, so every time is
-a range, from a latency that stays to n − 1 of them.
+A fraction is what a forward of this package reached of its weight stream on one device
+(docs/explanation/performance.md). A sum over n devices of b bytes takes latency + slope · bytes that a device sends, by
+two measured points at n = 2. These are b(n − 1) where devices write to each other
+(`smcjax.pallas.collectives.peer_memory`), with a latency for every slot that b bytes fill, and b · 2(n − 1)/n of sums
+that are left to XLA. What more devices cost was not measured, so every time is a range, from a latency that stays to n
+− 1 of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TARGETS = ("llama-3.1-70b", "llama-3.1-405b")
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Measured on H200s: forwards (docs/performance.md, "Why", 2026-11-25), sums on two (docs/kernels.md, 2026-11-27).
+    """Measured on H200s: forwards (docs/explanation/performance.md, 2026-11-25), sums on two (2026-11-27, kernels.md).
 
     Attributes:
         draft: of the weight stream, that a draft step of the persistent kernel reaches: 515 of 694 µs.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from smcjax.engine.requests.sampling_params import SamplingParams
     from smcjax.engine.results.outputs import RequestOutput
 
-# Nats a token of log evidence below which a prompt is not of the bundled pair's kind (docs/usage.md says why).
+# Nats a token of log evidence below which a prompt is not one for the bundled pair (docs/reference/bundled-pair.md).
 FOREIGN = -0.75
 
 

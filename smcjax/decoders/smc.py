@@ -18,14 +18,14 @@ SCHEMES, SELECTIONS = get_args(Scheme), get_args(Selection)
 # Beyond it float32 rounds weights by over 1e-3 nats a token: `smcjax.smc.weights`, tests/smc/test_precision.py.
 SHARPEST = 1000.0  # α/T at most
 ALARM = 3.0  # nats by which evidence falls short of a rate before a warning is given
-WARNING_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/usage.md, "Control")
+WARNING_RATE = 0.5  # nats a token: SMC warns where evidence falls faster (docs/explanation/control.md)
 
 
 class _Default(float):
     """A control that was not given. It goes along with `dataclasses.replace`, and follows `pipelined` there."""
 
 
-DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/control.md
+DEFAULT_CONTROL = _Default(0.1)  # what each c gives and costs: docs/explanation/control.md
 
 
 @names_unknown
@@ -54,8 +54,8 @@ class SMC(Decoding):
             is the algorithm as published; 1 is speculative sampling of every particle, whose weights are 1 at power 1
             (rejection control: Liu, Chen & Wong 1998). Above 0 a cycle advances a particle by 1 to K + 1 tokens. 0.1
             keeps answers near the target's with good and bad drafts, for a cycle that takes 2% longer and gives a few
-            tokens less with a good draft, many less with a bad one (docs/control.md). Another rule about drafts is a
-            `smcjax.smc.Acceptance` in the number's place.
+            tokens less with a good draft, many less with a bad one (docs/explanation/control.md). Another rule about
+            drafts is a `smcjax.smc.Acceptance` in the number's place.
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.

@@ -38,7 +38,7 @@ def _only_where(here: jax.Array, part: Part) -> tuple[Any, Any]:
 
     XLA updates what a branch takes and gives in place, and puts both branches into its CUDA graph, so that no host asks
     which to run. Of a loop of one turn or none the host does ask: a cycle then took 10.5 ms in place of 6.1
-    (docs/parallel.md).
+    (docs/explanation/tensor-parallelism.md).
     """
     shapes = jax.eval_shape(part.compute, part.memory)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -165,7 +165,8 @@ def cut_block(
     """Cuts blocks at the first stop token or at the cap, whichever is earlier in the row.
 
     `length` is the rows' length before the block, so column j makes the row `length + j + 1` long. Tokens past the
-    cut are neither part of the output nor of the weight (docs/algorithm.md, "Ends"); nor are those past column `last`.
+    cut are neither part of the output nor of the weight (docs/explanation/algorithm.md, "Ends"); nor are those past
+    column `last`.
     """
     columns = tokens.shape[1]
     is_stop = jnp.take_along_axis(stops, tokens, axis=1)

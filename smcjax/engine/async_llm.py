@@ -353,8 +353,8 @@ class ChunkStream(RequestHandle, AsyncIterator[StreamChunk]):
         """Lets the request come to the engine now, for readers in the running event loop; again, it does nothing.
 
         `beside` is the first of several that are asked for at once; these take turns with other requests as one call
-        (docs/engine.md, "Admission"). Raises QueueFull where too many are in flight, RuntimeError once closed or
-        draining.
+        (docs/explanation/engine.md, "Admission"). Raises QueueFull where too many are in flight, RuntimeError once
+        closed or draining.
         """
         if self._inbox is None and self.held:
             if beside is not None:

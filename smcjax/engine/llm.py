@@ -113,9 +113,9 @@ class LLM:
             that divides the model's attention heads and intermediate size.
         draft_tensor_parallel_size: devices that hold a draft model together: 1, each of the target's then has all of
             it, or as many as the target's, which then divide its layers. None: the target's number where the draft
-            shares its weights, and where two devices were quicker so (docs/parallel.md); else 1.
+            shares its weights, and where two devices were quicker so (docs/explanation/tensor-parallelism.md); else 1.
         separate_draft: two devices, one of which drafts while the other scores, for `SMC(pipelined=True)`. Each has
-            both models whole (docs/parallel.md).
+            both models whole (docs/explanation/tensor-parallelism.md).
         seed: of requests that bring none.
         share: an LLM whose loaded models this one runs on, by a decoder, batches and KV of its own; arguments about
             models then stay at their defaults. Close it after this one.

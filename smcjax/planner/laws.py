@@ -6,7 +6,7 @@ exact, <schedule>    likewise of the model whose layers reuse selected blocks by
 population …         SMC by all its options but K. N, control and power say how near to the target it comes, so that
                      speed alone may not choose among them. K says it too, where the control is below 1: those of one
                      such class agree in the target and in unbiased evidence; reports rank them side by side, and a
-                     request never changes from one to another (docs/planner.md)
+                     request never changes from one to another (docs/explanation/planner.md)
 inexact …            another decoder that does not claim the target's own law: every option counts
 approximate …        sparse verification that shares blocks: depends on who reads together, so every option counts
 """

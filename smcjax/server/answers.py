@@ -184,7 +184,7 @@ class Answers:
         if self._ask.smc is None and self._routed is None:
             return {}
         found: dict[str, Any] = {**self._model.description(), "routed": self._routed}
-        if self._has_form:  # docs/structured.md
+        if self._has_form:  # docs/how-to/structured-output.md
             found["law"] = "given the form" if self._model.decoding.weighted else "locally masked"
         if self._ask.smc is not None:
             populations = [population_of(output, self._ask.smc, self._tokenizer) for output in outputs]

@@ -1,1 +1,1 @@
-"""Drafts trained for SMC, on the target's own samples (docs/tuning.md). Needs optax, by the extra `train`."""
+"""Drafts trained for SMC, on the target's own samples (docs/how-to/tune-a-draft.md). Needs optax (extra `train`)."""

@@ -2,7 +2,7 @@
 
     python -m studies.verification.bench --output verify.json       # two minutes and a half on an H200; tables last
     python -m studies.verification.bench --output verify.json --quick
-    python -m studies.verification.plot verify.json -o docs/images    # draws it
+    python -m studies.verification.plot verify.json -o studies/verification/images    # draws it
 
 Of each case of a grid of b rows, γ drafted tokens, acceptance rate α and width D of KV (bf16):
 

@@ -1,6 +1,6 @@
 """Pictures of what `bench.py` measured.
 
-    python -m studies.verification.plot verify.json -o docs/images
+    python -m studies.verification.plot verify.json -o studies/verification/images
 
 Scan over γ and over α, verify-and-pack over the width of KV, a map of two launches against one, and time over bytes,
 where a one-block kernel crosses the others.

@@ -14,8 +14,8 @@ from smcjax.markdown import table
 from smcjax.pallas.collectives.peer_memory import MAX_PUSHED_BYTES
 
 SMALL, DRAFT, LARGE = "llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b"
-DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
-MEASURED: list[tuple[str, int, Decoding, str, float]] = [  # ms, of docs/parallel.md, each with all of the draft
+DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "tensor-parallelism.md"
+MEASURED: list[tuple[str, int, Decoding, str, float]] = [  # ms, of that page, each device with all of the draft
     (LARGE, 2, SMC(8, 8, control=0), "peers", 27.84),
     (LARGE, 2, SMC(8, 8, control=0), "XLA's", 30.93),
     (LARGE, 2, SMC(8, 16, control=0), "peers", 37.26),
@@ -32,7 +32,7 @@ MEASURED: list[tuple[str, int, Decoding, str, float]] = [  # ms, of docs/paralle
 
 
 def test_one_device_is_what_was_measured() -> None:
-    """The prediction meets docs/performance.md: 10.63 and 10.73 ms a cycle, 4.12 ms of the target alone."""
+    """The prediction meets docs/explanation/performance.md: 10.63 and 10.73 ms a cycle, 4.12 ms of the target alone."""
     cycle = predict(H200, SMALL, DRAFT, 1, SMC(8, 8, control=0), Pieces())
     alone = predict(H200, SMALL, DRAFT, 1, Autoregressive(), Pieces())
     assert cycle.sum_seconds == alone.sum_seconds == (0.0, 0.0)

@@ -110,7 +110,7 @@ def decode(
     ask: Ask,
     max_model_len: int,
 ) -> Result:
-    """docs/algorithm.md, "One cycle" and "Ends", read aloud."""
+    """docs/explanation/algorithm.md, "One cycle" and "Ends", read aloud."""
     n, alpha, has_bonus = config.n_particles, config.power, config.speculation.bonus
     limit = ask.limit(max_model_len)
     key = jax.random.key(ask.seed)

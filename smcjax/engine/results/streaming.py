@@ -1,7 +1,7 @@
 """Text as it becomes certain: what all rows that may still answer agree on.
 
 A row can answer, or be an ancestor of one that does, as long as its weight is above 0. So the tokens at which all
-such rows begin alike, taken after resampling, are final whichever row is selected (docs/algorithm.md, law 8).
+such rows begin alike, taken after resampling, are final whichever row is selected (docs/reference/laws.md, law 8).
 
 What a cycle costs is bounded by what it brings, however long the answer is:
 

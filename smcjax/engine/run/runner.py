@@ -42,7 +42,7 @@ PREFILL_CHUNK = 128  # prompt tokens of a lane between two cycles
 # 128 took five times as long.
 SHORT_CHUNK = 32
 # … of a prompt that is read by itself, by kernels. On an H200 a chunk of 512 tokens takes twice as long as one of 128
-# (docs/engine.md); plain XLA keeps all its scores, in memory that a long context may not leave.
+# (docs/explanation/engine.md); plain XLA keeps all its scores, in memory that a long context may not leave.
 LONG_CHUNK = 512
 
 

@@ -67,8 +67,9 @@ class Spread:
     def divides(self, draft: ModelConfig, dtype: Any, implementation: str) -> bool:
         """True for a draft that was quicker divided than whole on each device: on two, by the persistent step.
 
-        A cycle of 8B and 1B takes 7.93 ms so and 9.36 otherwise, but 16.94 by plain layers (docs/parallel.md). More
-        devices were not measured. The draft's weights are plain, of this dtype.
+        A cycle of 8B and 1B takes 7.93 ms so and 9.36 otherwise, but 16.94 by plain layers
+        (docs/explanation/tensor-parallelism.md). More devices were not measured. The draft's weights are plain, of this
+        dtype.
         """
         size, by_layers = self.parallel.size, self.parallel.by_layers
         if size != 2 or jnp.dtype(dtype) != jnp.bfloat16 or not fits(draft, size) or not self.has_peers(implementation):

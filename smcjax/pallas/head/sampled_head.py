@@ -49,7 +49,7 @@ WORD = 32  # ids to a word of flags
 NARROW = 8  # ids that are drawn from at once
 RING = 160 * 1024  # bytes
 MIN_ROWS = 33  # fewer are drawn from as soon by XLA
-MAX_ROWS = 256  # more have not been timed (docs/kernels.md)
+MAX_ROWS = 256  # more have not been timed (docs/explanation/kernels.md)
 MAX_PADDING = 32  # rows; with more of them XLA is the faster
 REGISTERS = (104, 112, 40)  # a thread, of those that multiply, draw and load; the launch has 96 for each
 
