@@ -11,13 +11,14 @@ before those that follow it: a decoder must say what lies behind the committed t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.groups import Groups
+from smcjax.decoding.row_feature import RowFeature
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +41,7 @@ class Adjustments:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowAdjustments:
+class RowAdjustments(RowFeature):
     """Adjusts the logits of R rows by their requests' parameters and what lies before each row's next token."""
 
     repetition: Float[Array, " R"]
@@ -49,6 +50,17 @@ class RowAdjustments:
     bias: Float[Array, "R V"]
     in_prompt: Bool[Array, "R V"]
     counts: Int[Array, "R V"]  # of each token in the answer so far
+
+    only_forbids: ClassVar[bool] = False
+
+    @property
+    def context(self) -> Int[Array, "R V"]:
+        """The counts of the answer's tokens."""
+        return self.counts
+
+    def within(self, context: Int[Array, "R V"]) -> RowAdjustments:
+        """The adjustments with other counts."""
+        return dataclasses.replace(self, counts=context)
 
     def behind(self, tokens: Int[Array, "R T"]) -> RowAdjustments:
         """The adjustments behind T more tokens a row; ids of V and beyond stand for none."""
@@ -82,13 +94,3 @@ def row_adjustments(groups: Groups, rows: int) -> RowAdjustments | None:
     bias = jnp.zeros((size, vocabulary), jnp.float32).at[group, asked.biased].add(asked.bias, mode="drop")
     of_groups = RowAdjustments(asked.repetition, asked.frequency, asked.presence, bias, in_prompt, counts)
     return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), of_groups)
-
-
-def tokens_before(
-    tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]], vocab_size: int
-) -> Int[Array, "R C most"]:
-    """For each of C columns those of the rows' tokens that lie before it, by their places; `vocab_size` fills up."""
-    most = max(map(len, columns))
-    places = [[*places, *[tokens.shape[1]] * (most - len(places))] for places in columns]
-    padded = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=vocab_size)
-    return padded[:, jnp.asarray(places, jnp.int32).reshape(len(columns), most)]

@@ -16,12 +16,14 @@ The law of a token depends on those before it, as with penalties: a row's state 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smcjax.decoding.groups import Groups, Memory
+from smcjax.decoding.row_feature import RowFeature
 from smcjax.decoding.sequences import Block, Sequences, append
 
 
@@ -51,7 +53,7 @@ class PlacedAutomata:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowConstraint:
+class RowConstraint(RowFeature):
     """The automata of R rows behind the tokens so far."""
 
     tables: AutomatonTables
@@ -59,6 +61,21 @@ class RowConstraint:
     stops: Bool[Array, "R V"]
     state: Int[Array, " R"]  # −1: everything is allowed
     left: Int[Array, " R"]  # tokens that the row may still have
+
+    only_forbids: ClassVar[bool] = True
+
+    @property
+    def context(self) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+        """The automata's states and the numbers of tokens left."""
+        return self.state, self.left
+
+    def within(self, context: tuple[Int[Array, " R"], Int[Array, " R"]]) -> RowConstraint:
+        """The automata in other states, with other numbers of tokens left."""
+        return dataclasses.replace(self, state=context[0], left=context[1])
+
+    def __call__(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """The logits, −inf for tokens that are not allowed."""
+        return masked(logits, self.allowed())
 
     def allowed(self) -> Bool[Array, "R V"]:
         """The tokens that may come next."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from smcjax.decoding.adjustments import RowAdjustments, row_adjustments, tokens_before
-from smcjax.decoding.constraints import RowConstraint, masked, row_constraint
+from smcjax.decoding.adjustments import row_adjustments
+from smcjax.decoding.constraints import row_constraint
 from smcjax.decoding.groups import Groups
+from smcjax.decoding.row_feature import RowFeature, tokens_before
 from smcjax.decoding.sampling import draw, forbid_stops, likeliest, log_softmax_at, truncate
 from smcjax.model.decoder import unembed
 from smcjax.model.params import Params
@@ -20,48 +21,40 @@ from smcjax.numerics import words_of
 from smcjax.pallas.decode_step.op import Embedded
 from smcjax.pallas.head.sampled_head import sampled_head
 
-# Adjustments, and the states and tokens left of automata; None where there are none.
-Context = tuple[RowAdjustments | None, tuple[Int[Array, " R"], Int[Array, " R"]] | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDistribution:
-    """softmax(logits / temperature), without stop tokens within the minimum, adjusted and truncated where asked.
-
-    With a constraint, of the tokens that it allows.
-    """
+    """softmax(logits / temperature), as features change it, without stop tokens within the minimum, and truncated."""
 
     temperature: Float[Array, " R"]  # above 0
     stops: Bool[Array, "R V"]  # impossible within the minimum
     minimum: Int[Array, " R"]
     greedy: Bool[Array, " R"] | None = None  # rows that take the likeliest token; None: none does
     truncation: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None  # top_k and top_p; None: nothing is cut off
-    adjustments: RowAdjustments | None = None  # penalties and biases, behind the tokens so far; None: there are none
-    constraint: RowConstraint | None = None  # likewise the form of the answers; None: there is none
+    features: tuple[RowFeature, ...] = ()  # of the rows' requests, behind the tokens so far
 
     @property
     def follows_logits(self) -> bool:
         """True where the model's own logits, a temperature and which tokens may come say all: kernels may draw."""
-        return self.truncation is None and self.adjustments is None
+        return self.truncation is None and all(feature.only_forbids for feature in self.features)
 
     def forbidden(self, token_number: Int[Array, " R"]) -> Bool[Array, "R V"]:
-        """The tokens that may not come: by the minimum of `token_number`-th tokens, and by the constraint."""
-        within = self.stops & (token_number <= self.minimum)[:, None]
-        return within if self.constraint is None else within | ~self.constraint.allowed()
+        """The tokens that may not come: by the minimum of `token_number`-th tokens, and by features."""
+        forbidden = self.stops & (token_number <= self.minimum)[:, None]
+        for feature in self.features:
+            if feature.only_forbids:
+                forbidden |= ~feature.allowed()
+        return forbidden
 
     @property
-    def context(self) -> Context:
-        """The part that depends on the tokens so far."""
-        constraint = self.constraint
-        return self.adjustments, None if constraint is None else (constraint.state, constraint.left)
+    def context(self) -> tuple[Any, ...]:
+        """The part of the features that depends on the tokens so far."""
+        return tuple(feature.context for feature in self.features)
 
-    def within(self, context: Context) -> SamplingDistribution:
+    def within(self, context: tuple[Any, ...]) -> SamplingDistribution:
         """The distribution with the context of other tokens."""
-        adjustments, walked = context
-        if self.constraint is None or walked is None:
-            return dataclasses.replace(self, adjustments=adjustments)
-        constraint = dataclasses.replace(self.constraint, state=walked[0], left=walked[1])
-        return dataclasses.replace(self, adjustments=adjustments, constraint=constraint)
+        walked = zip(self.features, context, strict=True)
+        return dataclasses.replace(self, features=tuple(feature.within(part) for feature, part in walked))
 
     def at(self, temperature: float | None) -> SamplingDistribution:
         """The distribution at one temperature for all rows; None: as it is."""
@@ -73,22 +66,18 @@ class SamplingDistribution:
         """The distribution behind T more tokens a row, ids of V and beyond standing for none. None: as it is."""
         if tokens is None:
             return self
-        return dataclasses.replace(
-            self,
-            adjustments=None if self.adjustments is None else self.adjustments.behind(tokens),
-            constraint=None if self.constraint is None else self.constraint.behind(tokens),
-        )
+        return dataclasses.replace(self, features=tuple(feature.behind(tokens) for feature in self.features))
 
     def after(self, token: Int[Array, " R"]) -> SamplingDistribution:
         """The distribution behind one more token a row."""
-        return self if self.context == (None, None) else self.behind(token[:, None])
+        return self.behind(token[:, None])
 
     def before(self, tokens: Int[Array, "R T"], columns: Sequence[Sequence[int]]) -> Int[Array, "R C most"] | None:
         """Returns the tokens that `behind` takes for each of C columns; `columns` names the places before each.
 
         None where no distribution depends on them.
         """
-        return None if self.context == (None, None) else tokens_before(tokens, columns, self.stops.shape[1])
+        return tokens_before(tokens, columns, self.stops.shape[1]) if self.features else None
 
     def noise_scale(self) -> Float[Array, " R"]:
         """1, or 0 for greedy rows: kernels multiply their Gumbel noise by it."""
@@ -98,7 +87,7 @@ class SamplingDistribution:
 def distribution_of(groups: Groups, *, rows: int, features: Collection[str]) -> SamplingDistribution:
     """The distribution of each of `rows` rows a request, greedy at temperature 0, behind each group's first row.
 
-    It is truncated, adjusted and constrained where a program of these features can be asked for it.
+    It is truncated, and has a `RowFeature`, where programs of these `features` serve requests that bring one.
     """
     requests = groups.requests
 
@@ -112,23 +101,26 @@ def distribution_of(groups: Groups, *, rows: int, features: Collection[str]) -> 
         minimum=each(requests.min_tokens),
         greedy=each(greedy),
         truncation=(each(requests.top_k), each(requests.top_p)) if "truncation" in features else None,
-        adjustments=row_adjustments(groups, rows) if "adjustments" in features else None,
-        constraint=row_constraint(groups, rows),
+        features=row_features(groups, rows, features),
     )
+
+
+def row_features(groups: Groups, rows: int, features: Collection[str]) -> tuple[RowFeature, ...]:
+    """The features of `rows` rows a request in the order in which they change logits: adjustments, then grammars."""
+    found = (row_adjustments(groups, rows) if "adjustments" in features else None, row_constraint(groups, rows))
+    return tuple(feature for feature in found if feature is not None)
 
 
 def processed_logits(
     distribution: SamplingDistribution, token_number: Int[Array, " R"], logits: Float[Array, "R V"]
 ) -> Float[Array, "R V"]:
-    """Applies adjustments, constraint, temperature, the minimum's mask of stops and top-k/top-p.
+    """Applies features, temperature, the minimum's mask of stops and top-k/top-p.
 
     They are those of each row's `token_number`-th token, counted from 1. The token of a row that is not greedy is
     sampled from softmax of the result.
     """
-    if distribution.adjustments is not None:
-        logits = distribution.adjustments(logits)
-    if distribution.constraint is not None:
-        logits = masked(logits, distribution.constraint.allowed())
+    for feature in distribution.features:
+        logits = feature(logits)
     logits = logits / distribution.temperature[:, None]
     logits = forbid_stops(logits, distribution.stops, token_number, distribution.minimum)
     return logits if distribution.truncation is None else truncate(logits, *distribution.truncation)
@@ -141,7 +133,7 @@ def within_reach(
 
     Without that there would be no law to draw from; `processed_logits` makes it one of all tokens that may.
     """
-    if distribution.constraint is None:
+    if not any(feature.only_forbids for feature in distribution.features):
         return logits
     has = ~jnp.isneginf(logits) & ~distribution.forbidden(token_number)  # NaN stays, so that it is seen
     return jnp.where(has.any(axis=-1, keepdims=True), logits, 0.0)
@@ -205,7 +197,7 @@ def sample_in_head(
 ) -> Drawn:
     """Draws as `sample` from these hidden states' logits, kept nowhere; `stop_words` are the stops, packed."""
     forbids = token_number <= distribution.minimum
-    if distribution.constraint is not None:
+    if distribution.features:
         stop_words, forbids = pack_bits(distribution.forbidden(token_number)), jnp.ones_like(forbids)
     terms = (words_of(keys), distribution.temperature, distribution.noise_scale(), stop_words.T, forbids)
     return Drawn(*sampled_head(hidden, unembed, *terms))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from smcjax.decoders import Speculation
 from smcjax.decoding.cycle_view import head_view, pages_at
-from smcjax.decoding.distribution import Context, Drawn, SamplingDistribution, processed_logits
+from smcjax.decoding.distribution import Drawn, SamplingDistribution, processed_logits
 from smcjax.decoding.groups import Groups
 from smcjax.decoding.next_token import Steps, beginning, next_token, plan_steps, prepare
 from smcjax.decoding.prefill import prefill_chunk
@@ -28,7 +28,7 @@ from smcjax.pallas.decode_step.op import Embedded
 
 # The newest draft, where the next step begins with it (`beginning`), how many of the steps were taken, and the
 # context of the distribution that the newest draft was drawn from.
-_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array, Context]
+_Carry = tuple[KVCache, jax.Array, Embedded | None, jax.Array, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _joined(
             return drawn
         number = generated + 1 + first_column + jnp.arange(drawn.token.shape[0])[:, None]
         logits = drawn.deferred.logits(params)
-        if distribution.constraint is None:
+        if not distribution.features:
             processed = functools.partial(processed_logits, distribution)
             return drawn._replace(logits=jax.vmap(processed)(number, logits), deferred=None)
         behind = [first.token] if others is None else [first.token, *others.token]
@@ -195,7 +195,7 @@ def _joined(
         contexts = [law.context for law in laws[first_column : first_column + drawn.token.shape[0]]]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *contexts)
 
-        def of_column(number: jax.Array, logits: jax.Array, context: Context) -> jax.Array:
+        def of_column(number: jax.Array, logits: jax.Array, context: tuple[Any, ...]) -> jax.Array:
             return processed_logits(distribution.within(context), number, logits)
 
         return drawn._replace(logits=jax.vmap(of_column)(number, logits, stacked), deferred=None)

@@ -123,7 +123,7 @@ def next_token(
     """
     if steps.fused is not None and plan.fused is not None:
         shape, tables = steps.fused
-        if distribution.constraint is not None:
+        if distribution.features:
             tables = decode_step.with_forbidden(
                 shape, tables, pack_bits(distribution.forbidden(steps.token_number[step]))
             )

@@ -65,7 +65,7 @@ def first_scores(
     """
     distribution = distribution_of(before, rows=1, features=program.features)
     if program.decoding.weighted:  # whose weights make up for the constraint: p_T is the target's own
-        distribution = dataclasses.replace(distribution, constraint=None)
+        distribution = dataclasses.replace(distribution, features=())
     number = jnp.ones(last_hidden.shape[0], jnp.int32)
     law = processed_logits(distribution, number, unembed(params.target, last_hidden))
     at = after.per_row(after.requests.prompt_length)[:, None]

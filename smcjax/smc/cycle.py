@@ -25,7 +25,7 @@ from smcjax import noise
 from smcjax.decoders.parts import Ending, Potential
 from smcjax.decoding.constraints import extend, row_constraint
 from smcjax.decoding.cycle_view import keep_pages
-from smcjax.decoding.distribution import SamplingDistribution
+from smcjax.decoding.distribution import SamplingDistribution, row_features
 from smcjax.decoding.groups import PairParams
 from smcjax.decoding.program import by_implementation
 from smcjax.decoding.proposer import Drafts
@@ -65,7 +65,7 @@ def draft_distribution(program: SMCProgram, state: State) -> SamplingDistributio
         state.per_row(state.requests.temperature),
         state.per_row(state.requests.stops),
         state.per_row(state.requests.min_tokens),
-        constraint=row_constraint(state, program.rows),
+        features=row_features(state, program.rows, ()),
     )
 
 

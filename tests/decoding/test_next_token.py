@@ -213,7 +213,7 @@ def test_the_heads_kernel_is_asked_for_the_same_law(monkeypatch: pytest.MonkeyPa
         state=jnp.where(jnp.arange(rows) % 2 == 0, 0, -1),
         left=jnp.full(rows, 9),
     )
-    form = dataclasses.replace(law, constraint=held)
+    form = dataclasses.replace(law, features=(held,))
     ours = sample_in_head(form, row_keys, token_number, x, weight, pack_bits(law.stops))
     theirs = sample(form, row_keys, token_number, Dense(weight)(x, out=jnp.float32))
     possible = np.asarray(~form.forbidden(token_number)).any(axis=1)
