@@ -193,11 +193,47 @@ for patching, method, targets in (
     setattr(patching, method, _forget_programs(getattr(patching, method), targets))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped only where there is no GPU. Files with slow tests come first.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of which tests run: by default the first case of each, and all cases of files or tests that are named."""
+    parser.addoption("--all", action="store_true", help="run all cases of all tests")
+    parser.addoption("--rest", action="store_true", help="run what is left out where no option and no test is named")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever names tests gets all their cases. Workers are told what the first process has found."""
+    if not hasattr(config, "workerinput"):
+        config.option.all |= config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Says which tests run."""
+    if config.option.rest:
+        return "smcjax: the cases that `pytest` leaves out"
+    return "smcjax: all cases" if config.option.all else "smcjax: the first case of each test, but slow ones; --all: all"
+
+
+def _chosen(config: pytest.Config, items: list[pytest.Item]) -> list[bool]:
+    """Marks the tests that run: the first case of each function but slow ones, the rest, or all."""
+    if config.option.all and not config.option.rest:
+        return [True] * len(items)
+    known: set[str] = set()
+    first = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        first.append(function not in known and not item.get_closest_marker("slow"))
+        known.add(function)
+    return [quick is not config.option.rest for quick in first]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what was not chosen. Tests marked `gpu` are skipped where there is no GPU. Slow files come first.
 
     A worker takes a file at a time; were a long one left for the end, the other worker would have nothing beside it.
     """
+    chosen = _chosen(config, items)
+    config.hook.pytest_deselected(items=[item for item, runs in zip(items, chosen, strict=True) if not runs])
+    items[:] = [item for item, runs in zip(items, chosen, strict=True) if runs]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if any(device.platform == "gpu" for device in jax.devices()):
