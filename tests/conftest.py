@@ -201,16 +201,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever names tests gets all their cases. Workers are told what the first process has found."""
+    """All cases run of tests that are named by path, marker or keyword. Workers are told what this process finds."""
     if not hasattr(config, "workerinput"):
-        config.option.all |= config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        config.option.all |= bool(named or config.option.markexpr or config.option.keyword)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Says which tests run."""
     if config.option.rest:
         return "smcjax: the cases that `pytest` leaves out"
-    return "smcjax: all cases" if config.option.all else "smcjax: the first case of each test, but slow ones; --all: all"
+    return f"smcjax: {'all cases' if config.option.all else 'the first case of each test, but slow ones; --all: all'}"
 
 
 def _chosen(config: pytest.Config, items: list[pytest.Item]) -> list[bool]:
