@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import chex
@@ -84,8 +85,8 @@ LOGITS = jax.random.normal(jax.random.key(3), (ROWS, VOCAB))
 
 
 @pytest.mark.parametrize("make", FEATURES.values(), ids=FEATURES)
-def test_a_walk_may_be_cut_anywhere_and_carried_by_its_context(make) -> None:  # type: ignore[no-untyped-def]
-    feature: RowFeature = make()
+def test_a_walk_may_be_cut_anywhere_and_carried_by_its_context(make: Callable[[], RowFeature]) -> None:
+    feature = make()
     whole = feature.behind(TOKENS)
     singly = feature
     for column in range(TOKENS.shape[1]):
