@@ -57,6 +57,20 @@ def test_a_plugin_that_jax_cannot_use_is_one_line(tmp_path: Path) -> None:
         )
 
 
+def test_errors_that_xla_logs_are_not_shown() -> None:
+    """As "Very slow compile?" two minutes into a program; here a dump of programs that XLA cannot write.
+
+    Where the environment says which lines to show, that holds.
+    """
+    compiling = quick("import jax; jax.jit(lambda x: x + 1)(1)")
+    environment = {**os.environ, "XLA_FLAGS": "--xla_dump_to=/proc/nowhere"}
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    assert ended(compiling, env=environment) == (0, "answer\n", "remark\n")
+    code, out, err = ended(compiling, env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"})
+    assert (code, out) == (0, "answer\n")
+    assert "Could not create directory: /proc/nowhere" in err
+
+
 CLOSED = "smcjax: error: standard output is closed; redirect it, to /dev/null if need be.\n"
 FULL = "remark\nsmcjax: error: standard output cannot be written (No space left on device).\n"
 
