@@ -7,6 +7,10 @@ class CheckpointError(ValueError):
     """A model directory that cannot be used; the message is one sentence that names the file and the mend."""
 
 
+class ExtraMissing(ValueError):
+    """A request asks for something whose package an optional extra brings, and that package is not installed."""
+
+
 class RequestsLost(RuntimeError):
     """Requests that were in flight when a step failed, which ends them all; raised to the callers that wait."""
 

@@ -23,6 +23,7 @@ from smcjax.cli.failures import InputLineError, refuses
 from smcjax.cli.form_options import check_form
 from smcjax.cli.stdin import read_file, read_stdin
 from smcjax.engine.requests.sampling_params import SamplingParams
+from smcjax.errors import ExtraMissing
 from smcjax.files import MIB
 from smcjax.plain import did_you_mean, is_unicode, short
 
@@ -60,6 +61,8 @@ def read_lines(path: str, params: SamplingParams, decoding: Choice, *, option: s
         if line.strip():
             try:
                 lines.append(_line(number, line, params, decoding))
+            except ExtraMissing:  # which is not the line's fault
+                raise
             except ValueError as error:
                 raise InputLineError(f"{option} {path} line {number}: {error}") from None
     if not lines:

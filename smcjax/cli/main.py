@@ -18,6 +18,7 @@ from smcjax.cli.failures import PLUGIN_LOG, InputLineError, refuses, sentence, w
 from smcjax.cli.options import add_debug_option
 from smcjax.cli.parser import Parser
 from smcjax.cli.wording import in_options
+from smcjax.errors import ExtraMissing
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     if not isinstance(failed, BrokenPipeError):  # whose reader has gone: no message would be read
         print(f"smcjax: error: {_worded(failed, args)}", file=sys.stderr)
-    return 2 if refuses(failed) else 1
+    return 2 if refuses(failed) and not isinstance(failed, ExtraMissing) else 1
 
 
 def _worded(error: Exception, args: argparse.Namespace | None) -> str:

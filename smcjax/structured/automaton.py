@@ -22,10 +22,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from smcjax.errors import extra_missing
+from smcjax.errors import ExtraMissing, extra_missing
 from smcjax.plain import short
-from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED, byte_automaton, worded
-from smcjax.structured.byte_automata import Refusal
 from smcjax.structured.response_format import Expression
 from smcjax.structured.token_bytes import token_bytes
 from smcjax.tokenizer.tokenizer import Tokenizer
@@ -136,6 +134,9 @@ def check_expression(expression: Expression) -> None:
 
     It is read in this process, without a limit of time or memory, so it is to be its user's own.
     """
+    from smcjax.structured.automaton_child import byte_automaton, worded
+    from smcjax.structured.byte_automata import Refusal
+
     _require_package(expression)
     try:
         byte_automaton(expression.kind, expression.text, expression.depth, MAX_STATES)
@@ -145,7 +146,7 @@ def check_expression(expression: Expression) -> None:
 
 def _require_package(expression: Expression) -> None:
     if expression.kind == "grammar" and importlib.util.find_spec("lark") is None:
-        raise ValueError(extra_missing("response_format", "lark", "structured") + ".")
+        raise ExtraMissing(extra_missing("response_format", "lark", "structured") + ".")
 
 
 def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Automaton:
@@ -154,6 +155,8 @@ def compile_expression(expression: Expression, tokens: Sequence[bytes]) -> Autom
     Raises ValueError for an expression that has none or takes too much, `Undecided` where that may be the machine's
     fault, and RuntimeError for an error of this package's own.
     """
+    from smcjax.structured.automaton_child import OUT_OF_MEMORY, REFUSED
+
     setup = {
         "seconds": SECONDS,
         "bytes": BYTES,

@@ -104,9 +104,12 @@ def test_forms_are_read_before_models(
     (tmp_path / "g.lark").write_text('start: "a"')
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lark" else find(name))
-    refused = smcjax("generate", "ab", *models, "--grammar", str(tmp_path / "g.lark"))
-    assert refused.code == 2
-    assert "the form of the answer needs lark, which is not installed; run 'uv run --extra structured" in refused.err
+    asked = {"prompt": "a", "response_format": {"type": "grammar", "grammar": 'start: "a"'}}
+    (tmp_path / "i.jsonl").write_text(json.dumps(asked))
+    for source in (["ab", "--grammar", str(tmp_path / "g.lark")], ["--input-file", str(tmp_path / "i.jsonl")]):
+        refused = smcjax("generate", *models, *source)
+        assert refused.code == 1, "the code of every missing extra"
+        assert "the form of the answer needs lark, which is not installed; run 'uv run --extra struct" in refused.err
 
 
 def test_a_form_of_much_nesting_is_read_like_in_the_process_that_compiles_it() -> None:
