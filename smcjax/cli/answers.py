@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from smcjax.engine.results.outputs import RequestOutput
 
 # Below these a prompt is not of the bundled pair's kind. Where no draft is rejected: log evidence, in nats a token
-# (docs/reference/bundled-pair.md). Where drafts are rejected, evidence hardly falls, and the yield of cycles decides: at
-# N = K = 8 and control 0.1 the least of 200 word problems was 0.83, and 12 of 14 other prompts had less than 0.65
+# (docs/reference/bundled-pair.md). Where drafts are rejected, evidence hardly falls, and the yield of cycles decides:
+# at N = K = 8 and control 0.1 the least of 200 word problems was 0.83, and 12 of 14 other prompts had less than 0.65
 # (temperature 1: 0.72, and 10 of 14; K = 4: 0.87 of 60, and 7 of 14).
 FOREIGN, FEW = -0.75, 0.65
 
