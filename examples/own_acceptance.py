@@ -23,7 +23,7 @@ class Softened(smc.Acceptance):
 
 def main() -> None:
     battery(Softened())  # raises AssertionError with the law that is broken
-    with LLM(decoding=SMC(n_particles=4, gamma=4, control=Softened())) as llm:
+    with LLM(decoding=SMC(n_particles=4, gamma=4, acceptance=Softened())) as llm:
         out = llm.generate(QUESTION, SamplingParams(max_tokens=96, temperature=0.7, seed=1), use_tqdm=False)[0]
     print(out.outputs[0].text.strip())
 

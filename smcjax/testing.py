@@ -8,7 +8,7 @@
             return jnp.exp(jnp.minimum(0.0, jnp.log(self.most) + log_p - log_q))
 
     battery(Capped())               # raises AssertionError with the law that is broken
-    LLM(…, decoding=SMC(control=Capped()))
+    LLM(…, decoding=SMC(acceptance=Capped()))
 
 Every law is checked in float64 to 1e-12, and then with a mistake planted in the part, which must be seen.
 """

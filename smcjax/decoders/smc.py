@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import InitVar
 from typing import Any, Literal, get_args
 
 from smcjax.checks import check_draft_temperature, check_sizes, check_sparse, is_number
@@ -40,7 +41,7 @@ class SMC(Decoding):
         power: α > 0, the exponent of the target distribution; 1 is the plain target model. Requests whose
             power/temperature exceeds 1,000 are refused, as float32 would round their weights too much.
         ess_threshold: in [0, 1]; resample when ESS < threshold · N. 0 never resamples.
-        resampling: one of `smcjax.smc.SCHEMES`, or a `smcjax.smc.Resampler`.
+        resampling: one of `smcjax.smc.SCHEMES`.
         select: "sample" draws the answer from the final weights, "best" takes the largest (a heuristic: neither a
             sample of the target nor its mode).
         bonus: draw one more token a cycle from the target's last column.
@@ -54,18 +55,21 @@ class SMC(Decoding):
             is the algorithm as published; 1 is speculative sampling of every particle, whose weights are 1 at power 1
             (rejection control: Liu, Chen & Wong 1998). Above 0 a cycle advances a particle by 1 to K + 1 tokens. 0.1
             keeps answers near the target's with good and bad drafts, for a cycle that takes 2% longer and gives a few
-            tokens less with a good draft, many less with a bad one (docs/explanation/control.md). Another rule about
-            drafts is a `smcjax.smc.Acceptance` in the number's place.
+            tokens less with a good draft, many less with a bad one (docs/explanation/control.md).
         sparse: how the target's selected blocks are read in verification, by a target with Native Sparse Attention;
             None: each query by itself, which an engine does in groups of 16, "merged", where kernels do that.
         approximate: whether `sparse` may be approximate, which makes a particle's weight depend on its siblings.
         early_end: once some particles have finished, a coin of their share of the weight ends the request with these,
             or lets the others go on without them, so that it does not wait for the longest particle. Unbiased;
-            the others weigh 0 then, until they are resampled. Another rule about ends is a `smcjax.smc.Ending`.
+            the others weigh 0 then, until they are resampled.
         potentials: factors of the target, each a `smcjax.smc.Potential`: the target is then p(x)^α·∏ φ(x).
         pipelined: draft each block while the target scores the one before it, so that two devices work at the same time
             (`LLM(separate_draft=True)`). Weights then decide about a block a cycle later, which is unbiased as well;
             there is no bonus token, an answer takes one cycle more, and nothing can be rejected: control 0.
+
+    A part of one's own takes the place of a short spelling: `acceptance` (a `smcjax.smc.Acceptance`) that of control,
+    `ending` (an `Ending`) that of early_end, `resampler` (a `Resampler`) that of resampling. The field of that name
+    then holds the part.
     """
 
     name = "smc"
@@ -88,9 +92,15 @@ class SMC(Decoding):
     early_end: bool | Ending = False
     potentials: tuple[Potential, ...] = ()
     pipelined: bool = False
+    acceptance: InitVar[Acceptance | None] = dataclasses.field(default=None, kw_only=True)
+    ending: InitVar[Ending | None] = dataclasses.field(default=None, kw_only=True)
+    resampler: InitVar[Resampler | None] = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, acceptance: object, ending: object, resampler: object) -> None:
         use_plain_numbers(self)
+        self._take_part("acceptance", acceptance, Acceptance, "control")
+        self._take_part("ending", ending, Ending, "early_end")
+        self._take_part("resampler", resampler, Resampler, "resampling")
         if isinstance(self.control, _Default):
             object.__setattr__(self, "control", _Default(0.0) if self.pipelined else DEFAULT_CONTROL)
         check_sizes(self, "n_particles", "gamma")
@@ -122,6 +132,16 @@ class SMC(Decoding):
             )
         if self.approximate and not is_approximate:
             raise ValueError("approximate is True and nothing is; give sparse a shared mode, or leave it out.")
+
+    def _take_part(self, name: str, part: object, kind: type, field: str) -> None:
+        """Puts a part where its short spelling is, which must not be given as well."""
+        if part is None:
+            return
+        if not isinstance(part, kind):
+            raise ValueError(f"{name} must be a smcjax.smc.{kind.__name__}, got {short(part)}.")
+        if getattr(self, field) is not getattr(type(self), field):
+            raise ValueError(f"{name} and {field} {_shown(getattr(self, field))} say the same; leave one of them out.")
+        object.__setattr__(self, field, part)
 
     def _check_parts(self) -> None:
         """Refuses what is neither an option of the package's own parts nor a part."""
