@@ -12,7 +12,13 @@ from smcjax.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "dev" / "LOG.md", *(ROOT / "studies").rglob("*.md")]
+LINKED = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "dev" / "LOG.md",
+    *(ROOT / "studies").rglob("*.md"),
+]
 GENERATED = ["docs/reference/cli.md"]  # by docs/hooks.py, as the site is built
 MAX_WORDS, MAX_SENTENCE = 30_000, 35
 LINK = re.compile(r"(!?)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]*)\)")
