@@ -21,6 +21,7 @@ from smcjax.model.attention import Weights
 from smcjax.model.config import ModelConfig
 from smcjax.model.gguf import GGUF_NAMES, ends_by_name, read_gguf
 from smcjax.model.hf_config import ReadConfig, read_config
+from smcjax.model.hf_quantization import INT8
 from smcjax.model.hub import BUNDLED, INDEX_BYTES, PACKAGED, bundled_model, fetched_model, is_hub_id, packaged_model
 from smcjax.model.parallel import TensorParallel, layouts
 from smcjax.model.params import LayerParams, Params, num_params, param_shapes, qk_norm_widths
@@ -134,7 +135,8 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 def stores_int8(directory: str | os.PathLike[str]) -> bool:
     """True where config.json says that matrices are stored in int8; False of a GGUF file."""
     directory = resolve_model_path(directory)
-    return directory.is_dir() and _read_directory(directory).int8
+    stored = _read_directory(directory).storage if directory.is_dir() else None
+    return stored is not None and stored.dtype == INT8
 
 
 def _read_directory(directory: Path) -> ReadConfig:
@@ -146,7 +148,7 @@ def _read_directory(directory: Path) -> ReadConfig:
         read = read_config(config, generation_config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    _require_plausible(directory, read.config, bytes_each=1 if read.int8 else 2)
+    _require_plausible(directory, read.config, bytes_each=2 if read.storage is None else 1)
     return read
 
 
@@ -184,9 +186,9 @@ def load_checkpoint(
     type that the package gguf dequantises. Every tensor of the files and of the config is accounted for: none missing,
     left over or of another shape, else CheckpointError.
 
-    Matrices that a directory stores in int8 (`smcjax.model.hf_int8`) are multiplied out, in float32, and cast. With
-    `quantization="int8"` those of them that `quantize_params` covers are `Int8` with the stored numbers and scales; it
-    rounds the others.
+    Matrices that a directory stores in int8 or float8 (`smcjax.model.hf_quantization`) are multiplied out, in float32,
+    and cast. With `quantization="int8"` those in int8 that `quantize_params` covers are `Int8` with the stored numbers
+    and scales; it rounds the others.
 
     Host memory beyond the files' page cache is one matrix at a time.
     """
@@ -195,8 +197,8 @@ def load_checkpoint(
     path = resolve_model_path(directory)
     aliases: dict[str, str] = {}
     if path.is_dir():
-        family, config, int8 = _read_directory(path)
-        source = with_scales(path, open_tensors(path), int8)
+        family, config, stored = _read_directory(path)
+        source = with_scales(path, open_tensors(path), stored)
         config, aliases = _resolve_tying(config, source)
         named = family.names, family.norm_offset
     else:
@@ -215,7 +217,7 @@ def load_checkpoint(
     for stack, shape, as_int8, layout in zip(stacks, jax.tree.leaves(shapes), keep, layout_of, strict=True):
         parts = [(aliases.get(name, name), rows) for name, rows in stack.parts]
         leaf: Any
-        if as_int8 and any(name in source.scales for name, _ in parts):
+        if as_int8 and any(source.is_int8(name) for name, _ in parts):
             values, scale, kept = *_read_int8(source, parts, shape), jnp.dtype(shape.dtype).name
             if parallel is None:
                 leaf = Int8(jax.jit(interleave)(values), jnp.asarray(scale), kept)
@@ -285,8 +287,8 @@ def _read_int8(
     """The numbers and scales of tensors in int8; those of another dtype are rounded to it, row by row as ever."""
     values, scale = np.empty(shape.shape, np.int8), np.empty(shape.shape[0], np.float32)
     for name, rows, place in _chunks(parts):
-        if name in source.scales:
-            values[place], scale[place] = source.int8_rows(name)[rows], source.scales[name][rows]
+        if source.is_int8(name):
+            values[place], scale[place] = source.stored_rows(name)[rows], source.scales[name][rows, 0]
         else:
             stored = source.rows(name)[rows].astype(shape.dtype)
             _require_finite(source, name, rows, stored)

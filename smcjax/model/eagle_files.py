@@ -67,7 +67,7 @@ def eagle_config(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
     plain = {key: value for key, value in values.items() if key not in (*_OWN, *windows)}
     read = read_config({**plain, "architectures": ["LlamaForCausalLM"]})
     layer, spec = read.config, read.config.layer(0)
-    if read.int8:
+    if read.storage is not None:
         raise keys.refusal("quantization_config", "an EAGLE-3 head is read in floating point only; convert it")
     if layer.num_layers != 1:
         raise keys.refusal("num_hidden_layers", "an EAGLE-3 head has one layer; use such a head")

@@ -19,7 +19,7 @@ from smcjax.model.checkpoint import Stack, tensor_names
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import FAMILIES, Family
 from smcjax.model.hf_config import config_from_hf
-from smcjax.model.hf_int8 import SCALE, written_int8
+from smcjax.model.hf_quantization import SCALE, written_int8
 from smcjax.model.params import Params, param_shapes
 from smcjax.model.quantize import check_quantization, quantize_matrix, streamed
 
@@ -102,8 +102,8 @@ def save_checkpoint(
 
     Weights are cast to `dtype` ("bfloat16", "float32" or "float16") and written one matrix at a time. With
     `quantization="int8"` the matrices that `quantize_params` covers are written as it makes them, in int8 with a
-    float32 scale a row (`smcjax.model.hf_int8`); those of `params` that are so already as they are. The weights file
-    appears under its name only when complete.
+    float32 scale a row (`smcjax.model.hf_quantization`); those of `params` that are so already as they are. The weights
+    file appears under its name only when complete.
 
     Raises ValueError where `params` are not those of `config`, hold int8 matrices without `quantization`, or a matrix
     to be quantised holds what is no finite number.

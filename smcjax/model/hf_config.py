@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from smcjax.model.config import ModelConfig
 from smcjax.model.families import FAMILIES, Family
-from smcjax.model.hf_int8 import stores_int8
 from smcjax.model.hf_keys import HFKeys, refusal
+from smcjax.model.hf_quantization import Storage, storage
 
 # Spellings of transformers and torch; a config's dtype chooses nothing here, so one that says nothing is no fault.
 _DTYPES = {
@@ -24,11 +24,11 @@ _MAX_EOS_IDS = 1024
 
 
 class ReadConfig(NamedTuple):
-    """A parsed config.json: its family, the decoder, and if matrices are stored in int8 (`smcjax.model.hf_int8`)."""
+    """A parsed config.json: its family, the decoder, and how quantised matrices are stored (None: there are none)."""
 
     family: Family
     config: ModelConfig
-    int8: bool
+    storage: Storage | None
 
 
 def config_from_hf(config: Any, generation_config: Any = None) -> ModelConfig:
@@ -48,7 +48,7 @@ def read_config(config: Any, generation_config: Any = None) -> ReadConfig:
     if not isinstance(config, Mapping):
         raise ValueError(f"the model's config must be a JSON object, but it is a {type(config).__name__}")
     keys = HFKeys(config)
-    int8 = stores_int8(keys)
+    stored = storage(keys)
     _refuse_unsupported(keys)
     family = _family(keys)
 
@@ -76,7 +76,7 @@ def read_config(config: Any, generation_config: Any = None) -> ReadConfig:
     )
     parsed = family.read(keys, shape)
     keys.refuse_unknown()
-    return ReadConfig(family, parsed, int8)
+    return ReadConfig(family, parsed, stored)
 
 
 def _family(keys: HFKeys) -> Family:

@@ -1,7 +1,7 @@
 """Weight-only int8 (`smcjax.matmul.Int8`) of every matrix that a forward streams.
 
 Norms, biases, weights that a kind of attention has of its own and an embedding that is only looked up stay as they are.
-Such matrices may also come from files in int8, and go into them (`smcjax.model.hf_int8`).
+Such matrices may also come from files in int8, and go into them (`smcjax.model.hf_quantization`).
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""The tensors of a model's files, read when they are asked for; matrices in int8 with their scales."""
+"""The tensors of a model's files, read when they are asked for; quantised matrices with their scales."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import safetensors
 
 from smcjax.errors import CheckpointError
 from smcjax.files import Unreadable, require_file, shortened
-from smcjax.model.hf_int8 import SCALE
+from smcjax.model.hf_quantization import FLOAT8, INT8, Storage
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling
-_INT8 = "I8"
 COMPANIONS = {  # files beside the weights that say what those do not, and what that is
     "adapter_config.json": "an adapter, which is not applied; merge it into the weights",
     **dict.fromkeys(
@@ -68,10 +69,18 @@ class TensorFile:
         self.require(name, *_DTYPES)
         return self.handle.get_slice(name)
 
-    def int8_rows(self, name: str) -> Any:
-        """A lazy view of one tensor of int8."""
-        self.require(name, _INT8)
-        return self.handle.get_slice(name)
+    def stored_rows(self, name: str) -> Any:
+        """A lazy view of the numbers of one quantised matrix, of int8 or float8."""
+        self.require(name, INT8, FLOAT8)
+        return self.handle.get_slice(name) if self.dtype(name) == INT8 else self._float8(name)
+
+    def _float8(self, name: str) -> np.ndarray:
+        """The tensor mapped from the file, since safetensors asks NumPy for a dtype that it has not."""
+        with open(self.path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            begin, _ = json.loads(file.read(size))[name]["data_offsets"]
+        stored = np.memmap(self.path, np.uint8, "r", 8 + size + begin, self.shapes[name])
+        return stored.view(ml_dtypes.float8_e4m3fn)
 
     def require(self, name: str, *dtypes: str) -> None:
         if self.dtype(name) not in dtypes:
@@ -83,37 +92,50 @@ class TensorFile:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A lazy view of a tensor of int8, its rows multiplied out in float32 by their scales."""
+    """A lazy view of a quantised matrix, multiplied out in float32 by the scales of its blocks."""
 
     values: Any
-    scale: np.ndarray  # Float32[out]
+    scale: np.ndarray  # Float32[⌈out/rows⌉, ⌈in/columns⌉]
+    shape: tuple[int, ...]
+    block: tuple[int | None, int | None]
 
     def get_shape(self) -> list[int]:
-        shape: list[int] = self.values.get_shape()
-        return shape
+        return list(self.shape)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        wide: np.ndarray = self.values[rows].astype(np.float32) * self.scale[rows, None]
-        return wide
+        high, wide = self.block
+        of_rows = self.scale[np.arange(*rows.indices(self.shape[0])) // (high or self.shape[0])]
+        if wide is not None:
+            of_rows = np.repeat(of_rows, wide, axis=1)[:, : self.shape[1]]
+        product: np.ndarray = self.values[rows].astype(np.float32) * of_rows
+        return product
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """All tensors of a model by name, in one file or in several, and the scales of those that are int8."""
+    """All tensors of a model by name, in one file or in several, and the scales of those that are quantised."""
 
     tensors: Mapping[str, Tensors]
-    scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # Float32[out]
+    scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # Float32[⌈out/rows⌉, ⌈in/columns⌉]
+    storage: Storage | None = None  # of the matrices that have scales
 
     def rows(self, name: str) -> Any:
         """A lazy view of one tensor in a float dtype: `rows(name)[begin:end]` reads those rows."""
-        return (
-            _Product(self.int8_rows(name), self.scales[name]) if name in self.scales else self.tensors[name].rows(name)
-        )
+        if name not in self.scales:
+            return self.tensors[name].rows(name)
+        assert self.storage is not None
+        shape = self.tensors[name].shapes[name]
+        return _Product(self.stored_rows(name), self.scales[name], shape, self.storage.block)
 
-    def int8_rows(self, name: str) -> Any:
+    def is_int8(self, name: str) -> bool:
+        """True for a matrix that is stored in int8, with a scale a row."""
+        return name in self.scales and self.storage is not None and self.storage.dtype == INT8
+
+    def stored_rows(self, name: str) -> Any:
+        """A lazy view of the stored numbers of a quantised matrix."""
         file = self.tensors[name]
         assert isinstance(file, TensorFile)
-        return file.int8_rows(name)
+        return file.stored_rows(name)
 
 
 def refuse_companions(directory: Path) -> None:
@@ -123,53 +145,62 @@ def refuse_companions(directory: Path) -> None:
             raise CheckpointError(f"{directory} holds {name}, which stands for {what}, or remove that file")
 
 
-def with_scales(directory: Path, tensors: dict[str, TensorFile], int8: bool) -> Source:
-    """The tensors of a directory without the scales of those in int8, which are read and checked.
+def with_scales(directory: Path, tensors: dict[str, TensorFile], storage: Storage | None) -> Source:
+    """The tensors of a directory without the scales of quantised matrices, which are read and checked.
 
-    `int8`: the config says that there are such.
+    `storage` is how the config says that those are stored. Scales of activations are left out.
     """
-    stored = [name for name, file in tensors.items() if file.dtype(name) == _INT8]
-    if stored and not int8:
+    dtypes = {name: file.dtype(name) for name, file in tensors.items()}
+    stored = [name for name, dtype in dtypes.items() if dtype in (INT8, FLOAT8)]
+    if stored and storage is None:
         raise CheckpointError(
-            f"tensor {shortened(repr(stored[0]))} in {tensors[stored[0]].path} has dtype {_INT8} and config.json has "
-            "no quantization_config that says how it is quantised; use the config.json that belongs to the weights"
+            f"tensor {shortened(repr(stored[0]))} in {tensors[stored[0]].path} has dtype {dtypes[stored[0]]} and "
+            "config.json has no quantization_config that says how it is quantised; use the config.json that belongs to "
+            "the weights"
         )
-    if int8 and not stored:
+    if storage is None:
+        return Source(tensors)
+    kind = "int8" if storage.dtype == INT8 else "float8"
+    if storage.dtype not in dtypes.values():
         raise CheckpointError(
-            f"{directory / 'config.json'} has a quantization_config for int8 and the .safetensors files beside it have "
-            f"no tensor of dtype {_INT8}; use the config.json that belongs to them"
+            f"{directory / 'config.json'} has a quantization_config for {kind} and the .safetensors files beside it "
+            f"have no tensor of dtype {storage.dtype}; use the config.json that belongs to them"
         )
-    scales = {name: _read_scale(tensors, name) for name in stored}
-    beside = {name + SCALE for name in scales}
-    return Source({name: file for name, file in tensors.items() if name not in beside}, scales)
+    scales = {name: _read_scales(tensors, name, storage) for name in stored}
+    beside = {name + storage.suffix for name in scales}
+    read = {name: file for name, file in tensors.items() if name not in beside and not storage.is_of_activations(name)}
+    return Source(read, scales, storage)
 
 
-def _read_scale(tensors: Mapping[str, TensorFile], name: str) -> np.ndarray:
-    """The scales Float32[out] of a matrix in int8: one for each row, positive and finite."""
-    file, shape, scale_name = tensors[name], tensors[name].shapes[name], name + SCALE
+def _read_scales(tensors: Mapping[str, TensorFile], name: str, storage: Storage) -> np.ndarray:
+    """The scales Float32[⌈out/rows⌉, ⌈in/columns⌉] of a quantised matrix: positive and finite."""
+    file, shape, scale_name = tensors[name], tensors[name].shapes[name], name + storage.suffix
+    file.require(name, storage.dtype)
     if len(shape) != 2:
         raise CheckpointError(
-            f"tensor {shortened(repr(name))} in {file.path} has dtype {_INT8} and the shape {shortened(list(shape))}, "
-            "but only matrices are read in int8; convert the model again"
+            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.dtype} and the shape "
+            f"{shortened(list(shape))}, but only matrices are read so; convert the model again"
         )
     if scale_name not in tensors:
         raise CheckpointError(
-            f"tensor {shortened(repr(name))} in {file.path} has dtype {_INT8} and its scales, "
+            f"tensor {shortened(repr(name))} in {file.path} has dtype {storage.dtype} and its scales, "
             f"{shortened(repr(scale_name))}, are missing; fetch or convert the model again"
         )
-    scale_file = tensors[scale_name]
-    if scale_file.shapes[scale_name] != (shape[0], 1):
+    scale_file, wanted = tensors[scale_name], storage.scales_shape(shape)
+    found = scale_file.shapes[scale_name]
+    if found != wanted and not (wanted == (1, 1) and found in ((), (1,))):
         raise CheckpointError(
-            f"tensor {shortened(repr(scale_name))} in {scale_file.path} is "
-            f"{shortened(list(scale_file.shapes[scale_name]))} instead of {[shape[0], 1]}, a scale for each row of the "
-            "matrix; convert the model again"
+            f"tensor {shortened(repr(scale_name))} in {scale_file.path} is {shortened(list(found))} instead of "
+            f"{list(wanted)}, as the config's blocks of the matrix are; convert the model again"
         )
+    stored = scale_file.rows(scale_name)
     with np.errstate(over="ignore"):  # from float64, to what is refused below
-        scale: np.ndarray = scale_file.rows(scale_name)[:].astype(np.float32)[:, 0]
-    wrong = np.flatnonzero(~(np.isfinite(scale) & (scale > 0)))
+        scale = np.asarray(stored[:] if found else scale_file.handle.get_tensor(scale_name), np.float32).reshape(wanted)
+    wrong = np.argwhere(~(np.isfinite(scale) & (scale > 0)))
     if wrong.size:
+        row, column = wrong[0]
         raise CheckpointError(
-            f"tensor {shortened(repr(scale_name))} in {scale_file.path} has {scale[wrong[0]]} for row {wrong[0]}, but "
-            "a scale is a positive number; fetch or convert the model again"
+            f"tensor {shortened(repr(scale_name))} in {scale_file.path} has {scale[row, column]} for row {row}, but a "
+            "scale is a positive number; fetch or convert the model again"
         )
     return scale

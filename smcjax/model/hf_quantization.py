@@ -1,0 +1,182 @@
+"""Hugging Face's quantization_config: how a directory stores matrices in eight bits, and which of those ways are read.
+
+A matrix NAME [out, in] is stored in int8 or float8 (e4m3), and beside it its scales, one for each block of rows and
+columns:
+
+    W[o, i] = NAME[o, i] · scale[o // rows, i // columns]
+
+| `quant_method` | numbers | scales | tensor of scales |
+|---|---|---|---|
+| compressed-tensors, "int-quantized" | int8 | a row | NAME_scale [out, 1] |
+| compressed-tensors, "float-quantized" | float8 | a row, a matrix, or a block | NAME_scale [out, 1], [1] or as below |
+| fp8 (as of DeepSeek and Qwen3) | float8 | a block or a matrix | NAME_scale_inv [⌈out/b⌉, ⌈in/b⌉], NAME_scale [1] |
+| fbgemm_fp8 | float8 | a row | NAME_scale [out, 1] |
+
+Which matrices are kept so is seen in the files. Activations are computed in the weights' dtype, whatever a config says
+of theirs: that is nearer to the model before it was quantised. Int8 matrices may stay so (`quantization="int8"`), and
+others are multiplied out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from smcjax.model.hf_keys import HFKeys
+
+SCALE = "_scale"  # added to a tensor's name
+INT8, FLOAT8 = "I8", "F8_E4M3"  # in safetensors' spelling
+_METHOD, _FORMAT = "compressed-tensors", "int-quantized"
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_NO_SAY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found; how files keep them
+_READ = (
+    "of quantised weights only int8 by channel of compressed-tensors (int-quantized) and float8 (float-quantized, fp8, "
+    "fbgemm_fp8) are read, beside nothing else that is quantised; use such a checkpoint or the original one"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How a directory stores its quantised matrices.
+
+    Attributes:
+        dtype: of their numbers, `INT8` or `FLOAT8`.
+        block: rows and columns that have one scale; None: all of the matrix's.
+        suffix: is added to a matrix's name for that of its scales.
+    """
+
+    dtype: str
+    block: tuple[int | None, int | None] = (1, None)
+    suffix: str = SCALE
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The numbers of scales along the rows and columns of a matrix of this shape."""
+        rows, columns = (
+            1 if size is None else -(-length // size) for size, length in zip(self.block, shape, strict=True)
+        )
+        return rows, columns
+
+    def is_of_activations(self, name: str) -> bool:
+        """True for tensors that say how activations were quantised, which are not read."""
+        return self.dtype == FLOAT8 and name.endswith((".input_scale", ".input_scale_ub"))
+
+
+def storage(keys: HFKeys) -> Storage | None:
+    """How a config says that matrices are stored, None for plain; raises ValueError for ways that are not read."""
+    if keys.raw("compression_config"):
+        raise keys.refusal("compression_config", _READ)
+    if not keys.raw("quantization_config"):
+        return None
+    outer = keys.inner("quantization_config")
+    method = outer.raw("quant_method")
+    if method == "fp8":
+        found = _fp8(outer)
+    elif method == "fbgemm_fp8":
+        _skip(outer, "activation_scale_ub", "modules_to_not_convert")
+        found = Storage(FLOAT8)
+    else:
+        found = _compressed_tensors(outer)
+    outer.refuse_unknown()
+    return found
+
+
+def _fp8(keys: HFKeys) -> Storage:
+    """The storage of transformers' fine-grained float8; without blocks, that of one scale a matrix."""
+    if keys.raw("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise keys.refusal("fmt", _READ)
+    if keys.raw("scale_fmt") not in (None, "float"):
+        raise keys.refusal("scale_fmt", _READ)
+    _skip(keys, "activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize")
+    if keys.raw("weight_block_size") is None:
+        return Storage(FLOAT8, (None, None))
+    return Storage(FLOAT8, _block(keys, "weight_block_size"), "_scale_inv")
+
+
+def _compressed_tensors(outer: HFKeys) -> Storage:
+    float8 = outer.raw("format") == "float-quantized"
+    kind = "float-quantized" if float8 else _FORMAT
+    _require(outer, {"quant_method": _METHOD, "format": kind})
+    _refuse(outer, "kv_cache_scheme", "sparsity_config", "transform_config")
+    _skip(outer, "ignore", "version", "quantization_status", "global_compression_ratio")
+    groups = outer.inner("config_groups")
+    if not groups:
+        raise outer.refusal("config_groups", _READ)
+    found = set()
+    for name in outer.raw("config_groups"):
+        group = groups.inner(name)
+        targets = group.raw("targets")
+        if not isinstance(targets, list) or not targets or any(kind not in ("Linear", "Embedding") for kind in targets):
+            raise group.refusal("targets", _READ)
+        _refuse(group, "output_activations", *([] if float8 else ["input_activations"]))
+        group.raw("input_activations")
+        if group.raw("format", kind) != kind:
+            raise group.refusal("format", _READ)
+        weights = group.inner("weights")
+        block: tuple[int | None, int | None] = (1, None)
+        if float8:
+            _require(weights, {**_WEIGHTS, "type": "float", "strategy": weights.raw("strategy")})
+            if weights.raw("strategy") == "tensor":
+                block = (None, None)
+            elif weights.raw("strategy") == "block":
+                block = _block(weights, "block_structure")
+            elif weights.raw("strategy") != "channel":
+                raise weights.refusal("strategy", _READ)
+        else:
+            _require(weights, _WEIGHTS)
+            _refuse(weights, "block_structure")
+        _refuse(weights, "actorder", "group_size")
+        _skip(weights, "block_structure", *_NO_SAY)
+        for inner in (weights, group):
+            inner.refuse_unknown()
+        found.add(Storage(FLOAT8 if float8 else INT8, block))
+    if len(found) > 1:
+        raise outer.refusal("config_groups", _READ)
+    return found.pop()
+
+
+def _block(keys: HFKeys, name: str) -> tuple[int, int]:
+    """Rows and columns that have one scale."""
+    found = keys.raw(name)
+    if not isinstance(found, list) or len(found) != 2 or not all(type(size) is int and size > 0 for size in found):
+        raise keys.refusal(name, _READ)
+    return found[0], found[1]
+
+
+def _require(keys: HFKeys, wanted: dict[str, Any]) -> None:
+    for key, value in wanted.items():
+        found = keys.raw(key)
+        if type(found) is not type(value) or found != value:
+            raise keys.refusal(key, _READ)
+
+
+def _refuse(keys: HFKeys, *names: str) -> None:
+    for name in names:
+        if keys.raw(name):
+            raise keys.refusal(name, _READ)
+
+
+def _skip(keys: HFKeys, *names: str) -> None:
+    """Takes keys of which nothing depends here."""
+    for name in names:
+        keys.raw(name)
+
+
+def written_int8(*, tied: bool) -> dict[str, Any]:
+    """The quantization_config of a decoder whose every matrix that a forward streams is stored in int8.
+
+    `tied`: the embedding is the head's matrix, and is stored in int8 under the embedding's name.
+    """
+    group = {
+        "format": _FORMAT,  # without, compressed-tensors takes weights alone for another
+        "targets": ["Linear", "Embedding"] if tied else ["Linear"],
+        "weights": _WEIGHTS,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": _METHOD,
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"] if tied else [],  # which is the embedding
+    }
