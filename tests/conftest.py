@@ -77,55 +77,6 @@ settings.register_profile("laws", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("laws")
 
 
-# An engine has programs for batches of one, two, four … requests, for moves between any two of those, and for chunks
-# of a prompt of two lengths: some 27 where four requests run at a time, all made by the same code. In most files an
-# engine has those of its largest batch and of the shorter chunk in all lanes alone, six. Files where a batch's size or
-# a chunk's length could matter to the law have them all, and so have engines that files share (`engine/conftest.py`,
-# `server/conftest.py`).
-OF_ALL_SIZES = {
-    "bench/test_bench_sparse.py",
-    "engine/test_autoregressive.py",
-    "engine/test_compilation.py",
-    "engine/test_engine.py",
-    "engine/test_interruptions.py",
-    "engine/test_on_gpu.py",
-    "engine/test_preemption.py",
-    "engine/run/test_programs.py",
-    "engine/test_readings.py",
-    "engine/run/test_runner.py",
-    "engine/schedule/test_scheduler.py",
-    "engine/test_soak.py",
-    "engine/test_widths.py",
-    "test_auto.py",
-}
-
-# A program is compiled when a test first calls it (`lazily.py`): one in five never is. Files about what is compiled,
-# when, and in what memory have theirs compiled when users' are.
-COMPILED_AT_ONCE = {
-    "bench/test_cycle.py",
-    "bench/test_table.py",
-    "engine/schedule/test_clock.py",
-    "engine/test_compilation.py",
-    "engine/test_engine.py",
-    "engine/test_interruptions.py",
-    "engine/run/test_memory.py",
-    "engine/test_on_gpu.py",
-    "engine/test_parallel_on_gpu.py",
-    "engine/test_population.py",
-    "engine/run/test_programs.py",
-    "engine/test_soak.py",
-    "server/test_models.py",
-}
-
-# On a CPU LLVM's passes are left out too, which take longer than what they save, but where a file computes for long.
-# A single test that does has them by `passes.py`.
-# Processes of their own (`cli/test_process.py`, `.ci/run`) run as users'.
-WITH_LLVM_PASSES = {
-    "engine/test_soak.py",
-    "smc/test_unbiased_engine.py",
-}
-
-
 _every_patch = True
 
 
@@ -147,14 +98,14 @@ def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
     Engines that live as long as the session say their sizes themselves: whether they are made within this fixture or
     before it depends on which test asks for them first.
     """
-    file = request.path.relative_to(Path(__file__).parent)
-    leave_llvm_passes_out(file.as_posix() not in WITH_LLVM_PASSES)
+    marked = {mark.name for mark in request.node.iter_markers()}
+    leave_llvm_passes_out("llvm_passes" not in marked)
     global _every_patch
-    _every_patch = file.as_posix() in COMPILED_AT_ONCE
+    _every_patch = "compiled_at_once" in marked
     shared, programs._shared = programs._shared, {}  # closed engines' too: the next one like them compiles nothing
     with (
-        contextlib.nullcontext() if file.as_posix() in OF_ALL_SIZES else one_size(),
-        contextlib.nullcontext() if file.as_posix() in COMPILED_AT_ONCE else lazily(),
+        contextlib.nullcontext() if "all_sizes" in marked else one_size(),
+        contextlib.nullcontext() if _every_patch else lazily(),
     ):
         yield
     leave_llvm_passes_out(True)

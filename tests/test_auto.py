@@ -15,6 +15,8 @@ from smcjax.planner import Cell, Measured, law_of
 from tests.checkpoints import write_pair
 from tests.planner.tables import measured, profile
 
+pytestmark = pytest.mark.all_sizes
+
 SPARSE = SparseVerification("merged", 4)
 POPULATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_particles": 4}, {"n_particles": 4}),

@@ -26,6 +26,8 @@ from smcjax.cli.options import refresh_schedule
 from smcjax.sparse.nsa import NSA
 from tests.bench.sparse_population import Layer, Population
 
+pytestmark = pytest.mark.all_sizes
+
 
 @pytest.mark.parametrize(
     ("context", "naive", "merged", "shared"),

@@ -16,6 +16,8 @@ from smcjax.decoders import SMC, Autoregressive
 from smcjax.engine.run import memory
 from smcjax.kv import TRASH
 
+pytestmark = pytest.mark.compiled_at_once
+
 
 def small(decoding: SMC | Autoregressive, **changes: Any) -> CycleResult:
     models = {

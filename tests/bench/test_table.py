@@ -13,6 +13,8 @@ from smcjax.bench.models import Models
 from smcjax.bench.table import markdown, run_cases, standard_cases
 from smcjax.decoders import SMC, Autoregressive
 
+pytestmark = pytest.mark.compiled_at_once
+
 
 def result(**changes: Any) -> CycleResult:
     fields: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(CycleResult)}

@@ -13,6 +13,8 @@ from smcjax.model import logits
 from tests.checkpoints import GOLDEN, Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = pytest.mark.all_sizes
+
 _logits = jax.jit(logits, static_argnums=0)
 
 

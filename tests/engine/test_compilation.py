@@ -14,6 +14,8 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import add, drain
 
+pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
+
 
 def coming_and_going(llm: LLM) -> None:
     """Batches that grow and shrink while requests run."""

@@ -30,6 +30,8 @@ from smcjax.errors import RequestsLost
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
+
 TOOL = 4  # of `sys.monitoring`, one that nobody else takes
 PROMPTS = ["the same beginning", "the same beginning of it", "d"]
 PARAMS = SamplingParams(seed=4, max_tokens=9, ignore_eos=True)

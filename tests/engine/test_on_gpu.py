@@ -23,7 +23,7 @@ from smcjax.model.quantize import quantize_params
 from smcjax.model.view import BatchView
 from smcjax.pallas import uses_kernels
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.all_sizes, pytest.mark.compiled_at_once]
 TARGET = ModelConfig(256, 1024, 1024, 2, 8, 4, 64, 4096, tie_embeddings=True)  # wide enough for all kernels
 DRAFT = ModelConfig(256, 512, 512, 1, 8, 2, 64, 4096, tie_embeddings=True)
 PROMPTS = [

@@ -16,6 +16,7 @@ from tests.engine.test_on_gpu import DRAFT, PROMPTS, TARGET, saved
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices"),
+    pytest.mark.compiled_at_once,
 ]
 
 

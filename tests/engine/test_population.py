@@ -16,6 +16,8 @@ from tests.checkpoints import GOLDEN, Pair
 from tests.engine.conftest import smc_llm
 from tests.lazily import Later
 
+pytestmark = pytest.mark.compiled_at_once
+
 N = 4
 
 

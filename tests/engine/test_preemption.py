@@ -25,6 +25,8 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.engine.test_engine import fingerprint, prompt, sound
 
+pytestmark = pytest.mark.all_sizes
+
 ROWS, WIDTH, PAGE_SIZE = 4, 4, 4
 COUNT = 10  # different requests
 PAGES = 100

@@ -21,6 +21,8 @@ from tests.engine.test_engine import sound
 from tests.engine.test_nsa import OF_SPARSE, PARAMS, PROMPTS, in_short_chunks
 from tests.planner.tables import measured
 
+pytestmark = pytest.mark.all_sizes
+
 ALONE = Autoregressive()
 SINGLE, MERGED = (Rejection(3, sparse=SparseVerification(*how)) for how in (("per_query",), ("merged", 2)))
 SHARED = Rejection(3, sparse=SparseVerification("shared", 4))

@@ -11,6 +11,8 @@ from smcjax import LLM, SamplingParams
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once, pytest.mark.llvm_passes]
+
 MAX_OPEN_REQUESTS = 24  # requests that wait or run at a time
 PROMPTS = ("a", "bc", "a longer prompt")
 

@@ -16,6 +16,8 @@ import pytest
 from smcjax import LLM, SMC, Autoregressive, Rejection, RequestOutput, SamplingParams
 from smcjax.model import ModelConfig, init_params, save_checkpoint
 
+pytestmark = pytest.mark.all_sizes
+
 CONFIG = ModelConfig(4096, 512, 1024, 2, 8, 2, 64, 1024)
 LENGTHS = (1, 5, 40, 130)  # prompts of one chunk and of several
 

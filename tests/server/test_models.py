@@ -19,6 +19,8 @@ from tests.checkpoints import Pair
 from tests.planner.tables import Blind
 from tests.server.conftest import EXACT_NAME, SMC_NAME
 
+pytestmark = pytest.mark.compiled_at_once
+
 
 @pytest.mark.parametrize(
     ("decoding", "label"),

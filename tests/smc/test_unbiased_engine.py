@@ -20,7 +20,7 @@ from tests import exact
 from tests.helpers import Ask, batch, tiny_pair
 from tests.smc import reference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.llvm_passes]
 V, GROUPS, MAX_MODEL_LEN = 3, 2048, 12  # nine particles of twice the groups take 3.6 times as long
 PAIR = tiny_pair(V, target_layers=1)
 AFTER = reference.language_model(PAIR.target, PAIR.params.target, MAX_MODEL_LEN)

@@ -18,6 +18,8 @@ from smcjax.engine.schedule.page_budget import Footprint
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = pytest.mark.compiled_at_once
+
 GIB = 1 << 30
 
 

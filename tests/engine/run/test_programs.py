@@ -27,6 +27,8 @@ from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 from tests.helpers import Ask, batch
 
+pytestmark = [pytest.mark.all_sizes, pytest.mark.compiled_at_once]
+
 VECTOR = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
 

@@ -17,6 +17,8 @@ from smcjax.engine.schedule.scheduler import ChunkLengths
 from smcjax.model.config import ModelConfig
 from smcjax.model.params import init_params
 
+pytestmark = pytest.mark.all_sizes
+
 MODEL = ModelConfig(
     vocab_size=64,
     hidden_size=64,

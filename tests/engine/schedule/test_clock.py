@@ -16,6 +16,8 @@ from smcjax.engine.schedule.clock import SHORT, Clock
 from tests.checkpoints import Pair
 from tests.engine.conftest import smc_llm
 
+pytestmark = pytest.mark.compiled_at_once
+
 
 @given(st.lists(st.tuples(st.floats(0.01, 9), st.floats(0.01, 9)), max_size=6), st.lists(st.floats(0, 150), max_size=9))
 def test_it_stands_still_while_programs_compile(spans: list[tuple[float, float]], moments: list[float]) -> None:

@@ -18,6 +18,8 @@ from smcjax.engine.schedule.page_budget import Footprint
 from smcjax.engine.schedule.prefix_cache import PrefixCache
 from smcjax.engine.schedule.scheduler import ChunkLengths, Group, Schedule, Scheduler
 
+pytestmark = pytest.mark.all_sizes
+
 CHUNK, PAGES, PAGE_SIZE = 8, 20, 3
 ALONE = Footprint(rows=1, page_size=PAGE_SIZE, width=1)
 SIZES = [1, 2, 4]
